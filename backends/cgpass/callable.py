@@ -1,0 +1,271 @@
+"""The callable Dynamo gets: compiled regions in stitched code, behind wrappers for FULL and PIECEWISE."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.settings import Settings
+from graphpass import compat
+from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
+from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.capture.plan import ReplayPlan, entries_by_region, replay_of
+from graphpass.compile import CompiledRegion
+from graphpass.context import ForwardContext, current_context
+from graphpass.dispatch.grid import SizeGrid
+from graphpass.errors import CaptureError, ContextError, ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+from graphpass.partition import GraphInput, Partition
+
+__all__ = ["GraphedCallable"]
+
+_log = logging.getLogger("graphpass")
+_RUNS_BEFORE_ADVICE = 8
+_CAPTURABLE_REASONS = ("splitting op", "nothing to capture")
+
+
+class GraphedCallable:
+    """One graph of a model: ``g0``, ``g1``, ...
+
+    The stitched code sits in a FULL wrapper, each captured region in a PIECEWISE wrapper inside it; the level that the
+    context's mode names captures or replays, the other passes through.
+
+    Args:
+        name: the callable's name in its runtime.
+        partition: regions and stitched code.
+        compiled: region name -> compiled region, for the captured ones.
+        runtime: owner of graphs and statistics.
+        settings: the backend's options.
+        ends_early: why the graph ends before the model does (a graph break), or None.
+        taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        partition: Partition,
+        compiled: Mapping[str, CompiledRegion],
+        runtime: GraphRuntime,
+        settings: Settings,
+        *,
+        taken: Sequence[int],
+        ends_early: str | None,
+    ) -> None:
+        self.name = name
+        self.ends_early = ends_early
+        self.partition = partition
+        self.runtime = runtime
+        self._taken = tuple(taken)
+        self._takes_all = self._taken == tuple(range(len(self._taken)))
+        self._modes = settings.runtime_modes()
+        self._clones = settings.policy.clones_outputs
+        self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
+        self._stitched = partition.bind(self._callees)
+        self._static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
+        self._full = CUDAGraphWrapper(
+            self._stitched,
+            CUDAGraphMode.FULL,
+            runtime=runtime,
+            name=f"{name}.full",
+            static_inputs=self._static,
+            module_inputs=[p for p in self._static if partition.inputs[p].source_name is None],
+            mutated_inputs=partition.mutated_inputs,
+            input_names=[given.source_name or given.name for given in partition.inputs],
+            policy=settings.policy,
+        )
+        self._key_dims = _key_dims(partition.inputs, settings)
+        self._grid = SizeGrid.of(settings.capture_sizes or [1])
+        self._size_position = _size_position(partition.inputs)
+        self._plans: dict[BatchDescriptor, list[ReplayPlan]] = {}
+        self._runs_without_graph = 0
+        self.never_full = _never_full(partition)
+
+    def __call__(self, *given: Any) -> Any:
+        args = given if self._takes_all else tuple([given[position] for position in self._taken])
+        return self.call(args)
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        """Run with one argument for each of the partition's inputs."""
+        context = current_context()
+        if context is None or context.capture is not None or not context.runtime_mode:
+            return self._without_graph(context, args)
+        if context.runtime_mode not in self._modes:
+            raise ContextError(
+                f"{self.name} was not built for runtime mode {context.runtime_mode}",
+                expected=" or ".join(sorted(map(str, self._modes))) or "NONE",
+                found=str(context.runtime_mode),
+                remedy=f"compile with options mode={str(context.runtime_mode)!r}, or a pair that contains it",
+            )
+        scope = self.runtime.scope()
+        if scope is not None and scope.stops_at_entry:
+            raise EnteredCallable(self)
+        if any(isinstance(value, torch.Tensor) and not value.numel() for value in self._dynamic_inputs(args)):
+            return self._stitched(*args)
+        full = context.runtime_mode is CUDAGraphMode.FULL
+        if full and self.never_full is not None:
+            raise CaptureError(
+                f"{self.name} cannot be captured as a whole",
+                expected="runtime mode PIECEWISE, or a model without such an op",
+                found=self.never_full,
+                remedy="dispatch with mode PIECEWISE: the region stays eager and costs one split",
+            )
+        self._check_key(context, args)
+        outputs = self._full(*args) if full else self._piecewise(context, args)
+        if scope is not None:
+            scope.reached.append((self, args, tuple(compat.tree_flatten(outputs)[0])))
+        return outputs
+
+    def _dynamic_inputs(self, args: tuple[Any, ...]) -> list[Any]:
+        return [args[p] for p, given in enumerate(self.partition.inputs) if not given.is_static]
+
+    def _without_graph(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
+        if context is None:
+            if self._size_position is not None:
+                self.runtime.saw_size(args[self._size_position])
+            self._runs_without_graph += 1
+            if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
+                _log.warning(
+                    "%s ran %d times without a forward context, so without graphs: capture inside "
+                    "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(runtime_mode=..., "
+                    "batch_descriptor=...)`, or use graphpass.graphed(model, ...)",
+                    self.name,
+                    self._runs_without_graph,
+                )
+        return self._stitched(*args)
+
+    def _check_key(self, context: ForwardContext, args: tuple[Any, ...]) -> None:
+        """The descriptor names the padded shape, so the inputs must have it."""
+        descriptor = context.batch_descriptor
+        assert descriptor is not None
+        if not self._key_dims:
+            return
+        padded = self._grid.fields(descriptor)
+        for position, dim, field in self._key_dims:
+            expected = padded.get(field)
+            found = args[position].shape[dim]
+            if expected is not None and expected != found:
+                raise ShapeError(
+                    f"input {self.partition.inputs[position].source_name!r} does not have the size its key names",
+                    expected=f"{field}={expected} in dimension {dim} (key {descriptor})",
+                    found=str(found),
+                    remedy="pad the input to the descriptor's size",
+                )
+
+    def _piecewise(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
+        runtime, descriptor = self.runtime, context.batch_descriptor
+        assert descriptor is not None
+        args = self._out_of_the_pool(context, args)
+        device = runtime.enter_forward(context, args, self.name)
+        try:
+            plan = next(
+                (p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None
+            )
+            if plan is not None:
+                outputs = plan.function(*args)
+            else:
+                first = len(runtime.forward_entries())
+                outputs = self._stitched(*args)
+                self._make_plan(descriptor, args, first)
+            if self._clones:
+                flat, spec = compat.tree_flatten(outputs)
+                outputs = compat.tree_unflatten(clone_pool_tensors(flat, runtime.forward_pool_storages()), spec)
+        finally:
+            runtime.exit_forward(device)
+        return outputs
+
+    def _out_of_the_pool(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Outputs of the last forward handed in as inputs of this one: its first replay would overwrite them."""
+        if self._clones or self.runtime.is_current_forward(context):
+            return args
+        pool = self.runtime.forward_pool_storages()
+        return tuple(clone_pool_tensors(args, pool)) if pool else args
+
+    def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
+        entries = entries_by_region(self.runtime.forward_entries()[first:], f"{self.name}.")
+        captured = [region.name for region in self.partition.regions if region.kind == "captured"]
+        if any(name not in entries for name in captured):
+            return
+        callees: dict[str, Callable[..., Any]] = dict(self._callees)
+        callees.update({name: replay_of(entries[name], self.runtime) for name in captured})
+        tensors = [p for p, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        baked = {value for entry in entries.values() for value in entry.statics.storages}
+        static = [p for p in tensors if storage_id(args[p]) in baked]
+        plan = ReplayPlan.of(
+            self.name,
+            descriptor,
+            [(r.name, "replay" if r.kind == "captured" else "eager") for r in self.partition.regions],
+            self.partition.bind(callees),
+            args=args,
+            static_positions=static,
+            dynamic_positions=[p for p in tensors if p not in set(static)],
+            generation=self.runtime.generation,
+        )
+        alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
+        self._plans[descriptor] = [*alive, plan]
+        scope = self.runtime.scope()
+        if scope is not None:
+            scope.plans.append(plan)
+
+
+def _wrapped_regions(
+    name: str,
+    partition: Partition,
+    compiled: Mapping[str, CompiledRegion],
+    runtime: GraphRuntime,
+    policy: CapturePolicy,
+) -> dict[str, Callable[..., Any]]:
+    """Region name -> what the stitched code calls: a PIECEWISE wrapper, or the eager region's own forward."""
+    # Results stay in the pool between regions; the callable clones what leaves it.
+    inner = CapturePolicy(
+        outputs="view", on_moved_input=policy.on_moved_input, lazy_capture=policy.lazy_capture
+    )
+    given = {graph_input.name: graph_input for graph_input in partition.inputs}
+    callees: dict[str, Callable[..., Any]] = {}
+    for region in partition.regions:
+        if region.kind == "eager":
+            callees[region.name] = region.graph_module.forward
+            continue
+        static = [p for p, value in enumerate(region.inputs) if value in given and given[value].is_static]
+        callees[region.name] = CUDAGraphWrapper(
+            compiled[region.name],
+            CUDAGraphMode.PIECEWISE,
+            runtime=runtime,
+            name=f"{name}.{region.name}",
+            static_inputs=static,
+            module_inputs=[p for p in static if given[region.inputs[p]].source_name is None],
+            mutated_inputs=region.mutated_inputs,
+            input_names=region.inputs,
+            policy=inner,
+        )
+    return callees
+
+
+def _never_full(partition: Partition) -> str | None:
+    """The first region that no graph can hold, with its reason; splitting ops can be captured with what is around them."""
+    for region in partition.regions:
+        for reason in (region.reason or "").split("; "):
+            if region.kind == "eager" and not reason.startswith(_CAPTURABLE_REASONS):
+                return f"{region.name}: {reason}"
+    return None
+
+
+def _key_dims(inputs: tuple[GraphInput, ...], settings: Settings) -> tuple[tuple[int, int, str], ...]:
+    """(position, dimension, key field) of the inputs that the user named in dynamic_dims."""
+    return tuple(
+        (position, dim, field)
+        for position, given in enumerate(inputs)
+        if given.source_name in settings.dynamic_dims
+        for dim, field in settings.dynamic_dims[given.source_name].items()
+        if isinstance(given.value, torch.Tensor)
+    )
+
+
+def _size_position(inputs: tuple[GraphInput, ...]) -> int | None:
+    """The one symbolic size among the inputs; None where there are several, or none."""
+    sizes = [p for p, given in enumerate(inputs) if isinstance(given.value, torch.SymInt)]
+    return sizes[0] if len(sizes) == 1 else None

@@ -1,0 +1,153 @@
+"""From Dynamo's graph to the callable it gets back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgpass.callable import GraphedCallable
+from cgpass.settings import Settings
+from graphpass import compat
+from graphpass.capture import CallableRecord, GraphRuntime
+from graphpass.capture.lookup import runtime_of_compiler
+from graphpass.compile import CompiledRegion, compile_region, compile_training
+from graphpass.errors import DeviceError, OptionError
+from graphpass.partition import Partition, partition
+from graphpass.partition.symbols import GuardedSymbols, symbol_of_dim
+
+__all__ = ["backend"]
+
+_log = logging.getLogger("graphpass")
+
+
+def backend(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """What Dynamo calls with each graph of a model compiled with ``backend="cgpass"``.
+
+    Args:
+        graph_module: the graph as Dynamo traced it.
+        example_inputs: its inputs; symbolic sizes where shapes are dynamic.
+        options: see :func:`cgpass.options`.
+        mode: refused: torch.compile's ``mode`` names Inductor presets.
+
+    Returns:
+        A callable with the graph's inputs and outputs. Under autograd it is compiled and never captured.
+
+    Raises:
+        OptionError: an option is unknown or cannot be used.
+        PartitionError: the graph cannot be split as asked.
+        DeviceError: inputs on two GPUs, or tensor subclasses.
+    """
+    if mode is not None:
+        raise OptionError(
+            "torch.compile's mode= is for Inductor presets",
+            expected="options=cgpass.options(mode=...)",
+            found=f"mode={mode!r}",
+            remedy="leave mode= out; cgpass captures graphs itself",
+        )
+    settings = Settings.of(options)
+    runtime = settings.runtime or runtime_of_compiler(compat.calling_compiler())
+    _refuse_subclasses(example_inputs)
+    name = runtime.next_callable_name()
+    if _needs_autograd(example_inputs):
+        return _training(name, graph_module, example_inputs, runtime, settings)
+    compat.specialize_wrapped_floats(graph_module)
+    taken = _drop_unread_inputs(graph_module)
+    parts = partition(graph_module, settings.splitting_ops)
+    compiled = _compile_regions(parts, settings.compiler)
+    _dump(name, parts, settings)
+    ends_early = compat.graph_break_reason(graph_module)
+    runtime.register(
+        CallableRecord(
+            name=name,
+            regions=tuple((r.name, r.kind, r.reason, len(r.graph_module.graph.nodes)) for r in parts.regions),
+            artifacts=len(compiled),
+            reason=ends_early,
+        )
+    )
+    _list_excluded_sizes(name, graph_module, parts, runtime, settings)
+    return GraphedCallable(name, parts, compiled, runtime, settings, taken=taken, ends_early=ends_early)
+
+
+def _compile_regions(parts: Partition, compiler: str) -> dict[str, CompiledRegion]:
+    compiled = {}
+    for region in parts.regions:
+        if region.kind == "captured":
+            inputs = [compat.example_value(node) for node in region.graph_module.graph.find_nodes(op="placeholder")]
+            compiled[region.name] = compile_region(region.graph_module, inputs, compiler)
+    return compiled
+
+
+def _training(
+    name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], runtime: GraphRuntime, settings: Settings
+) -> Any:
+    reason = "compiled under autograd: never captured; call it under torch.inference_mode() or torch.no_grad() for graphs"
+    if reason not in {record.reason for record in runtime.callables()}:
+        _log.warning("%s %s", name, reason)
+    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, reason=reason))
+    return compile_training(graph_module, example_inputs, settings.compiler)
+
+
+def _needs_autograd(example_inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+    )
+
+
+def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
+    for value in example_inputs:
+        if isinstance(value, torch.Tensor) and compat.is_wrapper_subclass(value):
+            raise DeviceError(
+                "tensor subclasses cannot be captured",
+                expected="plain tensors and parameters",
+                found=type(value).__name__,
+                remedy="unwrap it before the call (DTensor: `tensor.to_local()`), or compile that part with another backend",
+            )
+
+
+def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:
+    """Erase tensor inputs that nothing reads, so that nothing copies them; the positions of the inputs that stay."""
+    taken = []
+    for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+        if node.users or not isinstance(compat.example_value(node), torch.Tensor):
+            taken.append(position)
+        else:
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return taken
+
+
+def _dump(name: str, parts: Partition, settings: Settings) -> None:
+    if settings.dump_dir is not None:
+        settings.dump_dir.mkdir(parents=True, exist_ok=True)
+        (settings.dump_dir / f"{name}.txt").write_text(parts.dump(), encoding="utf-8")
+
+
+def _list_excluded_sizes(
+    name: str, graph_module: fx.GraphModule, parts: Partition, runtime: GraphRuntime, settings: Settings
+) -> None:
+    """Say which capture sizes this graph's guards exclude: they are compiled as graphs of their own."""
+    if not settings.capture_sizes or not settings.dynamic_dims:
+        return
+    guards = GuardedSymbols.from_graph(graph_module)
+    named = {given.source_name for given in parts.inputs}
+    for source, dims in settings.dynamic_dims.items():
+        for dim, field in dims.items() if source in named else ():
+            symbol = symbol_of_dim(parts.inputs, source, dim)
+            if not isinstance(symbol, sympy.Symbol):
+                runtime.note(f"{name}: dimension {dim} of {source!r} is fixed at {symbol}: other sizes compile anew")
+                continue
+            for size in settings.capture_sizes.get(field, ()):
+                constraint = guards.excluded_by({symbol: size})
+                if constraint is not None:
+                    runtime.note(f"{name}: {field}={size} is outside this graph's guards ({constraint})")

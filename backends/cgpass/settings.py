@@ -1,0 +1,141 @@
+"""The options of the backend, validated where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from graphpass.capture import CapturePolicy, GraphRuntime
+from graphpass.compile import COMPILERS
+from graphpass.errors import OptionError, nearest
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["Settings", "options"]
+
+DynamicDims = Mapping[str, Mapping[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``torch.compile(model, backend="cgpass", options=...)`` understands.
+
+    Attributes:
+        mode: what the callable is built for, a runtime mode or a pair.
+        splitting_ops: ops that run eagerly between captured regions, by name, op object or callable.
+        capture_sizes: padded sizes that will be captured, {key field: sizes}; empty when unknown.
+        dynamic_dims: {input: {dimension: key field}}.
+        compiler: what compiles a captured region.
+        policy: what wrappers return, when they capture, what they do about moved inputs.
+        on_fallback: what happens where a graph was asked for and cannot be had.
+        dump_dir: a directory for the partition's text, one file a graph.
+        runtime: owner of pool and statistics; None makes one for each ``torch.compile``.
+    """
+
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    splitting_ops: tuple[str | Callable[..., Any], ...] = ()
+    capture_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dynamic_dims: DynamicDims = field(default_factory=dict)
+    compiler: str = "inductor"
+    policy: CapturePolicy = field(default_factory=CapturePolicy)
+    on_fallback: Literal["warn", "error", "silent"] = "warn"
+    dump_dir: Path | None = None
+    runtime: GraphRuntime | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Settings:
+        """Validate a user's options.
+
+        Raises:
+            OptionError: an unknown name, with the nearest known ones, or a value that cannot be used.
+        """
+        given = dict(given or {})
+        known = _names()
+        for name in given:
+            if name not in known:
+                close = nearest(name, known)
+                raise OptionError(
+                    f"unknown option {name!r}",
+                    expected=f"one of {', '.join(known)}",
+                    found=repr(name),
+                    remedy=f"did you mean {close}?" if close else "leave it out",
+                )
+        policy = CapturePolicy(**{name: given.pop(name) for name in _POLICY_NAMES if name in given})
+        parsed = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in given.items()}
+        return cls(policy=policy, **parsed)
+
+    def __post_init__(self) -> None:
+        if self.compiler not in COMPILERS:
+            raise _bad_value("compiler", "one of " + ", ".join(COMPILERS), self.compiler)
+        if self.on_fallback not in ("warn", "error", "silent"):
+            raise _bad_value("on_fallback", "'warn', 'error' or 'silent'", self.on_fallback)
+        if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
+            raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
+
+    def runtime_modes(self) -> frozenset[CUDAGraphMode]:
+        """The runtime modes a context may carry to a callable built with these settings."""
+        return frozenset({self.mode.decode_mode(), self.mode.mixed_mode()}) - {CUDAGraphMode.NONE}
+
+
+def options(**given: Any) -> dict[str, Any]:
+    """Validate the backend's options now instead of at the first compile, and return them as a dict.
+
+    See :class:`Settings` for what they mean; ``outputs``, ``on_moved_input`` and ``lazy_capture`` are those of
+    :class:`graphpass.capture.CapturePolicy`.
+
+    Raises:
+        OptionError: an unknown name or a value that cannot be used.
+    """
+    Settings.of(given)
+    return given
+
+
+def _names() -> list[str]:
+    return sorted({f.name for f in fields(Settings)} - {"policy"} | set(_POLICY_NAMES))
+
+
+def _bad_value(name: str, expected: str, found: Any) -> OptionError:
+    return OptionError(
+        f"option {name} cannot be used", expected=expected, found=repr(found), remedy="see cgpass.options for the values"
+    )
+
+
+def _splitting_ops(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _bad_value("splitting_ops", "a list of op names, op objects or callables", value)
+    return tuple(value)
+
+
+def _capture_sizes(value: Any) -> dict[str, tuple[int, ...]]:
+    ladders = dict(value) if isinstance(value, Mapping) else {"num_tokens": value}
+    for name, sizes in ladders.items():
+        if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Sequence) or not sizes:
+            raise _bad_value("capture_sizes", "a list of sizes, or {key field: list of sizes}", value)
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            raise _bad_value("capture_sizes", f"integers of at least 1 for {name}", value)
+    return {name: tuple(sorted(set(sizes))) for name, sizes in ladders.items()}
+
+
+def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
+    if not isinstance(value, Mapping):
+        raise _bad_value("dynamic_dims", "{input: dimension} or {input: {dimension: key field}}", value)
+    dims = {}
+    for name, of_input in value.items():
+        of_input = {of_input: "num_tokens"} if isinstance(of_input, int) else of_input
+        if not isinstance(of_input, Mapping) or not all(
+            isinstance(dim, int) and isinstance(key_field, str) for dim, key_field in of_input.items()
+        ):
+            raise _bad_value("dynamic_dims", "{input: dimension} or {input: {dimension: key field}}", value)
+        dims[str(name)] = dict(of_input)
+    return dims
+
+
+_POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "mode": CUDAGraphMode.parse,
+    "splitting_ops": _splitting_ops,
+    "capture_sizes": _capture_sizes,
+    "dynamic_dims": _dynamic_dims,
+    "dump_dir": lambda value: None if value is None else Path(value),
+}

@@ -1,0 +1,59 @@
+"""Sphinx settings: Markdown pages, API pages from docstrings, every unresolved graphpass name an error."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
+
+import graphpass  # noqa: E402
+
+if TYPE_CHECKING:
+    from docutils.nodes import Element, TextElement
+    from sphinx.addnodes import pending_xref
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+
+project = "graphpass"
+author = "the graphpass authors"
+copyright = "2026, the graphpass authors"  # noqa: A001
+try:
+    release = metadata.version("graphpass")
+except metadata.PackageNotFoundError:
+    release = "checkout"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "examples"]
+html_theme = "furo"
+html_title = f"graphpass {release}"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+
+# Names of graphpass and cgpass have to resolve; other projects' pages are not fetched, so theirs are not looked up.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"^(?!graphpass\.|cgpass\.).*")]
+
+
+def find_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: TextElement) -> Element | None:
+    """Resolve ``graphpass.<module>.Name`` to ``graphpass.Name``, the name that users import and the pages document."""
+    target = str(node.get("reftarget", ""))
+    name = target.rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in graphpass.__all__:
+        return None
+    domain = env.domains["py"]
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"graphpass.{name}", node, contnode)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the resolver."""
+    app.connect("missing-reference", find_public_name)

@@ -1,0 +1,81 @@
+"""CUDA graphs for any PyTorch model: partition, dispatch, capture, replay.
+
+``graphpass.graphed(model, ...)`` is the three-line form; ``torch.compile(model, backend="cgpass")`` with a
+:class:`GraphRuntime`, a :class:`CudagraphDispatcher` and :func:`set_forward_context` are the parts it is made of.
+"""
+
+from graphpass.capture import Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.capture.lookup import runtime_of
+from graphpass.context import (
+    ForwardContext,
+    get_forward_context,
+    is_forward_context_available,
+    set_forward_context,
+)
+from graphpass.dispatch import (
+    AttentionSupport,
+    CudagraphDispatcher,
+    Dispatch,
+    DispatchReason,
+    LoraKeys,
+    resolve_mode,
+)
+from graphpass.errors import (
+    CaptureError,
+    ContextError,
+    DeviceError,
+    DispatchError,
+    GraphpassError,
+    OptionError,
+    PartitionError,
+    PoolBusyError,
+    ShapeError,
+    StaticInputError,
+)
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+from graphpass.partition import DEFAULT_RULES, Partition, Region, SplitReason, SplitRule, partition
+from graphpass.tables import Report, Table
+
+# isort: split
+# Last: it drives the cgpass backend, which is made of the parts above.
+from graphpass.manager import GraphedModel, graphed
+
+__all__ = [
+    "DEFAULT_RULES",
+    "AttentionSupport",
+    "BatchDescriptor",
+    "CUDAGraphMode",
+    "CUDAGraphWrapper",
+    "CaptureError",
+    "ContextError",
+    "Counts",
+    "CudagraphDispatcher",
+    "DeviceError",
+    "Dispatch",
+    "DispatchError",
+    "DispatchReason",
+    "ForwardContext",
+    "GraphRuntime",
+    "GraphedModel",
+    "GraphpassError",
+    "LoraKeys",
+    "OptionError",
+    "Partition",
+    "PartitionError",
+    "PoolBusyError",
+    "Region",
+    "Report",
+    "ShapeError",
+    "SplitReason",
+    "SplitRule",
+    "StaticInputError",
+    "Table",
+    "get_forward_context",
+    "graphed",
+    "is_forward_context_available",
+    "partition",
+    "resolve_mode",
+    "runtime_of",
+    "set_forward_context",
+]

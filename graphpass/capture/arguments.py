@@ -1,0 +1,85 @@
+"""Arguments by position or keyword, and the flat list of leaves they make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpass import compat
+
+__all__ = ["Call", "InputRoles"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputRoles:
+    """What a wrapper was told about its arguments, each a position or a keyword's name."""
+
+    static: frozenset[int | str]
+    mutated: frozenset[int | str]
+    module_owned: frozenset[int | str]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call's arguments as flat leaves, and the flat positions that play a role.
+
+    Attributes:
+        leaves: all values inside the arguments, in order.
+        spec: structure that turns leaves into ``(args, kwargs)`` again.
+        names: a readable name a leaf.
+        static: positions whose address a graph may bake in.
+        mutated: positions the region writes to.
+        module_owned: static positions that a module owns, held weakly.
+    """
+
+    leaves: Sequence[Any]
+    spec: Any
+    names: tuple[str, ...]
+    static: frozenset[int]
+    mutated: frozenset[int]
+    module_owned: frozenset[int]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles) -> Call:
+        """Sort out one call."""
+        leaves, spec = compat.tree_flatten((tuple(args), dict(kwargs)))
+        tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
+        marked = {p for p in tensors if compat.has_static_address(leaves[p])}
+        owned = (_positions(args, kwargs, roles.module_owned) & tensors) | parameters
+        return cls(
+            leaves=leaves,
+            spec=spec,
+            names=tuple(_names(args, kwargs, roles.names)),
+            static=frozenset((_positions(args, kwargs, roles.static) & tensors) | owned | marked),
+            mutated=frozenset(_positions(args, kwargs, roles.mutated) & tensors),
+            module_owned=frozenset(owned),
+        )
+
+
+def _positions(args: Sequence[Any], kwargs: Mapping[str, Any], selected: Collection[int | str]) -> set[int]:
+    """Flat positions that lie in one of the ``selected`` arguments."""
+    positions: set[int] = set()
+    if not selected:
+        return positions
+    offset = 0
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        num_leaves = len(compat.tree_flatten(value)[0])
+        if name in selected:
+            positions.update(range(offset, offset + num_leaves))
+        offset += num_leaves
+    return positions
+
+
+def _names(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[str]) -> list[str]:
+    """One name a leaf: the given name, the keyword, or the position; with an index inside a nested argument."""
+    names: list[str] = []
+    for argument, value in [*enumerate(args), *kwargs.items()]:
+        stem = given[argument] if isinstance(argument, int) and argument < len(given) else str(argument)
+        num_leaves = len(compat.tree_flatten(value)[0])
+        names += [stem] if num_leaves == 1 else [f"{stem}[{index}]" for index in range(num_leaves)]
+    return names

@@ -1,0 +1,127 @@
+"""Real CUDA graphs, through torch's public API."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphpass import compat
+
+__all__ = ["CudaDevice"]
+
+
+class _PoolMemory:
+    """A range of device memory as other libraries would hand it over: torch wraps it and does not own it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CudaDevice:
+    """Captures CUDA graphs of one GPU into one memory pool.
+
+    The pool is created on the first capture and lives as long as a graph captured into it. Capture and warm-up run on
+    torch's own capture stream, so that library workspaces are reserved there before a capture needs them.
+
+    Args:
+        device: a CUDA device with an index.
+        pool: a pool handle (``torch.cuda.graph_pool_handle()``) to share; None for one of its own.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self.device = device
+        self._given_pool = pool
+        self._pool = pool
+        self._stream: torch.cuda.Stream | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def warm_up(self, body: Callable[[], Any]) -> None:
+        with self._on_capture_stream():
+            body()
+
+    def record(
+        self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with self._on_capture_stream():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = body()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                compat.end_allocation_to_pool(self.device, self._pool)
+                graph.reset()
+                raise
+        return graph, outputs
+
+    def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return runnable(*args, **kwargs)
+
+    def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor.detach()
+        with torch.inference_mode(False):
+            memory = torch.as_tensor(_PoolMemory(storage.data_ptr(), storage.nbytes()), device=self.device)
+            view = torch.empty(0, dtype=tensor.dtype, device=self.device)
+            return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Nothing: the other graph's kernels overwrite what they share."""
+
+    def wait_for_last_forward(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)
+
+    def forward_done(self) -> None:
+        self._last_stream = torch.cuda.current_stream(self.device)
+
+    def pool_bytes(self) -> int:
+        if self._pool is None:
+            return 0
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+        )
+
+    def close(self) -> None:
+        self._pool = self._given_pool
+        self._last_stream = None
+        torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _on_capture_stream(self) -> Any:
+        if self._stream is None:
+            self._stream = compat.default_capture_stream(self.device)
+        caller = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            caller.wait_stream(self._stream)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose body raised: the stream leaves capture mode, the pool takes no more allocations."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        compat.end_allocation_to_pool(self.device, self._pool)
+        graph.reset()

@@ -1,0 +1,52 @@
+"""Tensor layouts: which elements a view really has, and the same view over other memory."""
+
+from __future__ import annotations
+
+import torch
+
+from graphpass.errors import ShapeError
+
+__all__ = ["distinct_elements", "extent", "same_view", "storage_id"]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Address of the memory a tensor lies in: equal for tensors that share a storage, 0 where there are no bytes."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The byte range [first, last) of its storage that a tensor reaches; (0, 0) without elements."""
+    if not tensor.numel():
+        return (0, 0)
+    first = tensor.storage_offset()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    width = tensor.element_size()
+    return (first * width, (first + reach + 1) * width)
+
+
+def distinct_elements(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
+    """The view in which every element of ``tensor`` appears once: expanded dimensions are cut to size 1.
+
+    Raises:
+        ShapeError: elements overlap in another way, so that copying into the layout is not defined.
+    """
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    reach = 0
+    for stride, size in sorted((d, s) for s, d in zip(tensor.shape, tensor.stride(), strict=True) if s > 1):
+        if stride <= reach:
+            raise ShapeError(
+                f"{name} overlaps itself in memory",
+                expected="a layout in which each element has an address of its own, or expanded dimensions",
+                found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+                remedy="pass tensor.contiguous()",
+            )
+        reach += (size - 1) * stride
+    return tensor
+
+
+def same_view(memory: torch.Tensor, like: torch.Tensor, *, byte_offset: int) -> torch.Tensor:
+    """``like``'s shape, strides and dtype over another tensor's storage, starting ``byte_offset`` into it."""
+    view = torch.empty(0, dtype=like.dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), byte_offset // like.element_size(), like.shape, like.stride())

@@ -1,0 +1,65 @@
+"""Finding the runtime of a compiled callable.
+
+The runtime rides on the object through which Dynamo called the backend, one for each ``torch.compile``: it is neither
+in a global registry nor in the caller's options, and it goes when that object goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphpass import compat
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.errors import GraphpassError, OptionError
+
+__all__ = ["runtime_of", "runtime_of_compiler"]
+
+_ATTRIBUTE = "graphpass_runtime"
+
+
+def runtime_of_compiler(compiler: Any) -> GraphRuntime:
+    """The runtime of one ``torch.compile``: the one in its options, else one made at its first graph."""
+    given = compat.backend_options(compiler).get("runtime")
+    if given is not None:
+        return _checked(given)
+    runtime: GraphRuntime | None = getattr(compiler, _ATTRIBUTE, None)
+    if runtime is None:
+        runtime = GraphRuntime()
+        setattr(compiler, _ATTRIBUTE, runtime)
+    return runtime
+
+
+def runtime_of(compiled: Any) -> GraphRuntime:
+    """The runtime of a callable compiled with ``backend="cgpass"``.
+
+    Args:
+        compiled: what ``torch.compile`` returned, or a module after ``module.compile(backend="cgpass")``.
+
+    Raises:
+        OptionError: it was compiled with another backend, has not run yet, or is not compiled.
+    """
+    for compiler in compat.compilers_of(compiled):
+        runtime = compat.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
+        if runtime is not None:
+            return _checked(runtime)
+    raise _no_runtime(compiled)
+
+
+def _no_runtime(compiled: Any) -> GraphpassError:
+    return OptionError(
+        "this callable has no graphpass runtime",
+        expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
+        found=repr(compiled)[:200],
+        remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile",
+    )
+
+
+def _checked(runtime: Any) -> GraphRuntime:
+    if isinstance(runtime, GraphRuntime):
+        return runtime
+    raise OptionError(
+        "option runtime is no runtime",
+        expected="a graphpass.GraphRuntime",
+        found=repr(runtime),
+        remedy="pass runtime=graphpass.GraphRuntime(), or leave it out",
+    )

@@ -1,0 +1,137 @@
+"""What a replay hands back: clones or views of pool memory, and views of the caller's own tensors.
+
+A region's outputs lie in one of three places, found once, at capture: in memory of an input (the result is then a view
+of the tensor the caller passed in this time), in the pool (cloned, or handed out as it is), or nowhere (numbers, None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpass.capture.layout import extent, same_view, storage_id
+
+__all__ = ["OutputPlan", "clone_pool_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class _ViewOfInput:
+    """Output that is a view of the input at ``position``; ``byte_offset`` is relative to that input's first byte."""
+
+    position: int
+    byte_offset: int
+    like: torch.Tensor
+    whole: bool
+
+    def rebuild(self, leaves: Sequence[Any]) -> torch.Tensor:
+        leaf: torch.Tensor = leaves[self.position]
+        if self.whole:
+            return leaf
+        return same_view(leaf, self.like, byte_offset=_first_byte(leaf) + self.byte_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How to build the outputs of one entry after a replay.
+
+    Attributes:
+        pool_outputs: the outputs in pool memory, without keeping that memory reserved.
+        pool_storages: addresses of the storages they lie in.
+        viewed_positions: the inputs that some output is a view of.
+    """
+
+    pool_outputs: tuple[torch.Tensor, ...]
+    pool_storages: frozenset[int]
+    viewed_positions: frozenset[int]
+    _parts: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        outputs: Sequence[Any],
+        graph_inputs: Sequence[Any],
+        without_ownership: Callable[[torch.Tensor], torch.Tensor],
+    ) -> OutputPlan:
+        """Find where each of ``outputs`` lies.
+
+        Args:
+            outputs: flat outputs of the recorded body, at the graph's addresses.
+            graph_inputs: flat arguments the body was recorded with: static tensors and staging buffers.
+            without_ownership: :meth:`GraphDevice.without_ownership`.
+        """
+        owners: dict[int, list[int]] = {}
+        for position, leaf in enumerate(graph_inputs):
+            if isinstance(leaf, torch.Tensor) and storage_id(leaf):
+                owners.setdefault(storage_id(leaf), []).append(position)
+        parts: list[Any] = []
+        in_pool: dict[int, torch.Tensor] = {}
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                parts.append(output)
+            elif storage_id(output) in owners:
+                parts.append(_view_of_input(output, graph_inputs, owners[storage_id(output)]))
+            else:
+                parts.append(in_pool.setdefault(id(output), without_ownership(output)))
+        pool = tuple(in_pool.values())
+        return cls(
+            pool_outputs=pool,
+            pool_storages=frozenset(map(storage_id, pool)),
+            viewed_positions=frozenset(part.position for part in parts if isinstance(part, _ViewOfInput)),
+            _parts=tuple(parts),
+        )
+
+    def build(self, leaves: Sequence[Any], *, clone: bool) -> list[Any]:
+        """The flat outputs of this replay, for the caller's arguments ``leaves``."""
+        built = [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
+        return clone_pool_tensors(built, self.pool_storages) if clone else built
+
+
+def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates: Sequence[int]) -> _ViewOfInput:
+    # Layout only: holding the output itself would keep a parameter's memory alive.
+    layout = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
+    for candidate in candidates:
+        if graph_inputs[candidate] is output:
+            return _ViewOfInput(candidate, 0, layout, whole=True)
+    # Inputs that share the storage keep their relative offsets (the alias pattern), so any of them can be the base.
+    position = candidates[0]
+    return _ViewOfInput(position, _first_byte(output) - _first_byte(graph_inputs[position]), layout, whole=False)
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return tensor.storage_offset() * tensor.element_size()
+
+
+def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
+    """``outputs`` with everything that lies in pool memory cloned, each storage once, views rebuilt on the clone."""
+    by_storage: dict[int, list[int]] = {}
+    for index, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and storage_id(output) in pool_storages:
+            by_storage.setdefault(storage_id(output), []).append(index)
+    cloned = list(outputs)
+    for indices in by_storage.values():
+        distinct = {id(outputs[index]): outputs[index] for index in indices}
+        copies = _clone_together(distinct)
+        for index in indices:
+            cloned[index] = copies[id(outputs[index])]
+    return cloned
+
+
+def _clone_together(views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Clones of views of one storage that share one new storage, in the same layout."""
+    if len(views) == 1:
+        (key, view), *_ = views.items()
+        if view.is_contiguous():
+            return {key: view.clone()}
+    spans = [extent(view) for view in views.values()]
+    first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
+    any_view = next(iter(views.values()))
+    memory = torch.empty(0, dtype=torch.uint8, device=any_view.device)
+    memory.set_(any_view.untyped_storage(), first, (last - first,), (1,))
+    copy = memory.clone()
+    return {
+        key: same_view(copy, view, byte_offset=_first_byte(view) - first)
+        for key, view in views.items()
+    }

@@ -1,0 +1,41 @@
+"""How a wrapper behaves where more than one behaviour is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from graphpass.errors import OptionError
+
+__all__ = ["CapturePolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePolicy:
+    """What a wrapper returns, when it captures, and what it does about static inputs that moved.
+
+    Attributes:
+        outputs: ``clone``: results are independent of later replays. ``view``: results lie in the pool, without a
+            copy, and are valid until the next replay of any key of the runtime.
+        on_moved_input: ``copy``: the key is captured once more for the new address. ``error``: refused by name.
+        lazy_capture: capture a key at its first use, also outside ``runtime.capturing()``.
+    """
+
+    outputs: Literal["clone", "view"] = "clone"
+    on_moved_input: Literal["copy", "error"] = "copy"
+    lazy_capture: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("outputs", ("clone", "view")), ("on_moved_input", ("copy", "error"))):
+            if getattr(self, name) not in allowed:
+                raise OptionError(
+                    f"option {name} has no such value",
+                    expected=" or ".join(map(repr, allowed)),
+                    found=repr(getattr(self, name)),
+                    remedy=f"leave it out for {allowed[0]!r}",
+                )
+
+    @property
+    def clones_outputs(self) -> bool:
+        """Whether results are copied out of the pool."""
+        return self.outputs == "clone"

@@ -1,0 +1,152 @@
+"""One capture, from the caller's arguments to a finished entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture.arguments import Call
+from graphpass.capture.entry import GraphEntry, StaticSet
+from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import OutputPlan
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.snapshot import state_kept
+from graphpass.capture.staging import BufferArena, Staging
+from graphpass.capture.tally import Tally
+from graphpass.context import ForwardContext, entered
+from graphpass.errors import CaptureError, DeviceError
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["Recorder"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant."""
+
+    static: tuple[int, ...]
+    pool: tuple[tuple[int, int], ...]
+    staged: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Captures one region for one call.
+
+    Attributes:
+        baked: flat positions whose address the graph may bake in; a subset of ``call.static``.
+    """
+
+    name: str
+    mode: CUDAGraphMode
+    runnable: Callable[..., Any]
+    runtime: GraphRuntime
+    arena: BufferArena
+    call: Call
+    baked: frozenset[int]
+
+    def record(self, context: ForwardContext, tally: Tally) -> GraphEntry:
+        """Stage, save, warm up, restore, record, restore: what the region mutates is as it was before.
+
+        Raises:
+            CaptureError: the region writes to an input that was not declared.
+            DeviceError: an argument lies on another device.
+        """
+        device = self.runtime.device_for(self.call.leaves)
+        sources = self._sources(device.device)
+        leaves, mutated_positions = self.call.leaves, self.call.mutated
+        staging = Staging.for_inputs(
+            leaves, sources.staged, mutated=mutated_positions, names=self.call.names, arena=self.arena
+        )
+        graph_inputs = list(leaves)
+        for position, buffer in zip(staging.positions, staging.buffers, strict=True):
+            graph_inputs[position] = buffer
+        output_specs: list[Any] = []
+
+        def body() -> list[Any]:
+            args, kwargs = compat.tree_unflatten(graph_inputs, self.call.spec)
+            flat, spec = compat.tree_flatten(device.call(self.runnable, args, kwargs))
+            output_specs.append(spec)
+            return list(flat)
+
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        mutated = [graph_inputs[position] for position in sorted(mutated_positions)]
+        metadata = None if self.mode is CUDAGraphMode.PIECEWISE else context.attn_metadata
+        inside = replace(context, attn_metadata=metadata, capture=device)
+        with self.runtime.quiet_capture(), entered(inside), torch.no_grad():
+            staging.copy_in(leaves)
+            versions = _versions(graph_inputs)
+            with state_kept(mutated, generators, device.device):
+                device.warm_up(body)
+                tally.warmed += 1
+                self._refuse_undeclared_mutation(versions, _versions(graph_inputs))
+            with state_kept(mutated, generators, device.device):
+                graph, outputs = device.record(body, generators)
+            plan = OutputPlan.of(outputs, graph_inputs, device.without_ownership)
+        device.make_stale(plan.pool_outputs)
+        tally.captured += 1
+        return GraphEntry(
+            name=self.name,
+            key=(str(self.mode), context.batch_descriptor),
+            spec=self.call.spec,
+            output_spec=output_specs[-1],
+            graph=graph,
+            statics=StaticSet.of(leaves, sources.static),
+            pool_inputs=sources.pool,
+            constants=sources.constants,
+            staging=staging,
+            outputs=plan,
+            tally=tally,
+            names=self.call.names,
+            held=tuple(leaves[p] for p in sources.static if p not in self.call.module_owned),
+            viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
+        )
+
+    def _sources(self, device: torch.device) -> _Sources:
+        leaves = self.call.leaves
+        baked_storages = {storage_id(leaves[p]) for p in self.baked} - {0}
+        pool_storages = self.runtime.forward_pool_storages()
+        static, pool, staged, constants = set(self.baked), [], [], []
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                constants.append((position, leaf))
+                continue
+            if leaf.device != device:
+                raise DeviceError(
+                    f"argument {self.call.names[position]} of {self.name} lies on another device",
+                    expected=f"every tensor on {device}",
+                    found=f"{tuple(leaf.shape)} on {leaf.device}",
+                    remedy="move it there first, or keep it out of the captured region",
+                )
+            if position in static:
+                continue
+            if storage_id(leaf) in baked_storages:
+                # It lies inside a static input: a copy would hide that the two share memory.
+                static.add(position)
+            elif storage_id(leaf) in pool_storages:
+                pool.append((position, leaf.data_ptr()))
+            else:
+                staged.append(position)
+        return _Sources(tuple(sorted(static)), tuple(pool), tuple(staged), tuple(constants))
+
+    def _refuse_undeclared_mutation(self, before: Sequence[int | None], after: Sequence[int | None]) -> None:
+        leaves, mutated = self.call.leaves, self.call.mutated
+        declared = {storage_id(leaves[p]) for p in mutated}
+        for position, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old != new and storage_id(leaves[position]) not in declared:
+                raise CaptureError(
+                    f"{self.name} writes to its input {self.call.names[position]!r}",
+                    expected="every input that the region writes to, listed in mutated_inputs",
+                    found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
+                    remedy=f"add {self.call.names[position]!r} to mutated_inputs",
+                )
+
+
+def _versions(leaves: Sequence[Any]) -> list[int | None]:
+    """Version counters, which every in-place op bumps; inference tensors have none."""
+    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]

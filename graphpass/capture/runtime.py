@@ -1,0 +1,408 @@
+"""The owner of everything a set of graphs shares: pool, capture stream, entries, statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from graphpass.capture.cuda import CudaDevice
+from graphpass.capture.device import GraphDevice
+from graphpass.capture.tally import Counts
+from graphpass.capture.tape import TapeDevice
+from graphpass.capture.turn import PoolTurn
+from graphpass.context import ForwardContext
+from graphpass.errors import CaptureError, DeviceError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+from graphpass.tables import Report, Table
+
+if TYPE_CHECKING:
+    from graphpass.capture.entry import GraphEntry
+
+__all__ = ["CallableRecord", "CaptureScope", "EnteredCallable", "GraphRuntime", "RuntimeStats"]
+
+_log = logging.getLogger("graphpass")
+
+
+class _Wrapper(Protocol):
+    name: str
+
+    @property
+    def mode(self) -> CUDAGraphMode: ...
+    def counts(self) -> Mapping[BatchDescriptor, Counts]: ...
+    def captured(self) -> list[BatchDescriptor]: ...
+    def buffer_bytes(self) -> int: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallableRecord:
+    """One callable that a compiler registered, for reports.
+
+    Attributes:
+        name: ``g0``, ``g1``, ... in the order of compilation.
+        regions: (name, kind, reason why eager or None, number of ops).
+        artifacts: compiled artifacts it uses.
+        reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
+    """
+
+    name: str
+    regions: tuple[tuple[str, str, str | None, int], ...]
+    artifacts: int
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStats:
+    """Totals over all callables of a runtime.
+
+    Attributes:
+        callables: graphs that Dynamo handed over.
+        artifacts: compiled artifacts.
+        captured: graphs captured so far.
+        replayed: replays so far.
+        copied: inputs copied into static buffers so far.
+        pool_bytes: bytes of the graph pool, 0 on the CPU tape.
+        buffer_bytes: bytes of static input buffers.
+    """
+
+    callables: int
+    artifacts: int
+    captured: int
+    replayed: int
+    copied: int
+    pool_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(slots=True)
+class CaptureScope:
+    """What was reached inside one ``with runtime.capturing():``.
+
+    Attributes:
+        reached: (callable, its flat arguments, its flat outputs), in the order of the calls.
+        plans: the replay plan of each callable and key captured in the scope.
+        stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
+            callable a compiled call reaches, without its effects.
+    """
+
+    reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
+    plans: list[Any] = field(default_factory=list)
+    stops_at_entry: bool = False
+
+
+class EnteredCallable(Exception):
+    """Control flow, no error: a callable was reached in a scope that stops at entry.
+
+    Args:
+        callable: the callable that was reached.
+    """
+
+    def __init__(self, callable: Any) -> None:
+        super().__init__(callable)
+        self.callable = callable
+
+
+class GraphRuntime:
+    """Owns pool, capture stream, entries and statistics of every callable made with it.
+
+    Use it as a context manager, or call :meth:`close`: graphs and their pool live as long as the runtime holds them.
+    Graphs of one runtime share a pool, so one forward runs at a time; see :class:`~graphpass.capture.turn.PoolTurn`.
+
+    Args:
+        pool: a CUDA graph pool handle to share with others; None for one of its own.
+        device: the device its graphs run on; None takes the device of the first captured call.
+    """
+
+    def __init__(self, pool: Any = None, *, device: torch.device | str | None = None) -> None:
+        self._given_pool = pool
+        self._device: GraphDevice | None = None
+        self._turn = PoolTurn()
+        self._wrappers: list[weakref.ref[_Wrapper]] = []
+        self._callables: list[CallableRecord] = []
+        self._notes: Counter[str] = Counter()
+        self._sizes_seen: Counter[int] = Counter()
+        self._scope: CaptureScope | None = None
+        self._scope_thread: int | None = None
+        self._forward: weakref.ref[ForwardContext] | None = None
+        self._forward_storages: set[int] = set()
+        self._forward_entries: list[GraphEntry] = []
+        self.generation = 0
+        self._written: list[torch.Tensor] = []
+        self._written_by: weakref.ref[ForwardContext] | None = None
+        if device is not None:
+            self._device = self._make_device(torch.device(device))
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[CaptureScope]:
+        """Let this thread's calls capture keys that have no graph yet, for the body of the ``with``.
+
+        Raises:
+            CaptureError: a scope of this runtime is open already.
+        """
+        if self._scope is not None:
+            raise CaptureError(
+                "this runtime is capturing already",
+                expected="one capturing() scope at a time",
+                found="a second one, in this or another thread",
+                remedy="capture all keys inside one `with runtime.capturing():`",
+            )
+        self._scope, self._scope_thread = CaptureScope(), threading.get_ident()
+        # Objects that are alive now cannot be collected in the middle of a capture, nor be looked at in each one.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield self._scope
+        finally:
+            self._scope = self._scope_thread = None
+            gc.unfreeze()
+            gc.collect()
+
+    def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:
+        """What happened so far, by (region name, mode, descriptor); regions are ``g0.r3``, a whole is ``g0.full``."""
+        return {
+            (wrapper.name, wrapper.mode, key): counts
+            for wrapper in self._alive()
+            for key, counts in wrapper.counts().items()
+        }
+
+    def compiled(self) -> int:
+        """Compiled artifacts made for this runtime."""
+        return sum(record.artifacts for record in self._callables)
+
+    def suggested_sizes(self, limit: int = 16) -> list[int]:
+        """Sizes worth a graph: the ones seen most often, at most ``limit``, the largest seen always among them."""
+        if not self._sizes_seen:
+            return []
+        frequent = [size for size, _ in self._sizes_seen.most_common(limit)]
+        largest = max(self._sizes_seen)
+        return sorted({*frequent[: limit - (largest not in frequent)], largest})
+
+    def stats(self) -> RuntimeStats:
+        """Totals over all callables."""
+        counts = list(self.counts().values())
+        return RuntimeStats(
+            callables=len(self._callables),
+            artifacts=self.compiled(),
+            captured=sum(c.captured for c in counts),
+            replayed=sum(c.replayed for c in counts),
+            copied=sum(c.copied for c in counts),
+            pool_bytes=self.pool_bytes(),
+            buffer_bytes=self.buffer_bytes(),
+        )
+
+    def report(self) -> Report:
+        """Regions with their reasons, keys with their counts, notes, bytes; ``print`` it."""
+        regions = Table(
+            "Regions",
+            ("region", "kind", "ops", "reason"),
+            tuple(
+                (f"{record.name}.{name}", kind, str(ops), reason or "")
+                for record in self._callables
+                for name, kind, reason, ops in (*record.regions, *_ending(record))
+            ),
+        )
+        keys = Table(
+            "Keys",
+            ("region", "mode", "key", "captured", "replayed", "copied", "static sets"),
+            tuple(
+                (name, str(mode), str(key), str(c.captured), str(c.replayed), str(c.copied), str(c.static_sets))
+                for (name, mode, key), c in self.counts().items()
+            ),
+        )
+        notes = Table("Notes", ("times", "what"), tuple((str(n), text) for text, n in self._notes.items()))
+        sizes = ", ".join(map(str, self.suggested_sizes())) or "none seen"
+        memory = Table(
+            "Memory and sizes",
+            ("pool bytes", "buffer bytes", "suggested capture sizes"),
+            ((str(self.pool_bytes()), str(self.buffer_bytes()), sizes),),
+        )
+        return Report((regions, keys, notes, memory))
+
+    def close(self) -> None:
+        """Drop all graphs and give the pool back; callables run on without graphs and can be captured again."""
+        for wrapper in self._alive():
+            wrapper.close()
+        self._written.clear()
+        self._forward_storages.clear()
+        self._forward_entries.clear()
+        self.entries_dropped()
+        if self._device is not None:
+            self._device.close()
+
+    def __enter__(self) -> GraphRuntime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def pool_bytes(self) -> int:
+        """Bytes of the graph pool; 0 on the CPU tape."""
+        return self._device.pool_bytes() if self._device is not None else 0
+
+    def buffer_bytes(self) -> int:
+        """Bytes of all static input buffers."""
+        return sum(wrapper.buffer_bytes() for wrapper in self._alive())
+
+    # -- what wrappers and compilers call --------------------------------------------------------------------------
+
+    def adopt(self, wrapper: _Wrapper) -> None:
+        """Count ``wrapper`` among this runtime's; it is held weakly."""
+        self._wrappers.append(weakref.ref(wrapper))
+
+    def next_callable_name(self) -> str:
+        """The name of the callable that is registered next."""
+        return f"g{len(self._callables)}"
+
+    def register(self, record: CallableRecord) -> None:
+        """Enter a compiled callable into the report."""
+        self._callables.append(record)
+
+    def callables(self) -> tuple[CallableRecord, ...]:
+        """The callables registered so far."""
+        return tuple(self._callables)
+
+    def note(self, text: str) -> None:
+        """Record why something happened that a user may wonder about; logged at its first occurrence."""
+        if text not in self._notes:
+            _log.info("%s", text)
+        self._notes[text] += 1
+
+    def saw_size(self, size: int) -> None:
+        """Count a batch size, for :meth:`suggested_sizes`."""
+        self._sizes_seen[size] += 1
+
+    def scope(self) -> CaptureScope | None:
+        """This thread's open capture scope."""
+        return self._scope if self._scope_thread == threading.get_ident() else None
+
+    def capture_is_open(self) -> bool:
+        """Whether this thread is inside :meth:`capturing`."""
+        return self._scope_thread == threading.get_ident()
+
+    def device_for(self, leaves: Sequence[Any]) -> GraphDevice:
+        """The device that graphs over these arguments run on: the GPU among them, else the CPU.
+
+        Raises:
+            DeviceError: the runtime serves another device already.
+        """
+        if self._device is not None:
+            wanted = self._device.device
+            if wanted.type == "cpu" or any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves):
+                return self._device
+        found = _device_of(leaves)
+        if self._device is None:
+            self._device = self._make_device(found)
+        elif self._device.device != found:
+            raise DeviceError(
+                "one runtime serves one device",
+                expected=str(self._device.device),
+                found=str(found),
+                remedy="give each device a GraphRuntime of its own",
+            )
+        return self._device
+
+    def enter_forward(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> GraphDevice:
+        """Take the pool for ``context``; wait for whoever has it. Paired with :meth:`exit_forward`.
+
+        Raises:
+            PoolBusyError: another forward of this thread has the pool.
+        """
+        device = self.device_for(leaves)
+        if self._turn.take(context, who):
+            if self._forward is None or self._forward() is not context:
+                self._forward = weakref.ref(context)
+                self._forward_storages.clear()
+            self._forward_entries.clear()
+            device.wait_for_last_forward()
+        return device
+
+    def exit_forward(self, device: GraphDevice) -> None:
+        """End what :meth:`enter_forward` began."""
+        device.forward_done()
+        self._turn.give_back()
+
+    def before_replay(self, entry: GraphEntry) -> None:
+        """Outputs of earlier forwards are stale from here on; those of ``entry`` belong to this one."""
+        self._forward_storages |= entry.outputs.pool_storages
+        self._forward_entries.append(entry)
+        if self._forward is not self._written_by:
+            assert self._device is not None
+            self._device.make_stale(self._written)
+            self._written.clear()
+            self._written_by = self._forward
+        self._written.extend(entry.outputs.pool_outputs)
+
+    def forward_pool_storages(self) -> set[int]:
+        """Addresses of pool storages written so far in this forward."""
+        return self._forward_storages
+
+    def forward_entries(self) -> list[GraphEntry]:
+        """The entries replayed since the pool was last taken, in order."""
+        return self._forward_entries
+
+    def is_current_forward(self, context: ForwardContext) -> bool:
+        """Whether ``context`` is the forward whose outputs are still valid."""
+        return self._forward is not None and self._forward() is context
+
+    def entries_dropped(self) -> None:
+        """Some graph is gone: whatever was derived from entries before is void (see ``generation``)."""
+        self.generation += 1
+
+    @contextlib.contextmanager
+    def quiet_capture(self) -> Iterator[None]:
+        """Keep the garbage collector out of a capture: it would free device memory in the middle of it."""
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def _alive(self) -> list[_Wrapper]:
+        return [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
+
+    def _make_device(self, device: torch.device) -> GraphDevice:
+        if device.type == "cpu":
+            return TapeDevice()
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return CudaDevice(torch.device("cuda", index), self._given_pool)
+        raise DeviceError(
+            "graphs cannot be captured on this device",
+            expected="a CUDA device or the CPU",
+            found=str(device),
+            remedy="move the model, or run it with runtime mode NONE",
+        )
+
+
+def _device_of(leaves: Sequence[Any]) -> torch.device:
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
+    if len(accelerators) > 1:
+        raise DeviceError(
+            "one callable serves one device",
+            expected="tensors on one device",
+            found=", ".join(map(str, accelerators)),
+            remedy="keep each device's part of the model in a callable of its own",
+        )
+    return accelerators[0] if accelerators else torch.device("cpu")
+
+
+def _ending(record: CallableRecord) -> tuple[tuple[str, str, str | None, int], ...]:
+    return (("end", "", record.reason, 0),) if record.reason else ()

@@ -1,0 +1,39 @@
+"""Saving and restoring what a warm-up changes: mutated tensors and random number generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["state_kept"]
+
+
+@contextmanager
+def state_kept(
+    mutated: Sequence[torch.Tensor], generators: Sequence[torch.Generator], device: torch.device
+) -> Iterator[None]:
+    """Undo what the body did to ``mutated``, ``generators`` and the device's default generator, also when it raises.
+
+    The saved copies live outside any pool, for as long as the body runs.
+    """
+    saved = [tensor.clone() for tensor in mutated]
+    states = [generator.get_state() for generator in generators]
+    default = _default_generator_state(device)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(mutated, saved, strict=True):
+                tensor.copy_(copy)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(default, device)
+        else:
+            torch.set_rng_state(default)
+
+
+def _default_generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

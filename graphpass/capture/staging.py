@@ -1,0 +1,166 @@
+"""Static input buffers: memory graphpass owns, outside the pool, that inputs are copied into before a replay.
+
+A graph reads fixed addresses, so every input whose address is not static gets a buffer here. Inputs that share a storage
+share one buffer, at the same relative offsets; what the region mutates is copied back to the caller's tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture.layout import distinct_elements, extent, same_view, storage_id
+from graphpass.errors import ShapeError
+
+__all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern"]
+
+AliasPattern = tuple[tuple[int, int], ...]
+"""Which staged inputs share memory: (group, byte offset in the group) for each, or () when none do."""
+
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(slots=True)
+class BufferArena:
+    """The buffers of one wrapper, kept across keys: capture sizes share one buffer as large as the largest of them."""
+
+    _buffers: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def reserve(self, slot: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """A byte buffer for ``slot``; a larger request gets new memory, graphs over the old one keep theirs."""
+        held = self._buffers.get((slot, device))
+        if held is None or held.numel() < num_bytes:
+            with torch.inference_mode(False):
+                held = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._buffers[(slot, device)] = held
+        return held
+
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+    def clear(self) -> None:
+        """Drop the buffers; entries that still use one keep it alive."""
+        self._buffers.clear()
+
+
+def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPattern:
+    """How the inputs at ``positions`` share memory; () when each has memory of its own, the usual case."""
+    if len(positions) < 2:
+        return ()
+    storages = [storage_id(leaves[position]) for position in positions]
+    occupied = [storage for storage in storages if storage]
+    if len(set(occupied)) == len(occupied):
+        return ()
+    first_byte: dict[int, int] = {}
+    for storage, position in zip(storages, positions, strict=True):
+        first_byte[storage] = min(first_byte.get(storage, extent(leaves[position])[0]), extent(leaves[position])[0])
+    groups: dict[int, int] = {}
+    pattern = []
+    for index, (storage, position) in enumerate(zip(storages, positions, strict=True)):
+        group = groups.setdefault(storage, index) if storage else index
+        pattern.append((group, extent(leaves[position])[0] - first_byte[storage] if storage else 0))
+    return tuple(pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The staged inputs of one entry.
+
+    Attributes:
+        positions: flat argument positions that are staged.
+        buffers: what the graph reads, one a position, in the layout the inputs had at capture.
+        pattern: the alias pattern of the staged inputs; another pattern needs another entry.
+    """
+
+    positions: tuple[int, ...]
+    buffers: tuple[torch.Tensor, ...]
+    pattern: AliasPattern
+    _targets: list[torch.Tensor]
+    _expanded: tuple[int, ...]
+    _mutated: tuple[int, ...]
+    _names: tuple[str, ...]
+
+    @classmethod
+    def for_inputs(
+        cls,
+        leaves: Sequence[Any],
+        positions: Sequence[int],
+        *,
+        mutated: Collection[int],
+        names: Sequence[str],
+        arena: BufferArena,
+    ) -> Staging:
+        """Buffers for the inputs at ``positions``; ``mutated`` are the positions that the region writes to."""
+        pattern = alias_pattern(leaves, positions)
+        buffers = _buffers_in_layout(leaves, positions, pattern, arena)
+        targets = [distinct_elements(b, name=names[p]) for p, b in zip(positions, buffers, strict=True)]
+        return cls(
+            positions=tuple(positions),
+            buffers=tuple(buffers),
+            pattern=pattern,
+            _targets=targets,
+            _expanded=tuple(i for i, (t, b) in enumerate(zip(targets, buffers, strict=True)) if t.shape != b.shape),
+            _mutated=tuple(i for i, position in enumerate(positions) if position in mutated),
+            _names=tuple(names[position] for position in positions),
+        )
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Refuse inputs that a copy would broadcast, convert or not fit.
+
+        Raises:
+            ShapeError: shape, dtype or device differ from what was captured.
+        """
+        for position, buffer, name in zip(self.positions, self.buffers, self._names, strict=True):
+            leaf = leaves[position]
+            if leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
+                raise ShapeError(
+                    f"input {name} does not fit the buffer of this key",
+                    expected=f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}",
+                    found=f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}",
+                    remedy="pad the input to the descriptor's size, or dispatch to the key of its size",
+                )
+        for index in self._expanded:
+            if leaves[self.positions[index]].stride() != self.buffers[index].stride():
+                raise ShapeError(
+                    f"input {self._names[index]} is not expanded as it was at capture",
+                    expected=f"strides {self.buffers[index].stride()}",
+                    found=f"strides {leaves[self.positions[index]].stride()}",
+                    remedy="expand it the same way, or pass tensor.contiguous() from the first call on",
+                )
+
+    def copy_in(self, leaves: Sequence[Any]) -> None:
+        """Copy the inputs into their buffers: one fused copy."""
+        if not self.positions:
+            return
+        sources = [leaves[position] for position in self.positions]
+        for index in self._expanded:
+            sources[index] = distinct_elements(sources[index], name=self._names[index])
+        compat.foreach_copy_(self._targets, sources)
+
+    def copy_back(self, leaves: Sequence[Any]) -> None:
+        """Copy what the region mutated back into the caller's tensors."""
+        for index in self._mutated:
+            distinct_elements(leaves[self.positions[index]], name=self._names[index]).copy_(self._targets[index])
+
+
+def _buffers_in_layout(
+    leaves: Sequence[Any], positions: Sequence[int], pattern: AliasPattern, arena: BufferArena
+) -> list[torch.Tensor]:
+    spans: dict[int, int] = {}
+    offsets = [offset for _, offset in pattern] or [0] * len(positions)
+    groups = [group for group, _ in pattern] or list(range(len(positions)))
+    for position, group, offset in zip(positions, groups, offsets, strict=True):
+        first, last = extent(leaves[position])
+        spans[group] = max(spans.get(group, 0), offset + last - first)
+    buffers = []
+    for position, group, offset in zip(positions, groups, offsets, strict=True):
+        rounded = -(-max(spans[group], 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        memory = arena.reserve(positions[group], rounded, leaves[position].device)
+        with torch.inference_mode(False):
+            buffers.append(same_view(memory, leaves[position], byte_offset=offset))
+    return buffers

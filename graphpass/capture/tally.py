@@ -1,0 +1,40 @@
+"""Counts of what happened to one region at one key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Counts", "Tally"]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What happened to one region at one key so far.
+
+    Attributes:
+        warmed: runs before a capture.
+        captured: graphs captured (one per static-input set and alias pattern).
+        replayed: replays, the capturing call's own included.
+        copied: inputs copied into static buffers.
+        static_sets: sets of static inputs with a graph of their own, now alive.
+    """
+
+    warmed: int
+    captured: int
+    replayed: int
+    copied: int
+    static_sets: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """The running counts behind :class:`Counts`; written by the wrapper that owns it."""
+
+    warmed: int = 0
+    captured: int = 0
+    replayed: int = 0
+    copied: int = 0
+
+    def counts(self, static_sets: int) -> Counts:
+        """The counts as of now."""
+        return Counts(self.warmed, self.captured, self.replayed, self.copied, static_sets)

@@ -1,0 +1,208 @@
+"""The CPU tape: a captured region as a list of ops at fixed addresses, replayed without the region's Python.
+
+It is the device where there is no GPU, and it is as strict as one: what CUDA capture refuses (host reads,
+data-dependent shapes) is refused here, Python state is frozen at recording, and outputs that a shared pool would have
+overwritten are filled with NaN, so that a test on any machine catches what a GPU does silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpass import compat
+from graphpass.capture.layout import distinct_elements, storage_id
+from graphpass.errors import CaptureError
+
+__all__ = ["TapeDevice"]
+
+_HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_UNDEFINED_CONTENTS = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call of the tape: ``function(*args, **kwargs)``, then its fresh results copied into their fixed outputs.
+
+    ``targets`` pairs a position in the flat result with the tensor it is copied into.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[tuple[int, torch.Tensor], ...]
+
+    def run(self) -> None:
+        result = self.function(*self.args, **self.kwargs)
+        if self.targets:
+            leaves = compat.tree_flatten(result)[0]
+            for position, target in self.targets:
+                target.copy_(distinct_elements(leaves[position], name="a result"))
+
+
+class _Tape(TorchDispatchMode):
+    """Records every op that reaches it. Argument tensors are held, so no recorded address is ever reused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self._paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        _refuse_what_cuda_refuses(func, args)
+        if compat.runs_python_kernel(func, "CPU"):
+            # Recorded through its implementation: replaying the op itself would read Python state anew.
+            with self:
+                return compat.call_kernel(func, "CPU", args, kwargs)
+        frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
+        result = func(*args, **kwargs)
+        mutates = func._schema.is_mutable
+        if func._schema.name in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
+            return result
+        targets = _fresh_results(result, (args, kwargs))
+        if targets or mutates:
+            self.steps.append(_Step(func, frozen_args, frozen_kwargs, targets))
+        return result
+
+    def call_opaque(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record one call of a compiled artifact, whose kernels no dispatch mode sees."""
+        with self._pause():
+            result = runnable(*args, **kwargs)
+        self.steps.append(_Step(runnable, args, dict(kwargs), _fresh_results(result, (args, kwargs))))
+        return result
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+class _TapeGraph:
+    """The recorded steps, replayed in the inference mode they were recorded in."""
+
+    def __init__(self, steps: Sequence[_Step]) -> None:
+        self._steps = tuple(steps)
+        self._inference = torch.is_inference_mode_enabled()
+
+    def replay(self) -> None:
+        with torch.inference_mode(self._inference), torch.no_grad():
+            for step in self._steps:
+                step.run()
+
+    def reset(self) -> None:
+        self._steps = ()
+
+
+class TapeDevice:
+    """Records and replays on the CPU; its pool is the fixed tensors that the tapes hold."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._tape: _Tape | None = None
+
+    def warm_up(self, body: Callable[[], Any]) -> None:
+        with torch.no_grad():
+            body()
+
+    def record(
+        self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
+    ) -> tuple[_TapeGraph, Sequence[Any]]:
+        self._tape = tape = _Tape()
+        try:
+            with torch.no_grad(), tape:
+                outputs = body()
+        finally:
+            self._tape = None
+        return _TapeGraph(tape.steps), outputs
+
+    def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if compat.is_dynamo_compiled(runnable):
+            raise CaptureError(
+                f"a compiled callable cannot be captured on the CPU tape ({runnable!r})",
+                expected="a plain callable, or a region that the cgpass backend compiled",
+                found="a torch.compile'd callable, which Dynamo skips while ops are being recorded",
+                remedy="compile with torch.compile(model, backend='cgpass') instead of wrapping the compiled callable",
+            )
+        if self._tape is not None and getattr(runnable, "opaque", False):
+            return self._tape.call_opaque(runnable, tuple(args), kwargs)
+        return runnable(*args, **kwargs)
+
+    def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
+        for output in outputs:
+            with torch.inference_mode(output.is_inference()), torch.no_grad():
+                _fill_with_sentinel(output)
+
+    def wait_for_last_forward(self) -> None:
+        """Nothing to order: the CPU is synchronous."""
+
+    def forward_done(self) -> None:
+        """Nothing to order: the CPU is synchronous."""
+
+    def pool_bytes(self) -> int:
+        """0: the tapes' tensors are ordinary CPU memory."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to give back: the tapes own their tensors."""
+
+
+def _fill_with_sentinel(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
+    else:
+        tensor.fill_(True)
+
+
+def _freeze_metadata(values: Any) -> Any:
+    """The same values with every tensor replaced by an alias, so that a later ``t_()`` does not reach the tape."""
+    leaves, spec = compat.tree_flatten(values)
+    aliases = [torch.ops.aten.alias.default(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return compat.tree_unflatten(aliases, spec)
+
+
+def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:
+    """(position, tensor) of the results that lie in memory of their own; the others are views of an input."""
+    known = {
+        storage_id(leaf) for leaf in compat.tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)
+    }
+    fresh = []
+    for position, leaf in enumerate(compat.tree_flatten(result)[0]):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
+            fresh.append((position, distinct_elements(leaf, name="a result")))
+    return tuple(fresh)
+
+
+def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
+    reads_host = any(tag in func.tags for tag in _HOST_TAGS)
+    name = func._schema.name
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        masks = any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        # index_put_ of one value under a mask is a masked fill, which needs no host read.
+        reads_host = masks and (name == "aten::index" or args[2].numel() != 1)
+    if reads_host:
+        raise CaptureError(
+            f"op {name} cannot be captured",
+            expected="ops whose results stay on the device and whose output shapes follow from input shapes",
+            found="a host read or a data-dependent shape",
+            remedy="let the op run eagerly: list it in splitting_ops, or move it out of the captured region",
+        )

@@ -1,0 +1,275 @@
+"""The CUDA-graph wrapper: obeys the forward context, captures when asked to, replays when it can.
+
+========================  ==================  ==========================================================
+context                   entry               the wrapper
+========================  ==================  ==========================================================
+none, NONE, another mode  --                  calls the runnable
+this mode                 absent, open        warms up, captures, replays once
+this mode                 absent, closed      refuses: :class:`~graphpass.errors.CaptureError`
+this mode                 present             replays
+========================  ==================  ==========================================================
+
+It makes no decision of its own: which key may replay is the dispatcher's affair, and the context carries its decision.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture.arguments import Call, InputRoles
+from graphpass.capture.entry import GraphEntry
+from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.recorder import Recorder
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.staging import BufferArena
+from graphpass.capture.tally import Counts, Tally
+from graphpass.context import ForwardContext, current_context
+from graphpass.errors import CaptureError, GraphpassError, OptionError, StaticInputError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["CUDAGraphWrapper"]
+
+MAX_STATIC_SETS = 4
+
+
+class CUDAGraphWrapper:
+    """Puts ``runnable`` behind a runtime mode and a batch descriptor.
+
+    A call returns what one eager call would return and leaves what it would leave, also the call that captures:
+    what the region mutates and the random number generators are saved before the warm-up and restored.
+
+    Args:
+        runnable: the region; tensors in, tensors out, nested in tuples, lists and dicts as it likes.
+        mode: PIECEWISE or FULL: the runtime mode at which this wrapper captures and replays.
+        runtime: owner of the pool, the capture stream and the statistics.
+        name: what counts, errors and reports call this region.
+        static_inputs: arguments (a position, or a keyword's name) whose address graphs may bake in. Parameters and
+            tensors under ``mark_static_address`` are static without being listed. Every other input is copied.
+        mutated_inputs: arguments that ``runnable`` writes to.
+        module_inputs: static arguments that a module owns; graphs hold them weakly and go when one of them dies, as
+            they do with parameters. Other static inputs are held.
+        input_names: a name for each positional argument, for errors.
+        policy: what to return, when to capture, what to do about moved inputs.
+
+    Raises:
+        OptionError: ``mode`` is NONE or a pair.
+    """
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        mode: CUDAGraphMode | str,
+        *,
+        runtime: GraphRuntime,
+        name: str,
+        static_inputs: Collection[int | str] = (),
+        mutated_inputs: Collection[int | str] = (),
+        module_inputs: Collection[int | str] = (),
+        input_names: Sequence[str] = (),
+        policy: CapturePolicy | None = None,
+    ) -> None:
+        self._mode = CUDAGraphMode.parse(mode)
+        if self._mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            raise OptionError(
+                f"wrapper {name} captures at one runtime mode",
+                expected="PIECEWISE or FULL",
+                found=str(mode),
+                remedy="wrap each level by itself: FULL around the whole, PIECEWISE around the regions",
+            )
+        self._runnable = runnable
+        self._runtime = runtime
+        self.name = name
+        self._roles = InputRoles(
+            static=frozenset(static_inputs),
+            mutated=frozenset(mutated_inputs),
+            module_owned=frozenset(module_inputs),
+            names=tuple(input_names),
+        )
+        self._policy = policy or CapturePolicy()
+        self._entries: dict[BatchDescriptor, list[GraphEntry]] = {}
+        self._tallies: dict[BatchDescriptor, Tally] = {}
+        self._death_watch: dict[int, tuple[Any, ...]] = {}
+        self._arena = BufferArena()
+        runtime.adopt(self)
+
+    @property
+    def mode(self) -> CUDAGraphMode:
+        """The runtime mode at which this wrapper captures and replays."""
+        return self._mode
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The innermost callable, below all wrappers."""
+        inner = self._runnable
+        while isinstance(inner, CUDAGraphWrapper):
+            inner = inner._runnable
+        return inner
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # during unpickling or copying, before __init__ has run
+            raise AttributeError(attribute)
+        return getattr(self._runnable, attribute)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = current_context()
+        if context is None:
+            return self._runnable(*args, **kwargs)
+        if context.capture is not None:
+            return context.capture.call(self._runnable, args, kwargs)
+        if context.runtime_mode is not self._mode:
+            return self._runnable(*args, **kwargs)
+        return self._under_graph(context, args, kwargs)
+
+    def counts(self) -> Mapping[BatchDescriptor, Counts]:
+        """What happened at each key so far."""
+        return {key: tally.counts(self._static_sets(key)) for key, tally in self._tallies.items()}
+
+    def captured(self) -> list[BatchDescriptor]:
+        """The descriptors that have a graph now."""
+        return [key for key, entries in self._entries.items() if entries]
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the static buffers."""
+        return self._arena.num_bytes()
+
+    def close(self) -> None:
+        """Drop all graphs and buffers; the wrapper can capture again."""
+        for entries in self._entries.values():
+            for entry in entries:
+                entry.graph.reset()
+        self._entries.clear()
+        self._death_watch.clear()
+        self._arena.clear()
+
+    def _under_graph(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = compat.tree_flatten((args, kwargs))
+        self._refuse_grad(leaves)
+        descriptor = context.batch_descriptor
+        assert descriptor is not None
+        device = self._runtime.enter_forward(context, leaves, self.name)
+        try:
+            entry = next((e for e in self._entries.get(descriptor, ()) if e.serves(leaves, spec)), None)
+            if entry is None:
+                entry = self._capture(context, descriptor, Call.of(args, kwargs, self._roles))
+            entry.check(leaves)
+            outputs = entry.run(leaves, clone=self._policy.clones_outputs, before_replay=self._runtime.before_replay)
+        finally:
+            self._runtime.exit_forward(device)
+        return compat.tree_unflatten(outputs, entry.output_spec)
+
+    def _refuse_grad(self, leaves: Sequence[Any]) -> None:
+        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):
+            raise CaptureError(
+                f"{self.name} cannot replay under autograd",
+                expected="a call under torch.no_grad() or torch.inference_mode()",
+                found="grad mode on and an input that requires grad",
+                remedy="wrap the forward in `with torch.inference_mode():`",
+            )
+
+    def _capture(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> GraphEntry:
+        baked = self._permit_capture(context, descriptor, call)
+        tally = self._tallies.setdefault(descriptor, Tally())
+        try:
+            entry = Recorder(
+                name=self.name,
+                mode=self._mode,
+                runnable=self._runnable,
+                runtime=self._runtime,
+                arena=self._arena,
+                call=call,
+                baked=baked,
+            ).record(context, tally)
+        except GraphpassError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"capture of {self.name} failed at {self._mode} {descriptor}",
+                expected="a region that can be captured",
+                found=f"{type(error).__name__}: {error} (pool {self._runtime.pool_bytes()} bytes, "
+                f"buffers {self._runtime.buffer_bytes()} bytes)",
+                remedy="run it eagerly to see whether the region itself fails; list an op that cannot be captured in "
+                "splitting_ops; capture fewer or smaller sizes when memory ran out",
+            ) from error
+        self._entries.setdefault(descriptor, []).append(entry)
+        drop = functools.partial(_drop_entry, weakref.ref(self), descriptor, id(entry))
+        owned = [p for p in entry.statics.positions if p in call.module_owned]
+        self._death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
+        return entry
+
+    def _permit_capture(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
+        """Whether this key may be captured now, and which inputs the new graph may bake in.
+
+        An input that moved makes the key be captured once more, for the new set of static inputs; with more sets than
+        :data:`MAX_STATIC_SETS`, what keeps moving is staged.
+        """
+        is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
+        existing = self._entries.get(descriptor, [])
+        peers = [e for e in existing if e.spec == call.spec and call.static >= set(e.statics.positions)]
+        moved = sorted({p for entry in peers for p in entry.statics.moved(call.leaves)})
+        if not moved:
+            if not is_open:
+                raise self._not_captured(descriptor)
+            self._refuse_lazy_capture_across_ranks(context)
+            return call.static
+        if self._policy.on_moved_input == "error" and not is_open:
+            raise self._moved(peers[0], call, moved[0])
+        names = ", ".join(call.names[p] for p in moved[:3])
+        if len(peers) < MAX_STATIC_SETS:
+            self._runtime.note(f"{self.name} {descriptor}: static inputs moved ({names}), set {len(peers) + 1} captured")
+            return call.static
+        self._runtime.note(f"{self.name} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on")
+        return call.static - set(moved)
+
+    def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
+        return StaticInputError(
+            f"static input {call.names[position]!r} of {self.name} moved",
+            expected=f"address {entry.statics.addresses[position] or 0:#x}, as captured",
+            found=f"{call.leaves[position].data_ptr():#x}",
+            remedy="refill it in place (`tensor.copy_(new)`), or set on_moved_input='copy'",
+        )
+
+    def _refuse_lazy_capture_across_ranks(self, context: ForwardContext) -> None:
+        ranks = context.num_tokens_across_dp
+        if ranks is not None and len(ranks) > 1 and not self._runtime.capture_is_open():
+            raise CaptureError(
+                f"{self.name} would be captured lazily under data parallel",
+                expected="a capture of every key before the first batch, on all ranks alike",
+                found=f"lazy_capture with {len(ranks)} ranks",
+                remedy="capture inside `with runtime.capturing():` on every rank",
+            )
+
+    def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
+        captured = ", ".join(sorted(str(key) for key in self.captured())) or "nothing"
+        found = f"captured at {self._mode}: {captured}"
+        if self._entries.get(descriptor):
+            found += "; this key with other arguments, or with inputs that share memory in another way"
+        return CaptureError(
+            f"{self.name} has no graph for {self._mode} {descriptor}, and capture is closed",
+            expected="a key that was captured",
+            found=found,
+            remedy="dispatch among captured keys, capture inside `with runtime.capturing():`, or set lazy_capture=True",
+        )
+
+    def _static_sets(self, descriptor: BatchDescriptor) -> int:
+        return len({entry.statics.addresses for entry in self._entries.get(descriptor, ())})
+
+
+def _drop_entry(owner: weakref.ref[CUDAGraphWrapper], descriptor: BatchDescriptor, entry_id: int, _dead: Any) -> None:
+    wrapper = owner()
+    if wrapper is None or wrapper._death_watch.pop(entry_id, None) is None:
+        return
+    kept = []
+    for entry in wrapper._entries.get(descriptor, []):
+        if id(entry) == entry_id:
+            entry.graph.reset()
+            wrapper._runtime.entries_dropped()
+            wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")
+        else:
+            kept.append(entry)
+    wrapper._entries[descriptor] = kept

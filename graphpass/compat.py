@@ -1,0 +1,495 @@
+"""The only file that names private or undocumented torch. Everything is found by capability, never by version."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# --- fx and symbolic shapes
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any | None:
+    """The FakeTensorMode of the first fake tensor in ``values``, or None.
+
+    Asked of the tensors themselves: while a backend runs, the ambient tracing context has another mode than they.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def new_fake_mode(values: Iterable[Any] = ()) -> Any:
+    """A fresh FakeTensorMode over the shape environment behind ``values``, or over a new one.
+
+    In a new one host reads and data-dependent shapes become symbols.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shape_env = shape_env_of(values) or ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def fakify(fake_mode: Any, value: Any) -> Any:
+    """``value`` as a fake tensor of ``fake_mode`` with the same, static shape; anything but a tensor as it is."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return fake_mode.from_tensor(value, static_shapes=True)
+    return value
+
+
+@contextlib.contextmanager
+def quiet_shapes(fake_mode: Any) -> Iterator[None]:
+    """Within the body, ``fake_mode`` records no guards, and fresh unbacked symbols are nobody's to bind."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with contextlib.ExitStack() as stack:
+        for name in ("suppress_guards", "ignore_fresh_unbacked_symbols"):
+            scope = getattr(shape_env, name, None)
+            if scope is not None:
+                stack.enter_context(scope())
+        yield
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """A number shared by exactly the living tensors of one storage; None for tensors without storage (sparse)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def expression_of(size: Any) -> sympy.Expr | int | None:
+    """The sympy expression of a SymInt, SymFloat or SymBool, an int as it is, None for anything else."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size.node.expr
+    return size if isinstance(size, int) else None
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """Whether ``symbol`` names a value that only a run can tell (``.item()``, the row count of ``nonzero``)."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+
+
+def shape_env_of(values: Iterable[Any]) -> Any | None:
+    """The shape environment behind the symbolic sizes and fake tensors among ``values``, or None."""
+    values = list(values)
+    for value in values:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value.node.shape_env
+    return getattr(fake_mode_of(values), "shape_env", None)
+
+
+def guards_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
+    """The boolean expressions that ``shape_env`` has guarded on, without repeats, in order."""
+    return tuple(dict.fromkeys(guard.expr for guard in shape_env.guards))
+
+
+def bounds_of(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
+    """The least and greatest value of ``symbol``; None where there is no bound that a tensor could reach."""
+    value_range = shape_env.var_to_range.get(symbol)
+    if value_range is None:
+        return None, None
+    return _finite(value_range.lower), _finite(value_range.upper)
+
+
+def _finite(bound: Any) -> int | None:
+    largest = 2**62
+    return int(bound) if getattr(bound, "is_Integer", False) and abs(int(bound)) < largest else None
+
+
+def source_text(node: fx.Node) -> str | None:
+    """Where Dynamo took a placeholder from, as it writes it (``L['x']``), or None."""
+    grapharg = node.meta.get("grapharg")
+    name = getattr(getattr(grapharg, "source", None), "name", None)
+    text = name() if callable(name) else name
+    return text if isinstance(text, str) else None
+
+
+def is_static_address(node: fx.Node) -> bool:
+    """Whether the placeholder is a parameter, a buffer, or a tensor marked with ``mark_static_address``."""
+    from torch._dynamo.utils import get_static_address_type
+
+    value = node.meta.get("example_value", node.meta.get("val"))
+    marked = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    return isinstance(value, torch.nn.Parameter) or bool(marked or get_static_address_type(value))
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether ``target`` is a higher-order operator: it takes subgraphs, or wraps a kernel (``torch.cond``, triton)."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(target, HigherOrderOperator)
+
+
+def wraps_for_functorch(target: Any) -> bool:
+    """Whether ``target`` only wraps or unwraps a tensor for ``vmap`` or ``grad``; it runs inside their span alone."""
+    module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
+    return "_functorch" in module and ("wrap" in name or name.endswith("_batch_dim"))
+
+
+def operator_packet(namespace: str, name: str) -> Any | None:
+    """``torch.ops.<namespace>.<name>``, or None when no such operator is registered."""
+    from torch._ops import OpOverloadPacket
+
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+    except (AttributeError, RuntimeError):
+        return None
+    return packet if isinstance(packet, OpOverloadPacket) else None
+
+
+def higher_order_operator(name: str) -> Any | None:
+    """``torch.ops.higher_order.<name>``, or None."""
+    target = getattr(torch.ops.higher_order, name, None)
+    return target if is_higher_order(target) else None
+
+
+def registered_operator_names() -> list[str]:
+    """The qualified names (``aten::add``) of all registered operators, sorted."""
+    return sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
+
+
+def custom_op_overload(target: Any) -> Any | None:
+    """The overload behind the object that ``torch.library.custom_op`` returned, else None."""
+    return getattr(target, "_opoverload", None)
+
+
+def overloads_of(packet: Any) -> list[Any]:
+    """Every overload of an operator packet."""
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def resolved_overload(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """The overload of ``packet`` whose schema takes these arguments, or None where torch cannot tell."""
+    resolve = getattr(torch._C, "_jit_resolve_packet", None)
+    try:
+        name = resolve(packet._qualified_op_name, *args, **kwargs) if resolve is not None else None
+    except RuntimeError:
+        return None
+    return getattr(packet, name) if isinstance(name, str) else None
+
+
+def schema_of(overload: Any) -> Any:
+    """The function schema of an operator overload."""
+    return overload._schema
+
+
+def operator_namespaces() -> tuple[tuple[str, Any], ...]:
+    """(dotted prefix, namespace) of every place that Dynamo takes functions from, the public ones first."""
+    return (
+        ("torch", torch),
+        ("torch.nn.functional", torch.nn.functional),
+        ("torch.special", torch.special),
+        ("torch.linalg", torch.linalg),
+        ("torch.fft", torch.fft),
+        ("torch.Tensor", torch.Tensor),
+        ("torch._C._nn", torch._C._nn),
+        ("torch._C._special", _torch_attribute("_C._special")),
+        ("torch._C._linalg", _torch_attribute("_C._linalg")),
+        ("torch._C._fft", _torch_attribute("_C._fft")),
+        ("torch._C._VariableFunctions", torch._C._VariableFunctions),
+    )
+
+
+@functools.cache
+def mode_pairs() -> tuple[tuple[Any, Any], ...]:
+    """(enter, exit) functions of every pair that Dynamo writes around a ``with`` block; missing ones left out."""
+    paths = (
+        ("amp.autocast_mode._enter_autocast", "amp.autocast_mode._exit_autocast"),
+        ("autograd.grad_mode._enter_inference_mode", "autograd.grad_mode._exit_inference_mode"),
+        ("_functorch.predispatch._vmap_increment_nesting", "_functorch.predispatch._vmap_decrement_nesting"),
+        ("_functorch.predispatch._jvp_increment_nesting", "_functorch.predispatch._jvp_decrement_nesting"),
+        ("_functorch.predispatch._enter_dual_level", "_functorch.predispatch._exit_dual_level"),
+        ("_C._functorch._vmap_increment_nesting", "_C._functorch._vmap_decrement_nesting"),
+        ("_C._functorch._jvp_increment_nesting", "_C._functorch._jvp_decrement_nesting"),
+        ("_C._functorch._grad_increment_nesting", "_C._functorch._grad_decrement_nesting"),
+        ("_C._functorch.pop_dynamic_layer_stack", "_C._functorch.push_dynamic_layer_stack"),
+        ("_C._autograd._saved_tensors_hooks_disable", "_C._autograd._saved_tensors_hooks_enable"),
+        ("ops.profiler._record_function_enter_new", "ops.profiler._record_function_exit._RecordFunction"),
+    )
+    found = ((_torch_attribute(enter), _torch_attribute(leave)) for enter, leave in paths)
+    return tuple((enter, leave) for enter, leave in found if enter is not None and leave is not None)
+
+
+@functools.cache
+def mode_switches() -> tuple[Any, ...]:
+    """Functions that set a mode to the value of their first argument, so that enter and exit are one function."""
+    paths = (
+        "_C._set_grad_enabled",
+        "_C._set_fwd_grad_enabled",
+        "_C._functorch.set_inplace_requires_grad_allowed",
+        "nn.attention._sdpa_kernel",
+        "_C._functorch.set_autograd_function_allowed",
+    )
+    found = (_torch_attribute(path) for path in paths)
+    return tuple(switch for switch in found if switch is not None)
+
+
+def is_mode_op(target: Any) -> bool:
+    """Whether ``target`` enters, leaves or sets a mode; it touches no tensor."""
+    modes = (*(function for pair in mode_pairs() for function in pair), *mode_switches())
+    return any(target is function for function in modes)
+
+
+def autocast_pair() -> tuple[Any, Any]:
+    """The functions with which Dynamo enters and leaves autocast."""
+    from torch.amp import autocast_mode
+
+    return autocast_mode._enter_autocast, autocast_mode._exit_autocast
+
+
+def _torch_attribute(path: str) -> Any | None:
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def dtype_abbreviation(dtype: torch.dtype) -> str:
+    """A dtype in short: ``f32``, ``bf16``, ``i64``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+# --- capture -----------------------------------------------------------------------------------------------------------
+
+
+def data_ptrs_equal(tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]) -> bool:
+    """Whether ``tensors[p].data_ptr() == expected[p]`` for every ``p`` in ``positions``.
+
+    One native call where torch has it (300 tensors in about 3 µs, against 12 µs from Python).
+    """
+    return bool(_data_ptrs_equal(tensors, expected, positions))
+
+
+def _data_ptrs_equal_in_python(tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]) -> bool:
+    return all(tensors[position].data_ptr() == expected[position] for position in positions)
+
+
+_data_ptrs_equal: Callable[..., bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _data_ptrs_equal_in_python
+)
+
+
+def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
+    """Whether ``op``'s kernel for ``dispatch_key`` ("CPU") was registered from Python.
+
+    Only such kernels can be recorded op by op; a kernel written in C++ is a leaf.
+    """
+    impls: set[str] = getattr(torch.library, "_impls", set())
+    namespace, _, name = op._schema.name.partition("::")
+    overload = f".{op._schema.overload_name}" if op._schema.overload_name else ""
+    keys = (dispatch_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    return any(f"{namespace}/{name}{overload}/{key}" in impls for key in keys)
+
+
+def call_kernel(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``op``'s kernel for ``dispatch_key`` in place, below every dispatch mode; ops inside it dispatch as usual."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    return op.redispatch(keys, *args, **kwargs)
+
+
+def is_dynamo_compiled(runnable: Any) -> bool:
+    """Whether calling ``runnable`` enters code that Dynamo compiled (torch.compile's module or function)."""
+    return isinstance(runnable, torch._dynamo.eval_frame.OptimizedModule) or hasattr(
+        runnable, "_torchdynamo_orig_callable"
+    )
+
+
+def has_static_address(tensor: torch.Tensor) -> bool:
+    """Whether torch counts the tensor's address as fixed: ``mark_static_address``, or a module's own under Dynamo."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
+tree_flatten = pytree.tree_flatten
+tree_unflatten = pytree.tree_unflatten
+
+
+def default_capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Torch's own capture stream, created by torch at first use: graphs of different owners then share one stream."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
+    if stream.device == device:
+        return stream
+    # Torch keeps one default for the whole process; a second device needs a stream of its own.
+    return torch.cuda.Stream(device)
+
+
+def end_allocation_to_pool(device: torch.device, pool: Any) -> None:
+    """Make the caching allocator stop serving allocations from ``pool``, as a capture that ended well would have.
+
+    A capture that fails may leave the allocator still redirecting; ending it twice is harmless.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):
+            end(device.index, pool)
+
+
+foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+"""Copy a list of tensors into another in one fused call; documented under its underscored name."""
+
+
+# --- compilers --------------------------------------------------------------------------------------------------------
+
+
+def inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor without CUDA graphs of its own."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(
+        graph_module, list(example_inputs), config_patches={"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+    )
+    return compiled
+
+
+def aot_eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """AOTAutograd with its ATen graph run as it is."""
+    from torch._dynamo.backends.debugging import aot_eager as backend
+
+    compiled: Callable[..., Any] = backend(graph_module, list(example_inputs))
+    return compiled
+
+
+# --- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+def calling_compiler() -> Any | None:
+    """The object through which Dynamo is calling a backend now: one for each ``torch.compile``; None outside."""
+    from torch._dynamo.eval_frame import innermost_backend
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    return innermost_backend(translator.output.compiler_fn)
+
+
+def backend_options(compiler: Any) -> dict[str, Any]:
+    """The options that ``torch.compile`` was given, as the object that :func:`calling_compiler` returns keeps them."""
+    options: dict[str, Any] = getattr(compiler, "kwargs", {}).get("options") or {}
+    return options
+
+
+def compilers_of(compiled: Any) -> list[Any]:
+    """The objects through which Dynamo calls the backend of a ``torch.compile``'d callable, its own first.
+
+    Dynamo also runs code that it compiled for another callable whose backend is equal: those follow.
+    """
+    from torch._dynamo.eval_frame import innermost_backend
+
+    own = _dynamo_callback(compiled)
+    if own is None:
+        return []
+    backend = innermost_backend(own)
+    original = getattr(compiled, "_orig_mod", None) or getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    function = original.forward if isinstance(original, torch.nn.Module) else original
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return [backend]
+    entries = [innermost_backend(entry.backend) for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(code)]
+    return [backend, *(other for other in entries if other == backend)]
+
+
+def _dynamo_callback(compiled: Any) -> Any | None:
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is not None:
+        return context.callback
+    function = getattr(compiled, "_compiled_call_impl", None) or compiled
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "_torchdynamo_orig_callable"):
+        return None
+    return inspect.getclosurevars(function).nonlocals.get("callback")
+
+
+def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
+    """Replace Python floats that Dynamo passes as 0-d CPU tensors by their values, guarded by Dynamo.
+
+    With dynamic shapes, a float attribute (a dropout rate, an epsilon) arrives as a tensor and an ``item()``: a host
+    read in every layer. Reading the symbolic float's value makes Dynamo guard on it, so another value recompiles.
+    """
+    for node in list(graph_module.graph.find_nodes(op="call_method", target="item")):
+        value = node.meta.get("example_value")
+        (source,) = node.all_input_nodes
+        argument = source.meta.get("grapharg")
+        if isinstance(value, torch.SymFloat) and getattr(argument, "pass_arg_as_tensor", False):
+            node.replace_all_uses_with(float(value))  # type: ignore[arg-type]
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
+    """Why Dynamo ended this graph before the function's end, with file and line of the user's code; None at its end."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    text = str(reason.reason).strip().splitlines()[0]
+    if not reason.user_stack:
+        return f"graph break: {text}"
+    frame = reason.user_stack[-1]
+    return f"graph break: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake tensor or symbolic size that tracing left on a node."""
+    return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor wraps others behind ``__torch_dispatch__`` (DTensor and its like)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return is_traceable_wrapper_subclass(tensor) or (
+        not isinstance(tensor, FakeTensor)
+        and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Tell Dynamo and the wrappers that this tensor's address stays; Dynamo does not guard on it."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Let a dimension be symbolic where the model allows it; sizes that it fixes are compiled each by itself."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def writes_python_state(function: Any) -> str | None:
+    """Why calling what Dynamo compiled for ``function`` does more than run its graph; None when it does not.
+
+    Dynamo applies a model's side effects (``self.step += 1``, a list that grows) in the bytecode around the graph.
+    """
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    entries = [] if code is None else torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    if not entries:
+        return "Dynamo's code for it was not found"
+    for entry in entries:
+        for instruction in dis.get_instructions(entry.code):
+            if instruction.opname in _STORES or instruction.argval in _MUTATING_METHODS:
+                return f"it changes Python state ({instruction.opname} {instruction.argval})"
+    return None
+
+
+_STORES = frozenset(
+    {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "STORE_DEREF"}
+)
+_MUTATING_METHODS = frozenset({"append", "extend", "insert", "update", "clear", "pop", "add", "remove", "__setattr__"})

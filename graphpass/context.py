@@ -1,0 +1,136 @@
+"""The forward context: one ContextVar that carries the runtime mode and the batch descriptor into the model.
+
+It is the only ambient value in graphpass. Setting is by token, so contexts nest, and every thread and every asyncio
+task sees its own. Read it inside opaque ops: ``ContextVar.get()`` in code that Dynamo traces does not trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from graphpass.errors import ContextError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = [
+    "ForwardContext",
+    "current_context",
+    "entered",
+    "get_forward_context",
+    "is_forward_context_available",
+    "set_forward_context",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ForwardContext:
+    """What one forward carries besides its inputs. Two contexts are the same forward only if they are one object.
+
+    Attributes:
+        attn_metadata: whatever the model's attention reads; None inside captured regions of a PIECEWISE capture.
+        runtime_mode: NONE, PIECEWISE or FULL: the level of wrappers that captures or replays.
+        batch_descriptor: the key's padded shape; None only with NONE.
+        num_tokens: real token count of this rank, before padding.
+        num_tokens_across_dp: token counts of all data-parallel ranks.
+        slot_mapping: cache slots that attention writes to, one a token.
+        is_padding: True for rows that are padding, shape (num_tokens,).
+        extra: anything else the caller's ops read.
+        capture: what is recording the code that runs under this context, None outside of a capture. Wrappers set it;
+            a wrapper that finds it set passes through, so that of nested wrappers the outer one wins.
+    """
+
+    attn_metadata: Any
+    runtime_mode: CUDAGraphMode
+    batch_descriptor: BatchDescriptor | None
+    num_tokens: int | None
+    num_tokens_across_dp: Any
+    slot_mapping: Any
+    is_padding: Any
+    extra: Any
+    capture: Any = None
+
+
+_forward_context: ContextVar[ForwardContext | None] = ContextVar("graphpass_forward_context", default=None)
+current_context = _forward_context.get
+"""The forward context, or None outside of one: the hot path's accessor, one C call."""
+
+
+def get_forward_context() -> ForwardContext:
+    """The forward context of the running forward.
+
+    Raises:
+        ContextError: no context is set; :func:`is_forward_context_available` asks first.
+    """
+    context = _forward_context.get()
+    if context is None:
+        raise ContextError(
+            "no forward context is set",
+            expected="a call inside `with set_forward_context(...)`",
+            found="none in this thread or task",
+            remedy="wrap the model call in `with graphpass.set_forward_context(...)`",
+        )
+    return context
+
+
+def is_forward_context_available() -> bool:
+    """Whether :func:`get_forward_context` would return a context here."""
+    return _forward_context.get() is not None
+
+
+@contextmanager
+def set_forward_context(
+    attn_metadata: Any = None,
+    *,
+    runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    batch_descriptor: BatchDescriptor | None = None,
+    num_tokens: int | None = None,
+    num_tokens_across_dp: Any = None,
+    slot_mapping: Any = None,
+    is_padding: Any = None,
+    extra: Any = None,
+) -> Iterator[ForwardContext]:
+    """Set the forward context for the body of the ``with``; what was set before comes back, also after an exception.
+
+    Raises:
+        ContextError: ``runtime_mode`` is a pair, or PIECEWISE or FULL came without a descriptor.
+    """
+    if not isinstance(runtime_mode, CUDAGraphMode) or not runtime_mode.is_valid_runtime_mode():
+        raise ContextError(
+            "a forward runs in one runtime mode",
+            expected="NONE, PIECEWISE or FULL",
+            found=str(runtime_mode),
+            remedy="let a dispatcher choose: runtime_mode=dispatcher.dispatch(...).mode",
+        )
+    if runtime_mode and batch_descriptor is None:
+        raise ContextError(
+            f"runtime mode {runtime_mode} replays the graph of one key",
+            expected="batch_descriptor=BatchDescriptor(...)",
+            found="None",
+            remedy="pass the descriptor that the dispatcher returned: batch_descriptor=step.descriptor",
+        )
+    context = ForwardContext(
+        attn_metadata=attn_metadata,
+        runtime_mode=runtime_mode,
+        batch_descriptor=batch_descriptor,
+        num_tokens=num_tokens,
+        num_tokens_across_dp=num_tokens_across_dp,
+        slot_mapping=slot_mapping,
+        is_padding=is_padding,
+        extra=extra,
+    )
+    with entered(context):
+        yield context
+
+
+@contextmanager
+def entered(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make an existing context the current one for the body of the ``with``; restored by token."""
+    token = _forward_context.set(context)
+    try:
+        yield context
+    finally:
+        _forward_context.reset(token)

@@ -1,0 +1,61 @@
+"""What a dispatcher answers: a mode, a padded shape and the reason for both."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["Dispatch", "DispatchReason"]
+
+
+class DispatchReason(enum.Enum):
+    """Why a batch got the mode that it got. The value is a short label, for counters."""
+
+    EXACT = "exact"
+    PADDED = "padded"
+    RELAXED = "relaxed"
+    EMPTY = "empty"
+    TOO_LARGE = "too_large"
+    NO_KEY = "no_key"
+    DISABLED = "disabled"
+    NOT_CAPTURED = "not_captured"
+    AGREED = "agreed"
+
+    @property
+    def explanation(self) -> str:
+        """The reason as a clause, for reports and errors."""
+        return _EXPLANATIONS[self]
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_EXPLANATIONS = {
+    DispatchReason.EXACT: "a key has exactly this size",
+    DispatchReason.PADDED: "the next larger key holds it",
+    DispatchReason.RELAXED: "a uniform decode batch is served by a key for mixed batches",
+    DispatchReason.EMPTY: "the batch has no tokens",
+    DispatchReason.TOO_LARGE: "the batch is above the largest key",
+    DispatchReason.NO_KEY: "no key has this extra or this number of adapters",
+    DispatchReason.DISABLED: "the mode, or allowed_modes, leaves no graphs to such batches",
+    DispatchReason.NOT_CAPTURED: "its key has not been captured yet",
+    DispatchReason.AGREED: "the other ranks need another mode or size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """One decision.
+
+    Attributes:
+        mode: NONE, PIECEWISE or FULL: what goes into the forward context.
+        descriptor: a key of the dispatcher for PIECEWISE and FULL; the unpadded shape for NONE.
+        reason: why.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    reason: DispatchReason

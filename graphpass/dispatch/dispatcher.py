@@ -1,0 +1,388 @@
+"""The dispatcher: from a batch to the key that replays it.
+
+The dispatcher's keys are the only source of truth for what may replay. A decision is a walk over at most three routes
+(FULL for uniform decode, FULL for mixed batches, PIECEWISE), preferred first; on each, the smallest key that holds the
+batch is one table read. Whatever keeps a batch from its graph is in the decision's reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from graphpass.dispatch.decision import Dispatch, DispatchReason
+from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
+from graphpass.dispatch.lora import LoraKeys
+from graphpass.dispatch.table import Route
+from graphpass.errors import DispatchError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["CudagraphDispatcher", "Dispatch", "DispatchReason"]
+
+# Of the reasons that several routes give, the one that came closest to a replay is reported.
+_CLOSENESS = (
+    DispatchReason.DISABLED,
+    DispatchReason.NO_KEY,
+    DispatchReason.TOO_LARGE,
+    DispatchReason.NOT_CAPTURED,
+).index
+
+
+class CudagraphDispatcher:
+    """Chooses the runtime mode and the padded shape of every batch.
+
+    Args:
+        mode: which graphs there are, a mode or its name in any case.
+        capture_sizes: token counts to capture, or ``{field: sizes}`` for several dimensions; then each field rounds up
+            in its own ladder, ``num_tokens`` and ``num_reqs`` come as arguments of :meth:`dispatch` and every other
+            field in its ``extra``.
+        max_num_reqs: most requests of a batch.
+        uniform_decode_query_len: tokens of one request in a uniform decode batch: 1, or 1 + draft tokens.
+        max_num_tokens: the largest batch that will come; larger sizes are not captured.
+        lora: adapter counts that keys are made for; None: batches use no adapter.
+        lazy: answer with keys that are not captured yet, so that the wrapper captures them.
+
+    Raises:
+        DispatchError: a size or a limit is below 1, or no size is left.
+        OptionError: unknown mode.
+    """
+
+    def __init__(
+        self,
+        mode: CUDAGraphMode | str,
+        capture_sizes: Sequence[int] | Mapping[str, Sequence[int]],
+        *,
+        max_num_reqs: int,
+        uniform_decode_query_len: int = 1,
+        max_num_tokens: int | None = None,
+        lora: LoraKeys | None = None,
+        lazy: bool = False,
+    ) -> None:
+        self._grid = SizeGrid.of(capture_sizes)
+        self._counts_tokens_only = self._grid.counts_tokens_only()
+        self._max_num_reqs = max_num_reqs
+        self._max_num_tokens = max_num_tokens
+        self._lora = lora
+        self._key_adapters = (0,) if lora is None else lora.count_table()
+        self._lazy = lazy
+        self.initialize_keys(mode, uniform_decode_query_len)
+
+    @property
+    def mode(self) -> CUDAGraphMode:
+        """The mode the keys were made for."""
+        return self._mode
+
+    @property
+    def uniform_decode_query_len(self) -> int:
+        """Tokens of one request in a uniform decode batch."""
+        return self._limits.query_len
+
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
+        """A snapshot of every key by runtime mode, captured or not."""
+        return MappingProxyType(
+            {mode: frozenset(self._descriptors(mode)) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)}
+        )
+
+    def initialize_keys(self, mode: CUDAGraphMode | str, uniform_decode_query_len: int = 1) -> None:
+        """Replace all keys by those of ``mode``; no key is captured afterwards.
+
+        Raises:
+            DispatchError: ``uniform_decode_query_len`` is below 1, or no size is left.
+            OptionError: unknown mode.
+        """
+        parsed = CUDAGraphMode.parse(mode)
+        limits = KeyLimits(self._max_num_reqs, uniform_decode_query_len, self._max_num_tokens)
+        decode = Route(CUDAGraphMode.FULL, uniform=True)
+        full = Route(CUDAGraphMode.FULL, uniform=False)
+        piecewise = Route(CUDAGraphMode.PIECEWISE, uniform=False)
+        for adapters in (0,) if self._lora is None else self._lora.key_counts():
+            for route in (full, piecewise):
+                if parsed.mixed_mode() is route.mode:
+                    for key in self._grid.mixed_keys(route.mode, limits, adapters):
+                        route.add(key, self._grid.fields(key))
+            if parsed.separate_routine():
+                for key in self._grid.decode_keys(limits, adapters):
+                    decode.add(key, self._grid.fields(key))
+        self._mode, self._limits, self._has_decode_routine = parsed, limits, parsed.separate_routine()
+        self._routes = (decode, full, piecewise)
+        self._choose_routes()
+
+    def _choose_routes(self) -> None:
+        """The routes that have keys, in order of preference, for uniform decode batches and for all others."""
+        self._uniform_routes = tuple(route for route in self._routes if len(route))
+        self._mixed_routes = tuple(route for route in self._uniform_routes if not route.uniform)
+
+    def add_key(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
+        """Add one key, not captured yet; adding a key twice changes nothing.
+
+        Raises:
+            DispatchError: no batch of this dispatcher could ever be given that key, or it lacks a field of the sizes.
+        """
+        runtime_mode = CUDAGraphMode.parse(mode)
+        fault = self._fault(runtime_mode, descriptor)
+        if fault is not None:
+            expected, remedy = fault
+            raise DispatchError(
+                "the key could never be dispatched", expected=expected, found=f"{mode} {descriptor!r}", remedy=remedy
+            )
+        self._route(runtime_mode, descriptor).add(descriptor, self._grid.fields(descriptor))
+        self._choose_routes()
+
+    def _fault(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[str, str] | None:
+        """What is expected of such a key and how to mend it, or None when nothing is wrong with it."""
+        if not mode or not mode.is_valid_runtime_mode() or not self._mode.has_mode(mode):
+            return (f"a runtime mode of {self._mode}, not NONE", "initialize_keys() with a mode that has it")
+        if key.num_tokens < 1 or (key.num_reqs is not None and key.num_reqs < 1):
+            return ("at least 1 token and 1 request", "give the padded counts")
+        if mode is CUDAGraphMode.PIECEWISE and (key.num_reqs is not None or key.uniform):
+            return ("num_reqs=None, uniform=False: PIECEWISE keys serve any requests", "leave both fields out")
+        query_len = self._limits.query_len
+        if key.uniform and (key.num_tokens % query_len or key.num_reqs not in (None, key.num_tokens // query_len)):
+            return (f"{query_len} tokens a request in uniform keys", "set num_tokens and num_reqs accordingly")
+        if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in self._key_adapters:
+            counts = sorted(set(self._key_adapters))
+            return (f"num_active_loras out of {counts}, has_lora where it is not 0", "use a captured adapter count")
+        num_tokens = self._grid.num_tokens(self._grid.fields(key))
+        if num_tokens != key.num_tokens:
+            return (f"num_tokens={num_tokens}, the product of its fields", "set num_tokens to the product")
+        return None
+
+    def _route(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Route:
+        """The route that such a key is on."""
+        decode, full, piecewise = self._routes
+        if mode is CUDAGraphMode.FULL:
+            return decode if descriptor.uniform else full
+        return piecewise
+
+    def _descriptors(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
+        return [descriptor for route in self._routes if route.mode is mode for descriptor in route.descriptors()]
+
+    def mark_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
+        """Say that the key's graph exists, so that batches may replay it.
+
+        Raises:
+            DispatchError: the dispatcher has no such key.
+        """
+        runtime_mode = CUDAGraphMode.parse(mode)
+        known = runtime_mode.is_valid_runtime_mode() and bool(runtime_mode)
+        if not known or not self._route(runtime_mode, descriptor).mark_captured(descriptor):
+            raise DispatchError(
+                "only a key of the dispatcher can be captured",
+                expected="a mode and a descriptor out of capture_plan()",
+                found=f"{mode} {descriptor!r}",
+                remedy="add_key(mode, descriptor) first",
+            )
+
+    def is_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> bool:
+        """Whether :meth:`mark_captured` was called for this key."""
+        runtime_mode = CUDAGraphMode.parse(mode)
+        known = runtime_mode.is_valid_runtime_mode() and bool(runtime_mode)
+        return known and self._route(runtime_mode, descriptor).is_captured(descriptor)
+
+    def forget_captured(self) -> None:
+        """Say that no graph exists any more; the keys stay, to be captured again."""
+        for route in self._routes:
+            route.forget_captured()
+
+    def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
+        """Every key in the order to capture: PIECEWISE, then FULL, each from the largest to the smallest."""
+        plan = []
+        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            descriptors = self._descriptors(mode)
+            descriptors.sort(key=lambda key: (key.num_tokens, key.num_reqs or 0, key.num_active_loras), reverse=True)
+            if descriptors:
+                plan.append((mode, descriptors))
+        return plan
+
+    def fields(self, descriptor: BatchDescriptor) -> Mapping[str, int]:
+        """The size of every field of ``capture_sizes``, read back from a descriptor; a list has ``num_tokens`` only.
+
+        Raises:
+            DispatchError: the descriptor does not name a field.
+        """
+        return self._grid.fields(descriptor)
+
+    # -- decisions -----------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        num_tokens: int | None = None,
+        *,
+        num_reqs: int | None = None,
+        uniform_decode: bool = False,
+        num_active_loras: int = 0,
+        allowed_modes: Collection[CUDAGraphMode] | None = None,
+        extra: Extra = (),
+    ) -> Dispatch:
+        """The key that replays a batch, or NONE with the unpadded shape.
+
+        A uniform decode batch prefers its own FULL key, then a key for mixed batches. EXACT and PADDED speak of the
+        sizes: rounding up the number of adapters is not padding.
+
+        Args:
+            num_tokens: tokens of the batch; with several capture fields it is derived from them, unless it is one.
+            num_reqs: requests of the batch, None for as many as the key holds.
+            uniform_decode: every request has ``uniform_decode_query_len`` tokens.
+            num_active_loras: adapters the batch uses.
+            allowed_modes: runtime modes to choose from, None for all; never edited.
+            extra: the other capture fields, and whatever else a key's ``extra`` has to say, in any order.
+
+        Raises:
+            DispatchError: a count is negative, missing or contradicts the configuration, ``allowed_modes`` is empty or
+                holds a pair, or nothing fits and NONE is not allowed.
+        """
+        if (num_tokens is not None and num_tokens < 0) or (num_reqs is not None and num_reqs < 0):
+            raise _negative(num_tokens, num_reqs)
+        if self._counts_tokens_only and num_tokens is not None and not extra:
+            sizes: tuple[int, ...] = (num_tokens,)
+            rest: Extra = ()
+        else:
+            fields, rest = self._grid.read(num_tokens, num_reqs, extra)
+            sizes = tuple(fields.values())
+            num_tokens = self._grid.num_tokens(fields)
+            num_reqs = fields.get("num_reqs", num_reqs)
+        uniform = uniform_decode and self._holds_whole_requests(num_tokens)
+        adapters = self._captured_adapters(num_active_loras) if num_active_loras or self._lora is not None else 0
+        allowed = None if allowed_modes is None else _runtime_modes(allowed_modes)
+        if num_tokens == 0:
+            return self._eager(sizes, DispatchReason.EMPTY, allowed)
+        return self._decide(sizes, num_reqs or 0, uniform, (adapters, rest), allowed)
+
+    def dispatch_descriptor(self, descriptor: BatchDescriptor) -> Dispatch:
+        """The same decision for a batch given as an unpadded descriptor.
+
+        ``has_lora`` without a count stands for the largest number of adapters.
+
+        Raises:
+            DispatchError: as :meth:`dispatch`; or adapters are counted where ``has_lora`` is False.
+        """
+        adapters = descriptor.num_active_loras
+        if descriptor.has_lora and adapters == 0:
+            adapters = max(len(self._key_adapters) - 1, 1)
+        elif adapters and not descriptor.has_lora:
+            raise DispatchError(
+                "the descriptor contradicts itself",
+                expected="has_lora=True where num_active_loras is not 0",
+                found=repr(descriptor),
+                remedy="set has_lora=num_active_loras > 0",
+            )
+        fields = self._grid.fields(descriptor)
+        return self.dispatch(
+            descriptor.num_tokens,
+            num_reqs=fields.get("num_reqs", descriptor.num_reqs),
+            uniform_decode=descriptor.uniform,
+            num_active_loras=adapters,
+            extra=descriptor.extra,
+        )
+
+    def runtime_mode(self, num_reqs: int, num_tokens: int, max_query_len: int) -> tuple[CUDAGraphMode, int | None]:
+        """Mode and padded token count of a batch of plain counts; None beside NONE.
+
+        The batch is uniform decode when its longest request has ``uniform_decode_query_len`` tokens and so has, by
+        their number, every other.
+
+        Raises:
+            DispatchError: as :meth:`dispatch`.
+        """
+        query_len = self._limits.query_len
+        uniform = max_query_len == query_len and num_tokens == num_reqs * query_len
+        step = self.dispatch(num_tokens, num_reqs=num_reqs, uniform_decode=uniform)
+        return step.mode, step.descriptor.num_tokens if step.mode else None
+
+    def _decide(
+        self,
+        sizes: tuple[int, ...],
+        num_reqs: int,
+        uniform: bool,
+        identity: tuple[int, Extra],
+        allowed: frozenset[CUDAGraphMode] | None,
+    ) -> Dispatch:
+        """The first route's key that holds the batch, or NONE."""
+        missed = DispatchReason.DISABLED
+        for route in self._uniform_routes if uniform else self._mixed_routes:
+            if allowed is not None and route.mode not in allowed:
+                continue
+            family = route.family(identity)
+            if family is None:
+                missed = max(missed, DispatchReason.NO_KEY, key=_CLOSENESS)
+                continue
+            rung = family.smallest(sizes, num_reqs)
+            if rung is None:
+                missed = max(missed, DispatchReason.TOO_LARGE, key=_CLOSENESS)
+            elif self._lazy or route.is_ready(rung):
+                if uniform and self._has_decode_routine and not route.uniform:
+                    return rung.relaxed
+                return rung.exact if rung.sizes == sizes else rung.padded
+            else:
+                missed = DispatchReason.NOT_CAPTURED
+        return self._eager(sizes, missed, allowed)
+
+    def _eager(
+        self, sizes: tuple[int, ...], reason: DispatchReason, allowed: frozenset[CUDAGraphMode] | None
+    ) -> Dispatch:
+        """NONE with the unpadded shape, where NONE is allowed."""
+        if allowed is not None and CUDAGraphMode.NONE not in allowed:
+            raise DispatchError(
+                f"no graph serves this batch, since {reason.explanation}",
+                expected=f"a batch that fits a key of {', '.join(sorted(map(str, allowed)))}, NONE not being allowed",
+                found=f"sizes {dict(zip(self._grid.sizes, sizes, strict=True))}",
+                remedy="allow NONE, or add and capture a key that holds the batch",
+            )
+        if self._counts_tokens_only:
+            return Dispatch(CUDAGraphMode.NONE, BatchDescriptor(sizes[0]), reason)
+        fields = dict(zip(self._grid.sizes, sizes, strict=True))
+        return Dispatch(CUDAGraphMode.NONE, self._grid.describe(fields, num_reqs=fields.get("num_reqs")), reason)
+
+    def _holds_whole_requests(self, num_tokens: int) -> bool:
+        """Whether a batch called uniform can be; where keys for uniform batches exist by mode, it has to be."""
+        if num_tokens % self._limits.query_len == 0:
+            return True
+        if not self._has_decode_routine:
+            return False
+        raise DispatchError(
+            "a uniform decode batch holds whole requests",
+            expected=f"a multiple of {self._limits.query_len} tokens (uniform_decode_query_len)",
+            found=f"{num_tokens} tokens",
+            remedy="pass uniform_decode=False, or the count of all requests' tokens",
+        )
+
+    def _captured_adapters(self, num_active_loras: int) -> int:
+        """The adapter count of the keys that serve a batch with this count."""
+        if 0 <= num_active_loras < len(self._key_adapters):
+            return self._key_adapters[num_active_loras]
+        raise DispatchError(
+            "num_active_loras contradicts the configuration",
+            expected=f"0 to {len(self._key_adapters) - 1}" if self._lora else "0, since the dispatcher has lora=None",
+            found=str(num_active_loras),
+            remedy="make the dispatcher with lora=LoraKeys(max_loras) that covers the batch",
+        )
+
+
+def _negative(num_tokens: int | None, num_reqs: int | None) -> DispatchError:
+    return DispatchError(
+        "a batch has counts",
+        expected="num_tokens and num_reqs of at least 0",
+        found=f"num_tokens={num_tokens}, num_reqs={num_reqs}",
+        remedy="pass the real, unpadded counts",
+    )
+
+
+def _runtime_modes(allowed_modes: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
+    """The caller's modes as a set of our own.
+
+    Raises:
+        DispatchError: there is none, or one of them is no runtime mode.
+    """
+    allowed = frozenset(allowed_modes)
+    if allowed and all(isinstance(mode, CUDAGraphMode) and mode.is_valid_runtime_mode() for mode in allowed):
+        return allowed
+    raise DispatchError(
+        "allowed_modes leaves no choice" if not allowed else "allowed_modes holds something that no batch runs in",
+        expected="one or more of CUDAGraphMode.NONE, PIECEWISE and FULL",
+        found=", ".join(sorted(map(str, allowed))) or "no mode",
+        remedy="leave allowed_modes out to allow every mode",
+    )

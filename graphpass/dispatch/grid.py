@@ -1,0 +1,214 @@
+"""Size grids: the named ladders of a dispatcher, and the descriptor that stands for each of their combinations.
+
+A list of token counts is a grid with the one field ``num_tokens``. With several fields, ``num_tokens`` of a descriptor
+is the product of its fields, unless it is a field itself (then the others do not multiply: a bucketed maximum length
+beside a token count). ``num_reqs`` stands in the descriptor's own attribute; every other field stands in ``extra``.
+
+PIECEWISE keys carry no ``num_reqs``. As a factor of the product it can be read back by division, so the key still
+names one shape; beside a ``num_tokens`` field it is no factor and stands in ``extra``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from graphpass.dispatch.ladder import capture_sizes_within, decode_sizes, positive_int
+from graphpass.errors import DispatchError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["Extra", "KeyLimits", "SizeGrid"]
+
+Extra = tuple[tuple[str, Hashable], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Bounds on generated keys.
+
+    Attributes:
+        max_num_reqs: most requests of a batch.
+        query_len: tokens of one request in a uniform decode batch.
+        max_num_tokens: largest batch that will come, or None for no bound.
+    """
+
+    max_num_reqs: int
+    query_len: int
+    max_num_tokens: int | None
+
+    def __post_init__(self) -> None:
+        positive_int(self.max_num_reqs, "max_num_reqs")
+        positive_int(self.query_len, "uniform_decode_query_len")
+        if self.max_num_tokens is not None:
+            positive_int(self.max_num_tokens, "max_num_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class SizeGrid:
+    """Field names and, for each, the sizes asked for, in the order of the caller's mapping."""
+
+    sizes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(capture_sizes: Sequence[int] | Mapping[str, Sequence[int]]) -> SizeGrid:
+        """The grid of a list of token counts or of named ladders; the caller's collections are copied.
+
+        Raises:
+            DispatchError: there is no field, or a size is no integer of at least 1.
+        """
+        if not isinstance(capture_sizes, Mapping):
+            return SizeGrid({"num_tokens": tuple(positive_int(size, "a capture size") for size in capture_sizes)})
+        if not capture_sizes:
+            raise DispatchError(
+                "capture_sizes names no field",
+                expected="{field: sizes}, or a list of token counts",
+                found="an empty mapping",
+                remedy="name a field, such as {'num_tokens': [1, 2, 4]}",
+            )
+        return SizeGrid(
+            {
+                name: tuple(positive_int(size, f"a capture size of {name!r}") for size in ladder)
+                for name, ladder in capture_sizes.items()
+            }
+        )
+
+    def counts_tokens_only(self) -> bool:
+        """Whether token counts are the only field."""
+        return tuple(self.sizes) == ("num_tokens",)
+
+    def mixed_keys(self, mode: CUDAGraphMode, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
+        """The keys of batches that are not uniform decode, for one number of adapters.
+
+        Raises:
+            DispatchError: ``max_num_tokens`` leaves no size.
+        """
+        full = mode is CUDAGraphMode.FULL
+        return [
+            self.describe(
+                sizes,
+                num_reqs=sizes.get("num_reqs", min(num_tokens, limits.max_num_reqs)) if full else None,
+                adapters=adapters,
+            )
+            for sizes, num_tokens in self._combinations(limits, decode=False)
+        ]
+
+    def decode_keys(self, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
+        """The FULL keys of uniform decode batches, for one number of adapters.
+
+        Token counts follow :func:`decode_sizes`. Without a ``num_tokens`` field they are the combinations that hold
+        whole requests.
+
+        Raises:
+            DispatchError: ``max_num_tokens`` leaves no size.
+        """
+        keys = []
+        for sizes, num_tokens in self._combinations(limits, decode=True):
+            num_reqs = num_tokens // limits.query_len
+            if "num_tokens" not in self.sizes:
+                num_reqs = sizes.get("num_reqs", min(num_reqs, limits.max_num_reqs))
+            if num_tokens % limits.query_len == 0:
+                keys.append(self.describe(sizes, num_reqs=num_reqs, uniform=True, adapters=adapters))
+        return keys
+
+    def _combinations(self, limits: KeyLimits, *, decode: bool) -> Iterator[tuple[dict[str, int], int]]:
+        """Each combination of sizes within the limits, with its token count."""
+        ladders = {name: capture_sizes_within(ladder, None, limits.query_len) for name, ladder in self.sizes.items()}
+        counted = "num_tokens" in ladders
+        if counted:
+            ladders["num_tokens"] = capture_sizes_within(ladders["num_tokens"], limits.max_num_tokens, limits.query_len)
+        if counted and decode:
+            ladders["num_tokens"] = decode_sizes(ladders["num_tokens"], limits.max_num_reqs, limits.query_len)
+            ladders.pop("num_reqs", None)  # a uniform batch's token count says how many requests it has
+        for values in product(*ladders.values()):
+            sizes = dict(zip(ladders, values, strict=True))
+            num_tokens = self.num_tokens(sizes)
+            if counted or limits.max_num_tokens is None or num_tokens <= limits.max_num_tokens:
+                yield sizes, num_tokens
+
+    @staticmethod
+    def num_tokens(sizes: Mapping[str, int]) -> int:
+        """The token count of one combination of sizes: its ``num_tokens`` field, or else the product."""
+        return sizes["num_tokens"] if "num_tokens" in sizes else math.prod(sizes.values())
+
+    def describe(
+        self, sizes: Mapping[str, int], *, num_reqs: int | None = None, uniform: bool = False, adapters: int = 0
+    ) -> BatchDescriptor:
+        """The descriptor of one combination of sizes."""
+        own = {"num_tokens"} if "num_tokens" in sizes and num_reqs is None else {"num_tokens", "num_reqs"}
+        return BatchDescriptor(
+            num_tokens=self.num_tokens(sizes),
+            num_reqs=num_reqs,
+            uniform=uniform,
+            has_lora=adapters > 0,
+            num_active_loras=adapters,
+            extra=tuple((name, size) for name, size in sizes.items() if name not in own),
+        )
+
+    def fields(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """The size of every field, read back from a descriptor.
+
+        Raises:
+            DispatchError: the descriptor does not name a field, or names it with something that is no count.
+        """
+        named = _named(descriptor.extra)
+        named["num_tokens"] = descriptor.num_tokens
+        if descriptor.num_reqs is not None:
+            named["num_reqs"] = descriptor.num_reqs
+        elif "num_reqs" not in named and "num_reqs" in self.sizes and "num_tokens" not in self.sizes:
+            others = math.prod(self._count(named, name) for name in self.sizes if name != "num_reqs")
+            if others and descriptor.num_tokens % others == 0:
+                named["num_reqs"] = descriptor.num_tokens // others
+        return {name: self._count(named, name) for name in self.sizes}
+
+    def read(self, num_tokens: int | None, num_reqs: int | None, extra: Extra) -> tuple[dict[str, int], Extra]:
+        """Split what a batch says into the size of every field and the rest of ``extra``, ordered by name.
+
+        Raises:
+            DispatchError: a field is missing or no count, or ``extra`` is not made of pairs with different names.
+        """
+        given = _named(extra)
+        named = dict(given)
+        if num_tokens is not None:
+            named["num_tokens"] = num_tokens
+        if num_reqs is not None:
+            named["num_reqs"] = num_reqs
+        sizes = {name: self._count(named, name) for name in self.sizes}
+        return sizes, tuple(sorted((pair for pair in given.items() if pair[0] not in sizes), key=lambda pair: pair[0]))
+
+    def _count(self, named: Mapping[str, object], name: str) -> int:
+        """The count called ``name`` among those given."""
+        try:
+            count = operator.index(named[name])  # type: ignore[arg-type]  # numpy integers are counts too
+        except (KeyError, TypeError):
+            count = -1
+        if count < 0:
+            where = f"{name}=..." if name in ("num_tokens", "num_reqs") else f"extra=(({name!r}, ...),)"
+            raise DispatchError(
+                f"field {name!r} of the capture sizes cannot be padded",
+                expected=f"a count of at least 0 for each of {', '.join(self.sizes)}",
+                found=repr(named[name]) if name in named else "no such field",
+                remedy=f"pass {where}",
+            )
+        return count
+
+
+def _named(extra: Extra) -> dict[str, Hashable]:
+    """``extra`` by name."""
+    try:
+        named = dict(extra)
+        well_formed = len(named) == len(extra) and all(isinstance(name, str) for name in named)
+        hash(tuple(named.values()))
+    except (TypeError, ValueError):
+        named, well_formed = {}, False
+    if not well_formed:
+        raise DispatchError(
+            "extra cannot name a key",
+            expected="a tuple of (name, hashable value) pairs, each name once",
+            found=repr(extra),
+            remedy="pass extra=(('seq_len', 64),)",
+        )
+    return named

@@ -1,0 +1,102 @@
+"""Ladders: the sizes that graphs exist for, and rounding a real size up to the next of them."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from graphpass.errors import DispatchError
+
+__all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "positive_int"]
+
+# Memory bound of a ladder's direct table; a wider ladder is searched above the part that the table covers.
+_SLOTS_PER_RUNG = 1024
+
+
+class Ladder:
+    """Ascending sizes (rungs) with the step from any value up to the next rung by one table read.
+
+    Args:
+        rungs: sizes of at least 1 in any order; duplicates count once.
+    """
+
+    __slots__ = ("_next_rung", "rungs")
+
+    def __init__(self, rungs: Iterable[int]) -> None:
+        self.rungs: tuple[int, ...] = tuple(sorted(set(rungs)))
+        self._next_rung: list[int] = []
+        slots = len(self.rungs) * _SLOTS_PER_RUNG
+        for index, rung in enumerate(self.rungs):
+            self._next_rung += [index] * (min(rung + 1, slots) - len(self._next_rung))
+
+    def __len__(self) -> int:
+        return len(self.rungs)
+
+    def index_above(self, size: int) -> int:
+        """Index of the smallest rung that is at least ``size`` (not negative); ``len(self)`` when there is none."""
+        if size < len(self._next_rung):
+            return self._next_rung[size]
+        return bisect_left(self.rungs, size)
+
+
+def positive_int(value: object, name: str) -> int:
+    """``value`` as an int of at least 1.
+
+    Raises:
+        DispatchError: it is no integer, or smaller than 1; ``name`` says which argument it was.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # whatever has __index__: numpy integers too
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise DispatchError(
+            f"{name} cannot be used",
+            expected="an integer of at least 1",
+            found=repr(value),
+            remedy=f"pass {name} as a positive count",
+        )
+    return number
+
+
+def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:
+    """The token counts to capture: ascending, each once, the largest requested one kept, on a stride or not.
+
+    Args:
+        sizes: requested token counts.
+        max_num_tokens: the largest batch that will come; sizes beyond it, rounded up to whole requests of
+            ``query_len`` tokens, would never be replayed and are left out. None: no bound.
+        query_len: tokens of one request in a uniform decode batch.
+
+    Raises:
+        DispatchError: no size is left.
+    """
+    kept = tuple(sorted(set(sizes)))
+    if max_num_tokens is not None:
+        bound = round_up(max_num_tokens, query_len)
+        kept = tuple(size for size in kept if size <= bound)
+    if not kept:
+        raise DispatchError(
+            "there is no size to capture",
+            expected="a size of at least 1" + ("" if max_num_tokens is None else f" and at most {max_num_tokens}"),
+            found=repr(list(sizes)),
+            remedy="list the sizes to capture, raise max_num_tokens, or use mode NONE",
+        )
+    return kept
+
+
+def decode_sizes(sizes: Sequence[int], max_num_reqs: int, query_len: int) -> tuple[int, ...]:
+    """Token counts of the uniform decode keys, ascending multiples of ``query_len``.
+
+    Every capture size is rounded up to whole requests, and the largest decode batch (``max_num_reqs`` requests) is
+    added; what is larger than that batch, or than the largest capture size rounded up, is left out.
+    """
+    largest = min(max_num_reqs * query_len, round_up(max(sizes), query_len))
+    rounded = {round_up(size, query_len) for size in sizes} | {max_num_reqs * query_len}
+    return tuple(sorted(size for size in rounded if query_len <= size <= largest))
+
+
+def round_up(size: int, stride: int) -> int:
+    """The smallest multiple of ``stride`` that is at least ``size``."""
+    return -(-size // stride) * stride

@@ -1,0 +1,470 @@
+"""The three-line form: a model that dispatches, pads, replays and cuts by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cgpass.settings import Settings
+from graphpass import compat
+from graphpass.capture import EnteredCallable, GraphRuntime
+from graphpass.capture.layout import storage_id
+from graphpass.context import set_forward_context
+from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.manager.keyrun import KeyRun, learn_key
+from graphpass.manager.learned import shared_dims
+from graphpass.manager.padding import InputBuffer, PadRule, checked_rule
+from graphpass.manager.traffic import Traffic
+from graphpass.modes import CUDAGraphMode
+from graphpass.tables import Report
+
+__all__ = ["GraphedModel", "graphed"]
+
+_log = logging.getLogger("graphpass")
+
+
+def graphed(
+    model: Callable[..., Any],
+    capture_sizes: Sequence[int] | Mapping[str, Sequence[int]],
+    dynamic_dims: Mapping[str, int | Mapping[int, str]],
+    *,
+    padding: Mapping[str, PadRule] | None = None,
+    cut: Mapping[int | str, Mapping[int, str]] | None = None,
+    mode: str | CUDAGraphMode = "FULL",
+    **options: Any,
+) -> GraphedModel:
+    """Run ``model`` over CUDA graphs: each call is padded to a captured size, replayed, and cut back.
+
+    Args:
+        model: a module or function of tensors; it runs under ``no_grad``.
+        capture_sizes: padded sizes to capture, or {key field: sizes} for several dimensions.
+        dynamic_dims: {argument: dimension}, or {argument: {dimension: key field}}. Other arguments whose dimensions
+            carry the same symbol are found.
+        padding: {argument: rule}; zeros where nothing is said. See :data:`graphpass.manager.padding.PadRule`.
+        cut: {output: {dimension: key field}} for outputs whose symbolic shape does not say it; an output is its index
+            in the flattened result, or its key in a dict.
+        mode: ``FULL``, ``PIECEWISE``, or a pair.
+        options: the backend's, see :func:`cgpass.options`.
+
+    Raises:
+        OptionError: an option, a size or a rule cannot be used.
+    """
+    return GraphedModel(model, capture_sizes, dynamic_dims, padding=padding, cut=cut, mode=mode, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyInputs:
+    """The inputs of one key: padded buffers, and arguments that are passed on as they are."""
+
+    buffers: tuple[InputBuffer, ...]
+    arguments: Mapping[str, Any]
+
+
+class GraphedModel:
+    """See :func:`graphed`. Call it like the model; it owns its input buffers and, unless given one, its runtime."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        capture_sizes: Sequence[int] | Mapping[str, Sequence[int]],
+        dynamic_dims: Mapping[str, int | Mapping[int, str]],
+        *,
+        padding: Mapping[str, PadRule] | None = None,
+        cut: Mapping[int | str, Mapping[int, str]] | None = None,
+        mode: str | CUDAGraphMode = "FULL",
+        runtime: GraphRuntime | None = None,
+        **options: Any,
+    ) -> None:
+        self.runtime = runtime if runtime is not None else GraphRuntime()
+        given = {
+            **options,
+            "mode": mode,
+            "capture_sizes": capture_sizes,
+            "dynamic_dims": dynamic_dims,
+            "runtime": self.runtime,
+        }
+        self._settings = Settings.of(given)
+        self._dims = self._settings.dynamic_dims
+        self._ladders = self._settings.capture_sizes
+        self._signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+        self._rules = {name: checked_rule(name, rule) for name, rule in (padding or {}).items()}
+        self._cut = dict(cut or {})
+        self._model = model
+        self._modules = tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
+        self._options = given
+        self._compiled = torch.compile(model, backend="cgpass", options=given)
+        self._has_graph_breaks = False
+        self._check_names()
+        self._dispatcher = self._new_dispatcher(self._settings.mode)
+        self._shared: dict[str, dict[int, str]] | None = None
+        self._memory: dict[str, torch.Tensor] = {}
+        self._inputs: dict[BatchDescriptor, _KeyInputs] = {}
+        self._runs: dict[tuple[CUDAGraphMode, BatchDescriptor], KeyRun] = {}
+        self._traffic = Traffic()
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Capture every key, largest first, with a progress bar; the example's sizes do not matter.
+
+        Args:
+            args, kwargs: an example call; each declared dimension at least 1.
+
+        Raises:
+            CaptureError: a key could not be captured; it names the key.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            given = self._bind(args, kwargs)
+            self._learn(given)
+            plan = [(mode, key) for mode, keys in self._dispatcher.capture_plan() for key in keys]
+            with self.runtime.capturing(), tqdm(plan, desc="capturing", unit="graph", leave=False) as progress:
+                for mode, key in progress:
+                    progress.set_postfix_str(f"{mode} {key}")
+                    if (mode, key) not in self._runs:
+                        self._capture_key(mode, key, given)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            given = self._bind(args, kwargs)
+            sizes = self._sizes(given)
+            step = self._dispatch(sizes)
+            if not step.mode:
+                self._traffic.saw(step, sizes, None)
+                return self._fall_back(step, given)
+            if self._shared is None:
+                self._learn(given)
+                step = self._dispatch(sizes)
+            self._traffic.saw(step, sizes, self._dispatcher.fields(step.descriptor))
+            return self._replay(step.mode, step.descriptor, given, sizes)
+
+    def report(self) -> Report:
+        """Regions with reasons, keys with counts, dispatches with real and padded sizes, notes, bytes."""
+        return Report((*self._traffic.tables(), *self.runtime.report().tables))
+
+    def close(self) -> None:
+        """Drop all graphs and buffers and give the pool back; it can be captured again."""
+        self.runtime.close()
+        self._inputs.clear()
+        self._memory.clear()
+        self._runs.clear()
+        self._dispatcher.forget_captured()
+
+    # -- dispatch --------------------------------------------------------------------------------------------------
+
+    def _new_dispatcher(self, mode: CUDAGraphMode) -> CudagraphDispatcher:
+        sizes = self._ladders["num_tokens"] if set(self._ladders) == {"num_tokens"} else self._ladders
+        largest = 1
+        for ladder in self._ladders.values():
+            largest *= max(ladder)
+        return CudagraphDispatcher(mode, sizes, max_num_reqs=largest, lazy=True)
+
+    def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:
+        if set(sizes) == {"num_tokens"}:
+            return self._dispatcher.dispatch(sizes["num_tokens"])
+        return self._dispatcher.dispatch(
+            sizes.get("num_tokens"),
+            num_reqs=sizes.get("num_reqs"),
+            extra=tuple((name, size) for name, size in sizes.items() if name not in ("num_tokens", "num_reqs")),
+        )
+
+    def _fall_back(self, step: Dispatch, given: Mapping[str, Any]) -> Any:
+        if step.reason is DispatchReason.EMPTY:
+            return self._model(**given)
+        text = f"no graph for {step.descriptor}: {step.reason}; it runs compiled, without a graph"
+        if self._settings.on_fallback == "error":
+            raise CaptureError(
+                "this batch has no graph, and on_fallback is 'error'",
+                expected=f"sizes within {dict(self._ladders)}",
+                found=f"{step.descriptor} ({step.reason})",
+                remedy="add a larger capture size, or set on_fallback='warn'",
+            )
+        if self._settings.on_fallback == "warn" and self._traffic.is_first(step.reason):
+            _log.warning("%s", text)
+        self.runtime.note(text)
+        return self._compiled(**given)
+
+    # -- arguments -------------------------------------------------------------------------------------------------
+
+    def _check_names(self) -> None:
+        parameters = self._signature.parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        for option, names in (("dynamic_dims", self._dims), ("padding", self._rules)):
+            for name in names:
+                if name not in parameters and not takes_any:
+                    raise OptionError(
+                        f"{option} names an argument the model does not have",
+                        expected=f"one of {', '.join(parameters)}",
+                        found=repr(name),
+                        remedy="use the name in the model's forward",
+                    )
+        fields = {field for dims in self._dims.values() for field in dims.values()}
+        if fields != set(self._ladders):
+            raise OptionError(
+                "dynamic_dims and capture_sizes name different key fields",
+                expected=f"the fields of capture_sizes: {sorted(self._ladders)}",
+                found=f"the fields of dynamic_dims: {sorted(fields)}",
+                remedy="give each key field a ladder of sizes and a dimension",
+            )
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name."""
+        bound = self._signature.bind(*args, **kwargs)
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+                raise OptionError(
+                    f"argument {name!r} cannot be passed by name",
+                    expected="a model whose arguments have names",
+                    found=f"{kind.description} argument {name!r}",
+                    remedy="wrap the model in a function with named arguments",
+                )
+            else:
+                given[name] = value
+        return given
+
+    def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """The real size of every key field in this call.
+
+        Raises:
+            ShapeError: a declared argument is missing, has no such dimension, or two of them disagree.
+        """
+        sizes: dict[str, int] = {}
+        for name, dims in self._dims.items():
+            tensor = given.get(name)
+            for dim, field in dims.items():
+                if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= dim < tensor.dim():
+                    raise ShapeError(
+                        f"argument {name!r} has no dimension {dim}",
+                        expected=f"a tensor whose dimension {dim} is {field}",
+                        found=f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor),
+                        remedy="pass it as a tensor, or correct dynamic_dims",
+                    )
+                size = tensor.shape[dim]
+                if sizes.setdefault(field, size) != size:
+                    raise ShapeError(
+                        f"arguments disagree on {field}",
+                        expected=f"{field}={sizes[field]}",
+                        found=f"{name!r} has {size} in dimension {dim}",
+                        remedy="pass inputs of one batch",
+                    )
+        return {field: sizes[field] for field in self._ladders}
+
+    def _learn(self, given: Mapping[str, Any]) -> None:
+        """Trace once, without running anything, to see which dimensions of which arguments carry a key field."""
+        if self._shared is not None:
+            return
+        sizes = self._sizes(given)
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        traced = dict(given)
+        for name, tensor in tensors.items():
+            traced[name] = self._traceable(name, tensor, sizes)
+        reached = self._reached_first(traced)
+        if reached.ends_early is not None and not self._has_graph_breaks:
+            # Later graphs take intermediate tensors: only dynamic=True makes their sizes symbols from the first call.
+            self._has_graph_breaks = True
+            self._compiled = torch.compile(self._model, backend="cgpass", dynamic=True, options=self._options)
+            reached = self._reached_first(traced)
+        sizes = self._sizes(traced)
+        first_inputs = reached.partition.inputs
+        self._shared = shared_dims(
+            first_inputs, self._dims, {name: traced[name] for name in tensors}, sizes
+        )
+        if reached.never_full is not None and self._settings.mode.has_mode(CUDAGraphMode.FULL):
+            reason = f"FULL is not possible, PIECEWISE instead: {reached.never_full}"
+            if self._settings.on_fallback == "error":
+                raise CaptureError(
+                    "the model cannot be captured as a whole, and on_fallback is 'error'",
+                    expected="a model without such an op, or mode='PIECEWISE'",
+                    found=reached.never_full,
+                    remedy="pass mode='PIECEWISE', or set on_fallback='warn'",
+                )
+            if self._settings.on_fallback == "warn":
+                _log.warning("%s", reason)
+            self.runtime.note(reason)
+            self._dispatcher = self._new_dispatcher(CUDAGraphMode.PIECEWISE)
+
+    def _traceable(self, name: str, tensor: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
+        """A tensor to trace with: declared dimensions of at least 2 (torch specialises 1), maybe dynamic."""
+        stand_in = tensor.detach().clone()
+        for dim, size in enumerate(tensor.shape):
+            field = self._dims.get(name, {}).get(dim) or self._dims.get(name, {}).get(dim - tensor.dim())
+            if field is None and name not in self._dims and size in sizes.values():
+                compat.mark_maybe_dynamic(stand_in, dim)
+        for dim, field in self._dims.get(name, {}).items():
+            if stand_in.shape[dim] == 1 and max(self._ladders[field]) > 1:
+                stand_in = stand_in.expand(*[2 if d == dim % tensor.dim() else -1 for d in range(tensor.dim())]).clone()
+        for dim in self._dims.get(name, {}):
+            compat.mark_maybe_dynamic(stand_in, dim % tensor.dim())
+        return stand_in
+
+    def _reached_first(self, traced: Mapping[str, Any]) -> Any:
+        largest = max((key for _, keys in self._dispatcher.capture_plan() for key in keys), key=lambda k: k.num_tokens)
+        mode = next(iter(self._dispatcher.capture_plan()))[0]
+        with self.runtime.capturing() as scope, set_forward_context(runtime_mode=mode, batch_descriptor=largest):
+            scope.stops_at_entry = True
+            try:
+                self._compiled(**traced)
+            except EnteredCallable as entered:
+                return entered.callable
+        raise CaptureError(
+            "nothing of the model could be captured",
+            expected="a model that torch.compile hands to the backend, called without gradients",
+            found="a call that entered no compiled graph",
+            remedy="see torch._logging.set_logs(graph_breaks=True); a model that never reaches the backend stays eager",
+        )
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def _key_inputs(self, key: BatchDescriptor, given: Mapping[str, Any]) -> _KeyInputs:
+        made = self._inputs.get(key)
+        if made is not None:
+            return made
+        padded = self._dispatcher.fields(key)
+        largest = {field: max(ladder) for field, ladder in self._ladders.items()}
+        buffers, arguments = [], {}
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor):
+                arguments[name] = value
+                continue
+            assert self._shared is not None
+            dims = {dim % value.dim(): field for dim, field in self._shared.get(name, {}).items()}
+            shape = _resized(value.shape, dims, padded)
+            if name not in self._memory:
+                size = torch.Size(_resized(value.shape, dims, largest)).numel()
+                self._memory[name] = torch.zeros(size, dtype=value.dtype, device=value.device)
+            rule = self._rules.get(name, 0)
+            buffers.append(InputBuffer.over(self._memory[name], name, shape, dims, rule))
+        made = self._inputs[key] = _KeyInputs(tuple(buffers), arguments)
+        return made
+
+    def _fill(self, inputs: _KeyInputs, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding."""
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in given.items() if name not in tensors}
+        if set(tensors) != {buffer.name for buffer in inputs.buffers} or others != inputs.arguments:
+            raise ShapeError(
+                "this call has other arguments than the captured one",
+                expected=f"tensors {sorted(b.name for b in inputs.buffers)} and {dict(inputs.arguments)}",
+                found=f"tensors {sorted(tensors)} and {others}",
+                remedy="pass the same arguments in every call, or make another graphed(...) for the other form",
+            )
+        for buffer in inputs.buffers:
+            buffer.check(tensors[buffer.name], sizes)
+        targets = [buffer.real(sizes) for buffer in inputs.buffers]
+        compat.foreach_copy_(targets, [tensors[buffer.name] for buffer in inputs.buffers])
+        for buffer in inputs.buffers:
+            buffer.fill_padding(tensors[buffer.name], sizes)
+
+    def _capture_key(self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any]) -> None:
+        inputs = self._key_inputs(key, given)
+        padded = dict(self._dispatcher.fields(key))
+        example = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+        for buffer in inputs.buffers:
+            example[buffer.name] = _stretched(given[buffer.name], buffer)
+        self._fill(inputs, example, padded)
+        self._graphed_call(mode, key, inputs)
+
+    def _replay(
+        self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any], sizes: Mapping[str, int]
+    ) -> Any:
+        inputs = self._key_inputs(key, given)
+        self._fill(inputs, given, sizes)
+        run = self._runs.get((mode, key))
+        if run is not None and run.direct is not None and run.direct.owned.in_place():
+            with set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                leaves = run.direct.run(self._modules)
+        elif run is not None and run.direct is None:
+            with set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                leaves, spec = compat.tree_flatten(self._compiled(**self._call_arguments(inputs)))
+            if spec != run.spec:
+                raise ShapeError(
+                    "the model returned another structure than at capture",
+                    expected=str(run.spec),
+                    found=str(spec),
+                    remedy="return the same structure in every call",
+                )
+        else:
+            with self._capturing():
+                leaves, run = self._graphed_call(mode, key, inputs)
+        return self._finish(leaves, run, inputs, given, sizes)
+
+    def _call_arguments(self, inputs: _KeyInputs) -> dict[str, Any]:
+        return {**inputs.arguments, **{buffer.name: buffer.tensor for buffer in inputs.buffers}}
+
+    def _capturing(self) -> contextlib.AbstractContextManager[Any]:
+        scope = self.runtime.scope()
+        return contextlib.nullcontext(scope) if scope is not None else self.runtime.capturing()
+
+    def _graphed_call(
+        self, mode: CUDAGraphMode, key: BatchDescriptor, inputs: _KeyInputs
+    ) -> tuple[list[Any], KeyRun]:
+        """Run a key through Dynamo inside a capture scope, and learn from the callables it reached."""
+        scope = self.runtime.scope()
+        assert scope is not None
+        scope.reached.clear()
+        with set_forward_context(runtime_mode=mode, batch_descriptor=key):
+            result = self._compiled(**self._call_arguments(inputs))
+        if not scope.reached:
+            raise CaptureError(
+                f"nothing was captured for {mode} {key}",
+                expected="a call that enters a compiled graph",
+                found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
+                remedy="give dynamic_dims every dimension that varies, or raise torch._dynamo.config.recompile_limit",
+            )
+        run = learn_key(
+            result,
+            scope.reached,
+            {id(buffer.tensor): buffer for buffer in inputs.buffers},
+            padded=self._dispatcher.fields(key),
+            declared_cuts=self._cut,
+            model=self._model,
+            modules=self._modules,
+        )
+        if run.direct is None:
+            self.runtime.note(f"calls go through Dynamo's guards, tens of microseconds each: {run.why_not_direct}")
+        self._runs[mode, key] = run
+        return compat.tree_flatten(result)[0], run
+
+    def _finish(
+        self, leaves: Sequence[Any], run: KeyRun, inputs: _KeyInputs, given: Mapping[str, Any], sizes: Mapping[str, int]
+    ) -> Any:
+        """Cut outputs to the real sizes, hand back the caller's own tensors, copy mutated inputs back."""
+        own = {storage_id(buffer.tensor): buffer for buffer in inputs.buffers}
+        finished = []
+        for leaf, dims in zip(leaves, run.cuts, strict=True):
+            owner = own.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None
+            if owner is not None and leaf is owner.tensor:
+                finished.append(given[owner.name])
+                continue
+            for dim, field in dims.items():
+                leaf = leaf.narrow(dim, 0, sizes[field])
+            # The buffer is filled anew by the next call, so a view of it cannot leave.
+            finished.append(leaf.clone() if owner is not None else leaf)
+        for buffer in inputs.buffers:
+            if buffer.name in run.mutated:
+                given[buffer.name].copy_(buffer.real(sizes))
+        return compat.tree_unflatten(finished, run.spec)
+
+
+def _resized(shape: Sequence[int], dims: Mapping[int, str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[dims[dim]] if dim in dims else size for dim, size in enumerate(shape))
+
+
+def _stretched(value: torch.Tensor, buffer: InputBuffer) -> torch.Tensor:
+    """An example at the buffer's size: the given rows, repeated or cut, so that every value is a valid one."""
+    for dim in buffer.dims:
+        rows = torch.arange(buffer.tensor.shape[dim], device=value.device) % value.shape[dim]
+        value = value.index_select(dim, rows)
+    return value

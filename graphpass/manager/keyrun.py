@@ -1,0 +1,223 @@
+"""What the first graphed call of a key teaches: how to cut its result, and whether Dynamo can be passed by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass import compat
+from graphpass.errors import ShapeError
+from graphpass.manager.guards import AmbientState, OwnedTensors
+from graphpass.manager.padding import InputBuffer
+
+__all__ = ["DirectCall", "KeyRun", "learn_key"]
+
+Reached = Sequence[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
+Dims = Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCall:
+    """A captured call past Dynamo.
+
+    Attributes:
+        callable: the callable that the compiled model reached.
+        args: its arguments at this key: buffers, sizes, parameters.
+        owned: where the model keeps the parameters among them.
+        ambient: what Dynamo's guards would have compared.
+        leaf_sources: for each leaf of the result, the callable's flat output it is, or the buffer of the argument that
+            the model returns as it is; None for None.
+    """
+
+    callable: Any
+    args: tuple[Any, ...]
+    owned: OwnedTensors
+    ambient: AmbientState
+    leaf_sources: tuple[int | InputBuffer | None, ...]
+
+    def run(self, modules: Sequence[torch.nn.Module]) -> list[Any]:
+        """Call it under the forward context that is set; the leaves of the result.
+
+        Raises:
+            CaptureError: an ambient setting changed since capture.
+        """
+        self.ambient.refuse_change(modules)
+        outputs = compat.tree_flatten(self.callable.call(self.args))[0]
+        return [
+            outputs[source] if isinstance(source, int) else None if source is None else source.tensor
+            for source in self.leaf_sources
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRun:
+    """How to turn one key's outputs into the model's result.
+
+    Attributes:
+        cuts: for each leaf of the result, {dimension: key field} to cut to the real size.
+        spec: the result's structure.
+        mutated: names of the arguments that the model writes to.
+        direct: the call past Dynamo, None where one is not safe.
+        why_not_direct: why, where ``direct`` is None.
+    """
+
+    cuts: tuple[Dims, ...]
+    spec: Any
+    mutated: frozenset[str]
+    direct: DirectCall | None
+    why_not_direct: str | None
+
+
+def learn_key(
+    result: Any,
+    reached: Reached,
+    buffers: Mapping[int, InputBuffer],
+    *,
+    padded: Mapping[str, int],
+    declared_cuts: Mapping[int | str, Dims],
+    model: Callable[..., Any],
+    modules: Sequence[torch.nn.Module],
+) -> KeyRun:
+    """Learn from one graphed call.
+
+    Args:
+        result: what the compiled model returned.
+        reached: the callables it reached, with their flat arguments and outputs.
+        buffers: id of an input tensor -> its buffer.
+        padded: padded size of each key field.
+        declared_cuts: what the user said about cutting outputs.
+        model, modules: the model, and all modules in it.
+
+    Raises:
+        ShapeError: nothing says how to cut an output.
+    """
+    leaves, spec = compat.tree_flatten(result)
+    dims_of, unclear = _trace_dims(reached, buffers, padded)
+    by_user = _declared_by_leaf(result, declared_cuts)
+    cuts = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            cuts.append({})
+        elif index in by_user:
+            cuts.append(dict(by_user[index]))
+        elif id(leaf) in dims_of:
+            cuts.append(dims_of[id(leaf)])
+        else:
+            raise _unclear(index, leaf, unclear.get(id(leaf), "it is made outside of the captured graphs"))
+    mutated = frozenset(
+        buffers[id(args[position])].name
+        for callable_, args, _ in reached
+        for position in callable_.partition.mutated_inputs
+        if id(args[position]) in buffers
+    )
+    direct, why_not = _direct(leaves, reached, buffers, model, modules)
+    return KeyRun(tuple(cuts), spec, mutated, direct, why_not)
+
+
+def _trace_dims(
+    reached: Reached, buffers: Mapping[int, InputBuffer], padded: Mapping[str, int]
+) -> tuple[dict[int, dict[int, str]], dict[int, str]]:
+    """id of a tensor -> {dimension: key field}, followed through the graphs by their symbols; and why not, where not."""
+    known: dict[int, dict[int, str]] = {key: dict(buffer.dims) for key, buffer in buffers.items()}
+    unclear: dict[int, str] = {}
+    for callable_, args, outputs in reached:
+        symbols, fixed = _symbols(callable_, args, known, padded)
+        for output, shape in zip(outputs, callable_.partition.output_shapes, strict=True):
+            if not isinstance(output, torch.Tensor) or id(output) in known:
+                continue
+            dims, problem = _dims_by_symbol(shape or (), symbols, fixed)
+            if problem is None:
+                known[id(output)] = dims
+            else:
+                unclear[id(output)] = problem
+    return known, unclear
+
+
+def _symbols(
+    callable_: Any, args: Sequence[Any], known: Mapping[int, Mapping[int, str]], padded: Mapping[str, int]
+) -> tuple[dict[sympy.Symbol, str], list[str]]:
+    """Symbol -> key field in one graph; and the fields that the graph fixes at a size, so that no symbol carries them."""
+    symbols: dict[sympy.Symbol, str] = {}
+    fixed = []
+    for given, value in zip(callable_.partition.inputs, args, strict=True):
+        for dim, field in known.get(id(value), {}).items():
+            expression = compat.expression_of(given.value.shape[dim])
+            if isinstance(expression, sympy.Symbol) and symbols.setdefault(expression, field) == field:
+                continue
+            if padded[field] > 1:
+                fixed.append(field)
+    return symbols, fixed
+
+
+def _dims_by_symbol(
+    shape: Sequence[Any], symbols: Mapping[sympy.Symbol, str], fixed: Sequence[str]
+) -> tuple[dict[int, str], str | None]:
+    dims = {}
+    for dim, size in enumerate(shape):
+        if size in symbols:
+            dims[dim] = symbols[size]
+        elif isinstance(size, sympy.Expr) and size.free_symbols:
+            return {}, f"dimension {dim} has size {size}, which mixes real and padded rows or is no key field"
+    if fixed and shape:
+        return {}, f"the model fixes {', '.join(sorted(set(fixed)))}, so that no symbol tells which dimension carries it"
+    return dims, None
+
+
+def _declared_by_leaf(result: Any, declared: Mapping[int | str, Dims]) -> dict[int, Dims]:
+    """The user's cuts by flat index; a name stands for the leaf under that key of a dict-like result."""
+    by_leaf = {index: dims for index, dims in declared.items() if isinstance(index, int)}
+    if isinstance(result, Mapping):
+        offset = 0
+        for name, value in result.items():
+            if name in declared:
+                by_leaf[offset] = declared[name]
+            offset += len(compat.tree_flatten(value)[0])
+    return by_leaf
+
+
+def _unclear(index: int, leaf: torch.Tensor, problem: str) -> ShapeError:
+    return ShapeError(
+        f"nothing says how to cut output {index} to the real size",
+        expected="a dimension whose size is the symbol of one key field, or a cut that says it",
+        found=f"shape {tuple(leaf.shape)}: {problem}",
+        remedy=f"say it: cut={{{index}: {{dimension: key field}}}}, or cut={{{index}: {{}}}} if it is never padded",
+    )
+
+
+def _direct(
+    leaves: Sequence[Any],
+    reached: Reached,
+    buffers: Mapping[int, InputBuffer],
+    model: Callable[..., Any],
+    modules: Sequence[torch.nn.Module],
+) -> tuple[DirectCall | None, str | None]:
+    """The call past Dynamo, or why there is none."""
+    if len(reached) != 1:
+        return None, f"the model is {len(reached)} graphs, with Python between them"
+    callable_, args, outputs = reached[0]
+    positions = {id(output): position for position, output in enumerate(outputs)}
+    sources: list[int | InputBuffer | None] = []
+    for leaf in leaves:
+        if leaf is None:
+            sources.append(None)
+        elif id(leaf) in positions:
+            sources.append(positions[id(leaf)])
+        elif id(leaf) in buffers:
+            sources.append(buffers[id(leaf)])
+        else:
+            return None, "its result holds more than the graph's outputs"
+    if {source for source in sources if isinstance(source, int)} != set(range(len(outputs))):
+        return None, "the graph has outputs that are no part of the result: the model keeps state"
+    owned = OwnedTensors.locate(
+        modules, [value for value in args if isinstance(value, torch.Tensor) and id(value) not in buffers]
+    )
+    if owned is None:
+        return None, "it reads tensors that are neither arguments, parameters nor buffers"
+    effects = compat.writes_python_state(model.forward if isinstance(model, torch.nn.Module) else model)
+    if effects is not None:
+        return None, effects
+    return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), tuple(sources)), None

@@ -1,0 +1,127 @@
+"""Persistent input buffers, and how each input is padded into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from graphpass import compat
+from graphpass.errors import OptionError, ShapeError
+
+__all__ = ["InputBuffer", "PadRule", "checked_rule"]
+
+PadRule = float | int | bool | Literal["repeat"] | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""What fills the padding: a value, ``"repeat"`` (the last real slice), or ``f(real, padded_shape) -> padded tensor``."""
+
+
+def checked_rule(name: str, rule: Any) -> PadRule:
+    """``rule`` if it is one.
+
+    Raises:
+        OptionError: it is none of the kinds of :data:`PadRule`.
+    """
+    if rule == "repeat" or isinstance(rule, (bool, int, float)) or callable(rule):
+        return rule  # type: ignore[no-any-return]
+    raise OptionError(
+        f"padding of input {name!r} is no padding rule",
+        expected="a number, 'repeat', or a function of (real tensor, padded shape)",
+        found=repr(rule),
+        remedy="leave it out to pad with zeros",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class InputBuffer:
+    """Owned memory for one input at one key: static, so that graphs bake its address in and nothing is copied twice.
+
+    Attributes:
+        name: the model's argument.
+        tensor: the padded input that the model reads, contiguous.
+        dims: {dimension: key field} of the dimensions that are padded.
+        rule: what fills the padding.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    dims: Mapping[int, str]
+    rule: PadRule
+
+    @classmethod
+    def over(
+        cls, memory: torch.Tensor, name: str, shape: tuple[int, ...], dims: Mapping[int, str], rule: PadRule
+    ) -> InputBuffer:
+        """A buffer of ``shape`` at the start of ``memory``, a flat tensor as large as the largest key needs."""
+        view = memory[: _numel(shape)].view(shape)
+        compat.mark_static_address(view)
+        return cls(name, view, dims, rule)
+
+    def real(self, sizes: Mapping[str, int]) -> torch.Tensor:
+        """The part of the buffer that holds real values, for the real size of each key field."""
+        view = self.tensor
+        for dim, field in self.dims.items():
+            view = view.narrow(dim, 0, sizes[field])
+        return view
+
+    def check(self, value: Any, sizes: Mapping[str, int]) -> None:
+        """Refuse a value that a copy would broadcast, convert or move.
+
+        Raises:
+            ShapeError: not a tensor of the captured dtype and device, or of the real shape.
+        """
+        expected = self.real(sizes)
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != expected.shape
+            or value.dtype != expected.dtype
+            or value.device != expected.device
+        ):
+            found = (
+                f"{tuple(value.shape)} {value.dtype} on {value.device}"
+                if isinstance(value, torch.Tensor)
+                else repr(value)
+            )
+            raise ShapeError(
+                f"input {self.name!r} does not fit its buffer",
+                expected=f"{tuple(expected.shape)} {expected.dtype} on {expected.device}",
+                found=found,
+                remedy="pass what the model was captured with, or make another graphed(...) for other inputs",
+            )
+
+    def fill_padding(self, value: torch.Tensor, sizes: Mapping[str, int]) -> None:
+        """Fill what lies outside the real part; the real part is copied by the caller, fused with other inputs."""
+        if all(self.tensor.shape[dim] == sizes[field] for dim, field in self.dims.items()):
+            return
+        if callable(self.rule):
+            padded = self.rule(value, tuple(self.tensor.shape))
+            if padded.shape != self.tensor.shape:
+                raise ShapeError(
+                    f"the padding function of input {self.name!r} returned another shape",
+                    expected=str(tuple(self.tensor.shape)),
+                    found=str(tuple(padded.shape)),
+                    remedy="return a tensor of the padded shape it is given",
+                )
+            self.tensor.copy_(padded)
+            return
+        inside = self.tensor
+        for dim, field in self.dims.items():
+            real, padded_size = sizes[field], self.tensor.shape[dim]
+            if real == padded_size:
+                continue
+            rest = inside.narrow(dim, real, padded_size - real)
+            if self.rule == "repeat":
+                # The real part is in the buffer by now, so its last slice can be read from there.
+                rest.copy_(inside.narrow(dim, real - 1, 1).expand_as(rest))
+            else:
+                rest.fill_(self.rule)  # type: ignore[arg-type]
+            if self.rule != "repeat":
+                inside = inside.narrow(dim, 0, real)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

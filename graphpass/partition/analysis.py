@@ -1,0 +1,368 @@
+"""What every node of a graph computes and writes: one linear walk over the graph before anything is split.
+
+The walk keeps the metadata a graph comes with (Dynamo's ``example_value``, make_fx's ``val``), computes what is missing
+on fake tensors, and runs an op that may write to its arguments once to see which storages it writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.errors import DeviceError, PartitionError
+from graphpass.partition.execute import (
+    UNDECLARED_WRITES,
+    execute,
+    owner_of,
+    storages_of,
+    tensors_in,
+    value_of,
+)
+from graphpass.partition.opnames import display_name, packets_of
+
+__all__ = [
+    "FACTS",
+    "Analysis",
+    "GraphFacts",
+    "annotate",
+    "facts_of",
+    "free_symbols",
+    "is_recomputed",
+    "symbol_placeholders",
+]
+
+FACTS = "graphpass_facts"
+RECOMPUTED = "graphpass_recomputed"
+CALLS = ("call_function", "call_method", "call_module")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a rule may want to know about the graph its node is in; in ``node.meta[FACTS]`` of every node.
+
+    Attributes:
+        main_device: the device of the inputs and parameters: their one accelerator if there is one.
+        readers: unbacked symbol -> the node whose run decides its value.
+    """
+
+    main_device: torch.device | None
+    readers: Mapping[sympy.Symbol, fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The result of the walk.
+
+    Attributes:
+        writes: call node -> ids of the storages that it writes; nodes that write nothing are absent.
+        guarded: the shapes are the graph's own, so that Dynamo's guards vouch for their constants.
+    """
+
+    writes: Mapping[fx.Node, frozenset[int]]
+    guarded: bool
+
+
+def facts_of(node: fx.Node) -> GraphFacts:
+    """The facts of the graph that ``node`` is in."""
+    facts = node.meta.get(FACTS)
+    return facts if isinstance(facts, GraphFacts) else GraphFacts(None, {})
+
+
+def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
+    """The symbols in the sizes, strides and offsets of all tensors and in the symbolic numbers inside a value."""
+    found: set[sympy.Symbol] = set()
+    for number in _numbers_in(value):
+        if not isinstance(number, int):
+            found |= compat.expression_of(number).free_symbols  # type: ignore[union-attr]
+    return frozenset(found)
+
+
+def _numbers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield from value.shape
+        if value.layout is torch.strided:
+            yield from value.stride()
+            yield value.storage_offset()
+    elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _numbers_in(item)
+
+
+def symbol_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
+    """Symbol -> the placeholder that is exactly this symbol, in the order of the placeholders."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
+            expression = compat.expression_of(value_of(node))
+            if isinstance(expression, sympy.Symbol):
+                found.setdefault(expression, node)
+    return found
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether a node is cheaper to compute again than to hand over a cut: arithmetic on sizes that are graph inputs.
+
+    Python constants that Dynamo writes as calls (``_backend_from_string('MATH')``) are too; what was read from a tensor
+    is not.
+    """
+    recomputed = node.meta.get(RECOMPUTED)
+    if not isinstance(recomputed, bool):
+        recomputed = _can_recompute(node)
+        node.meta[RECOMPUTED] = recomputed
+    return recomputed
+
+
+def _can_recompute(node: fx.Node) -> bool:
+    value = value_of(node)
+    if node.op != "call_function" or value is None or any(True for _ in tensors_in(value)):
+        return False
+    if compat.is_higher_order(node.target) or any(compat.is_unbacked(symbol) for symbol in free_symbols(value)):
+        return False
+    return all(
+        is_recomputed(argument)
+        or (argument.op == "placeholder" and isinstance(value_of(argument), (int, torch.SymInt)))
+        for argument in node.all_input_nodes
+    )
+
+
+def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
+    """Fill in missing metadata, find what is written, and leave :class:`GraphFacts` on every node of ``gm``.
+
+    Raises:
+        PartitionError: a placeholder has no metadata and no example, or a node cannot be run on fake tensors.
+        DeviceError: inputs or parameters lie on two CUDA devices.
+    """
+    guarded = all(_has_value(node) for node in gm.graph.nodes if node.op == "placeholder")
+    if not guarded:
+        _examples_to_placeholders(gm.graph, example_inputs)
+    values = [value_of(node) for node in gm.graph.nodes]
+    fake_mode = compat.fake_mode_of(values) or compat.new_fake_mode(values)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["example_value"] = compat.fakify(fake_mode, value_of(node))
+    walk = _Walk(fake_mode)
+    with _modes_restored() as modes:
+        for node in gm.graph.nodes:
+            walk.visit(node, modes)
+    facts = GraphFacts(_main_device(gm.graph), walk.readers)
+    for node in gm.graph.nodes:
+        node.meta[FACTS] = facts
+    return Analysis(walk.writes, guarded)
+
+
+def _has_value(node: fx.Node) -> bool:
+    return "example_value" in node.meta or "val" in node.meta
+
+
+def _examples_to_placeholders(graph: fx.Graph, example_inputs: Sequence[Any] | None) -> None:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    given = list(example_inputs or ())
+    for position, node in enumerate(placeholders):
+        if _has_value(node):
+            continue
+        if position < len(given):
+            node.meta["example_value"] = given[position]
+        elif node.args:
+            node.meta["example_value"] = node.args[0]
+        else:
+            raise PartitionError(
+                f"input {node.target!r} has no shape metadata",
+                expected="an example for every input, or a graph that torch.compile made",
+                found=f"{len(given)} example inputs for {len(placeholders)} placeholders",
+                remedy="pass example_inputs=(...), one for each input, to partition()",
+            )
+
+
+class _Walk:
+    """One pass over a graph in order; owns what it found until :func:`annotate` hands it out."""
+
+    def __init__(self, fake_mode: Any) -> None:
+        self.fake_mode = fake_mode
+        self.writes: dict[fx.Node, frozenset[int]] = {}
+        self.readers: dict[sympy.Symbol, fx.Node] = {}
+        self._bound: set[sympy.Symbol] = set()
+
+    def visit(self, node: fx.Node, modes: _Modes) -> None:
+        if node.op == "placeholder":
+            self._bound |= free_symbols(value_of(node))
+        elif node.op == "get_attr":
+            self._visit_attribute(node)
+        elif node.op in CALLS and not modes.follow(node):
+            self._visit_call(node)
+
+    def _visit_attribute(self, node: fx.Node) -> None:
+        attribute: Any = owner_of(node)
+        for name in str(node.target).split("."):
+            attribute = getattr(attribute, name)
+        if isinstance(attribute, torch.Tensor) and not _has_value(node):
+            node.meta["example_value"] = compat.fakify(self.fake_mode, attribute)
+
+    def _visit_call(self, node: fx.Node) -> None:
+        known = _has_value(node)
+        if compat.is_higher_order(node.target):
+            if not known and node.users:
+                raise _cannot_run(node, "its metadata is missing")
+            written = frozenset[int]() if subgraphs_are_pure(node) else _argument_storages(node)
+        elif known and is_known_pure(node):
+            written = frozenset()
+        else:
+            written = self._run(node, known)
+        if written:
+            self.writes[node] = written
+        fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if compat.is_unbacked(symbol)}
+        self.readers.update(dict.fromkeys(fresh, node))
+        self._bound |= fresh
+
+    def _run(self, node: fx.Node, known: bool) -> frozenset[int]:
+        try:
+            execution = execute(node, value_of, self.fake_mode)
+        except Exception as error:
+            # Metadata that came with the graph stands; of what the op writes nothing can be ruled out.
+            if known or not node.users:
+                return _argument_storages(node)
+            raise _cannot_run(node, str(error)) from error
+        if not known:
+            node.meta["example_value"] = execution.value
+        return execution.written & _argument_storages(node)
+
+
+def _argument_storages(node: fx.Node) -> frozenset[int]:
+    return frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
+
+
+def _cannot_run(node: fx.Node, why: str) -> PartitionError:
+    return PartitionError(
+        f"node {node.name!r} cannot be run on fake tensors",
+        expected=f"{display_name(node)} to have a fake implementation",
+        found=why.splitlines()[0] if why else "an error without a message",
+        remedy="register one (torch.library.register_fake), or pass example_inputs that fit the graph",
+    )
+
+
+def is_known_pure(node: fx.Node) -> bool:
+    """Whether the op of a node, told by name alone, writes to none of its arguments."""
+    target: Any = node.target
+    if target is operator.getitem or compat.is_mode_op(target) or compat.wraps_for_functorch(target):
+        return True
+    if node.op == "call_method":
+        if not hasattr(torch.Tensor, target) or inspect.isfunction(getattr(torch.Tensor, target)):
+            return False
+    elif node.op != "call_function" or inspect.isfunction(target) or "out" in node.kwargs:
+        return False
+    if hasattr(target, "overloadpacket"):
+        return not _writes_by_schema(target)
+    packets = packets_of(node)
+    return bool(packets) and not any(_writes_by_schema(overload) for p in packets for overload in _functional(p))
+
+
+def _functional(packet: Any) -> list[Any]:
+    """The overloads of a packet that a call without ``out=`` can resolve to."""
+    overloads = compat.overloads_of(packet)
+    return [o for o in overloads if not any(argument.is_out for argument in compat.schema_of(o).arguments)]
+
+
+def _writes_by_schema(overload: Any) -> bool:
+    schema = compat.schema_of(overload)
+    return bool(schema.is_mutable) or schema.name in UNDECLARED_WRITES
+
+
+def subgraphs_are_pure(node: fx.Node) -> bool:
+    """Whether a higher-order op has subgraphs, and no op in any of them writes to anything."""
+    owner = owner_of(node)
+    found = False
+    for argument in node.all_input_nodes:
+        if argument.op != "get_attr":
+            continue
+        body = _attribute(owner, str(argument.target))
+        if isinstance(body, fx.GraphModule):
+            found = True
+            if not all(_is_harmless(inner) for inner in body.graph.nodes):
+                return False
+    return found
+
+
+def _attribute(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def _is_harmless(node: fx.Node) -> bool:
+    if node.op not in CALLS:
+        return True
+    if compat.is_higher_order(node.target):
+        return subgraphs_are_pure(node)
+    functional = inspect.isfunction(node.target) and node.target.__module__ == "torch.nn.functional"
+    in_place = node.kwargs.get("inplace") or node.kwargs.get("max_norm") or True in node.args
+    if functional and not in_place:
+        return all(p not in _undeclared_packets() for p in packets_of(node))
+    return is_known_pure(node)
+
+
+def _undeclared_packets() -> list[Any]:
+    return [compat.operator_packet(*name.split("::")) for name in UNDECLARED_WRITES]
+
+
+class _Modes:
+    """Autocast, which decides dtypes, is followed during the walk; every other mode op is skipped."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._entered: dict[fx.Node, Callable[[], None]] = {}
+
+    def follow(self, node: fx.Node) -> bool:
+        """Whether ``node`` enters or leaves a mode; it is done then."""
+        enter_autocast, leave_autocast = compat.autocast_pair()
+        if node.target is enter_autocast:
+            mode = enter_autocast(*node.args)  # type: ignore[operator]
+            exits = ExitStack()
+            exits.callback(leave_autocast, mode)
+            self._stack.callback(exits.close)
+            self._entered[node] = exits.close
+        elif node.target is leave_autocast:
+            entered: Any = node.args[0]
+            self._entered[entered]()
+        return compat.is_mode_op(node.target)
+
+
+@contextmanager
+def _modes_restored() -> Iterator[_Modes]:
+    with ExitStack() as stack:
+        yield _Modes(stack)
+
+
+def _main_device(graph: fx.Graph) -> torch.device | None:
+    """The device of the graph's inputs and parameters; an accelerator, where there is one, goes before the CPU.
+
+    Raises:
+        DeviceError: they lie on two accelerators.
+    """
+    homes: dict[torch.device, str] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            for tensor in tensors_in(value_of(node)):
+                homes.setdefault(tensor.device, node.name)
+    accelerators = [device for device in homes if device.type not in ("cpu", "meta")]
+    if len(accelerators) > 1:
+        raise DeviceError(
+            "inputs and parameters lie on several devices",
+            expected="one device index for one callable",
+            found=", ".join(f"{homes[device]!r} on {device}" for device in accelerators),
+            remedy="move the model and its inputs to one device, or compile each device's part by itself",
+        )
+    if accelerators:
+        return accelerators[0]
+    # A graph without tensor inputs runs where its first accelerator tensor is made.
+    made = (tensor.device for node in graph.nodes for tensor in tensors_in(value_of(node)))
+    return next((device for device in made if device.type not in ("cpu", "meta")), next(iter(homes), None))

@@ -1,0 +1,230 @@
+"""Which nodes form which region: reasons first, then spans that must not be cut, then runs of one kind in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from graphpass import compat
+from graphpass.partition.analysis import CALLS, Analysis, is_recomputed
+from graphpass.partition.execute import storages_of, tensors_in, value_of
+from graphpass.partition.opnames import display_name, names_of
+from graphpass.partition.passes import is_rebuilt_output, unpacked_from
+from graphpass.partition.rules import SplitReason, SplitRule
+
+__all__ = ["NodeGroup", "assign"]
+
+ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "full",
+        "full_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "zeros",
+        "zeros_like",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """A run of call nodes in program order that becomes one region; ``reasons`` is empty for captured ones."""
+
+    kind: Literal["captured", "eager"]
+    nodes: tuple[fx.Node, ...]
+    reasons: tuple[SplitReason, ...]
+
+
+def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -> tuple[NodeGroup, ...]:
+    """Group the call nodes of a prepared graph. Moves allocations within the graph; changes nothing else."""
+    body = [node for node in gm.graph.nodes if node.op in CALLS and not _belongs_nowhere(node)]
+    reasons = _reasons(body, rules)
+    _spread_over_spans(body, reasons)
+    runs = _runs(body, reasons)
+    trivial = [kind == "captured" and all(_is_trivial(n, analysis) for n in nodes) for kind, nodes in runs]
+    runs = _fold_allocations(runs, trivial)
+    groups: list[NodeGroup] = []
+    for (kind, nodes), is_trivial in zip(runs, trivial, strict=True):
+        if not nodes:
+            continue
+        if is_trivial:
+            group = NodeGroup("eager", tuple(nodes), (SplitReason("nothing to capture", _listed(nodes)),))
+        else:
+            group = NodeGroup(kind, tuple(nodes), tuple(reason for n in nodes for reason in reasons.get(n, ())))
+        if groups and groups[-1].kind == group.kind:
+            last = groups.pop()
+            group = NodeGroup(group.kind, last.nodes + group.nodes, last.reasons + group.reasons)
+        groups.append(group)
+    return tuple(NodeGroup(g.kind, g.nodes, tuple(dict.fromkeys(g.reasons))) for g in groups)
+
+
+def _belongs_nowhere(node: fx.Node) -> bool:
+    """Whether a node is made where it is used: a number or Python constant that every region computes for itself."""
+    return is_rebuilt_output(node) or (is_recomputed(node) and not any(user.op == "output" for user in node.users))
+
+
+def _listed(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(dict.fromkeys(display_name(node) for node in nodes))
+
+
+def _reasons(body: Sequence[fx.Node], rules: Sequence[SplitRule]) -> dict[fx.Node, tuple[SplitReason, ...]]:
+    """Node -> why it is eager, for eager nodes; an item of an eager op's tuple is eager without a reason of its own."""
+    found: dict[fx.Node, tuple[SplitReason, ...]] = {}
+    for node in body:
+        source = unpacked_from(node)
+        if source is not None:
+            if source in found:
+                found[node] = ()
+            continue
+        reasons = tuple(dict.fromkeys(reason for rule in rules if (reason := rule(node)) is not None))
+        if reasons:
+            found[node] = reasons
+    return found
+
+
+def _spread_over_spans(body: Sequence[fx.Node], reasons: dict[fx.Node, tuple[SplitReason, ...]]) -> None:
+    """Make a whole enter/exit span eager if any node in it is."""
+    for first, last in _spans(body):
+        span = body[first : last + 1]
+        inside = [node for node in span if reasons.get(node)]
+        if not any(node in reasons for node in span):
+            continue
+        why = f"{_listed(inside)} inside {display_name(span[0])} ... {display_name(span[-1])}"
+        for node in span:
+            reasons.setdefault(node, ())
+        reasons[span[0]] = (*reasons[span[0]], SplitReason("mode pair", why))
+
+
+def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """(first, last) positions of the outermost enter/exit spans; overlapping ones are one span."""
+    spans = sorted(_paired_spans(body) + _switched_spans(body))
+    merged: list[tuple[int, int]] = []
+    for first, last in spans:
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Spans of enter and exit functions; an enter without an exit reaches to the end."""
+    pairs = compat.mode_pairs()
+    spans: list[tuple[int, int]] = []
+    open_at: list[list[int]] = [[] for _ in pairs]
+    for position, node in enumerate(body):
+        for (enter, leave), opened in zip(pairs, open_at, strict=True):
+            if node.target is enter:
+                opened.append(position)
+            elif node.target is leave and opened:
+                spans.append((opened.pop(), position))
+    spans.extend((position, len(body) - 1) for opened in open_at for position in opened)
+    return spans
+
+
+def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
+    """Spans in which a mode set by its value differs from what it is outside.
+
+    ``with`` blocks restore what they found, so the last value set is the one outside; a switch that is set an odd
+    number of times is never restored, and its span reaches to the end.
+    """
+    spans: list[tuple[int, int]] = []
+    for switch in compat.mode_switches():
+        sets = [(position, node.args[:1]) for position, node in enumerate(body) if node.target is switch]
+        if len(sets) % 2:
+            spans.append((sets[0][0], len(body) - 1))
+            continue
+        opened: int | None = None
+        for position, value in sets:
+            outside = value == sets[-1][1]
+            if opened is None:
+                opened = position
+            if outside:
+                spans.append((opened, position))
+                opened = None
+    return spans
+
+
+Runs = list[tuple[Literal["captured", "eager"], list[fx.Node]]]
+
+
+def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, ...]]) -> Runs:
+    runs: Runs = []
+    for node in body:
+        kind: Literal["captured", "eager"] = "eager" if node in reasons else "captured"
+        if not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(node)
+    return runs
+
+
+def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
+    """Whether a node launches nothing worth a graph: an allocation, a view, a number, a mode switch."""
+    if node in analysis.writes or compat.is_higher_order(node.target):
+        return False
+    if compat.is_mode_op(node.target) or _is_allocation(node):
+        return True
+    value = value_of(node)
+    if any(True for _ in tensors_in(value)):
+        given = frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
+        return storages_of(value) <= given
+    return value is not None or not any(True for _ in tensors_in([value_of(a) for a in node.all_input_nodes]))
+
+
+def _is_allocation(node: fx.Node) -> bool:
+    return bool(ALLOCATIONS & names_of(node)) and "out" not in node.kwargs
+
+
+def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
+    """Move allocations out of runs that will not be captured, to the captured run before or after.
+
+    They read no tensor's contents, so that no write can come between.
+    """
+    run_of = {node: position for position, (_, nodes) in enumerate(runs) for node in nodes}
+    for position, (_, nodes) in enumerate(runs):
+        if not trivial[position]:
+            continue
+        for node in [n for n in nodes if _is_allocation(n)]:
+            target = _neighbour(node, position, runs, trivial, run_of)
+            if target is None:
+                continue
+            nodes.remove(node)
+            _move(node, runs[target][1], at_end=target < position)
+            run_of[node] = target
+    return runs
+
+
+def _neighbour(
+    node: fx.Node, position: int, runs: Runs, trivial: Sequence[bool], run_of: Mapping[fx.Node, int]
+) -> int | None:
+    """The nearest captured run that an allocation can join: all its inputs are there, or all its users."""
+    captured = [i for i, (kind, _) in enumerate(runs) if kind == "captured" and not trivial[i]]
+    before = max((i for i in captured if i < position), default=None)
+    if before is not None and all(run_of.get(argument, -1) <= before for argument in node.all_input_nodes):
+        return before
+    after = min((i for i in captured if i > position), default=None)
+    if after is not None and all(run_of.get(user, len(runs)) >= after for user in node.users):
+        return after
+    return None
+
+
+def _move(node: fx.Node, nodes: list[fx.Node], *, at_end: bool) -> None:
+    if at_end:
+        nodes[-1].append(node)
+        nodes.append(node)
+    else:
+        nodes[0].prepend(node)
+        nodes.insert(0, node)

@@ -1,0 +1,166 @@
+"""Run one node on fake tensors and note what happened: its value, the operators it reached, the storages it wrote.
+
+Nothing here changes the graph, and the shape environment of the fake mode gains no guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpass import compat
+
+__all__ = ["Execution", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
+
+# Operators that write arguments which their schema does not mark: {operator: (written arguments, flag for it)}.
+UNDECLARED_WRITES = {
+    "aten::batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
+    "aten::_batch_norm_impl_index": (("running_mean", "running_var"), "training"),
+    "aten::instance_norm": (("running_mean", "running_var"), "use_input_stats"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What one node did.
+
+    Attributes:
+        value: its result on fake tensors.
+        overloads: operator overloads that reached the dispatcher, in order.
+        functions: torch functions that were called, in order.
+        written: ids of the storages it wrote to.
+    """
+
+    value: Any
+    overloads: tuple[Any, ...]
+    functions: tuple[Any, ...]
+    written: frozenset[int]
+
+
+def value_of(node: fx.Node) -> Any:
+    """The metadata of a node: fake tensors, symbolic sizes, plain values, or tuples of these; None if unknown."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside a value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def storages_of(value: Any) -> frozenset[int]:
+    """Ids of the storages of all tensors inside a value."""
+    found = (compat.storage_id(tensor) for tensor in tensors_in(value))
+    return frozenset(storage for storage in found if storage is not None)
+
+
+def owner_of(node: fx.Node) -> torch.nn.Module:
+    """The module that a node's get_attr and call_module targets are looked up in."""
+    owner = node.graph.owning_module
+    assert owner is not None, "partition works on the graph of a module"
+    return owner
+
+
+def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> Execution:
+    """Run ``node`` with ``values(argument)`` for each of its arguments.
+
+    Tensors are passed detached: they share storage with the metadata, while in-place changes of shape do not reach it.
+    Whatever the op raises is raised here.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(compat.quiet_shapes(fake_mode))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fake_mode)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _detached(values(argument)))
+        functions = stack.enter_context(_FunctionLog())
+        writes = stack.enter_context(_DispatchLog())
+        value = _call(node, args, kwargs, fake_mode)
+    return Execution(value, tuple(writes.overloads), tuple(functions.called), frozenset(writes.written))
+
+
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any) -> Any:
+    target: Any = node.target
+    if node.op == "call_method":
+        return _call_method(args[0], target, args[1:], kwargs)
+    if node.op == "call_module":
+        module = owner_of(node).get_submodule(target)
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        fakes = {name: compat.fakify(fake_mode, tensor).detach() for name, tensor in state.items()}
+        return torch.func.functional_call(module, fakes, args, kwargs)
+    return target(*args, **kwargs)
+
+
+def _call_method(tensor: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return getattr(tensor, name)(*args, **kwargs)
+    except (RuntimeError, AssertionError):
+        # A PyTorch without CUDA refuses the device of .to() before the fake mode sees the call.
+        device = "cuda" if name == "cuda" else next(iter(args), kwargs.get("device"))
+        if name not in ("to", "cuda") or not isinstance(device, (str, torch.device)):
+            raise
+        return torch.ops.aten._to_copy.default(tensor, device=torch.device(device))
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    return value
+
+
+class _FunctionLog(TorchFunctionMode):
+    """Notes every torch function that is called with or without tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class _DispatchLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator that reaches the dispatcher, and the storages of the arguments that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.overloads: list[Any] = []
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.overloads.append(func)
+        for value in _written_arguments(func, args, kwargs):
+            self.written |= storages_of(value)
+        return func(*args, **kwargs)
+
+
+def _written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    schema = compat.schema_of(overload)
+    names, flag = UNDECLARED_WRITES.get(schema.name, ((), ""))
+    if not schema.is_mutable and not names:
+        return
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    for argument in schema.arguments:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or (argument.name in names and given.get(flag)):
+            yield given.get(argument.name)

@@ -1,0 +1,452 @@
+"""One name for one op, whichever of its forms a graph holds.
+
+A user lists ``aten::add``; Dynamo's graphs hold ``operator.add``, ``torch.add``, ``Tensor.add`` or ``operator.iadd``.
+Every callable has a set of names here, the most particular first:
+
+==================================  =============================================================
+form in the graph                   names
+==================================  =============================================================
+``torch.ops.aten.add.Tensor``       ``aten::add.Tensor``, ``aten::add``
+``torch.ops.mylib.attention``       ``mylib::attention``
+``torch.add``, ``Tensor.add``       ``aten::add``
+``Tensor.add_``, ``operator.iadd``  ``aten::add_``, ``aten::add``
+``operator.add``, ``radd``          ``aten::add``
+``torch.special.expit``             ``aten::special_expit`` and its alias ``aten::sigmoid``
+``torch.nn.functional.softmax``     ``aten::softmax``
+``x[0]``, ``x[1:]``, ``x[mask]``    ``aten::select``, ``aten::slice``, ``aten::index``
+``x[0] = y``, ``x[mask] = y``       ``aten::copy_``, ``aten::index_put_`` (and without the underscore)
+``torch.cond``                      ``higher_order::cond``
+a module that stays a call          the names of its class, and of the functions its forward calls
+any other function                  itself only
+==================================  =============================================================
+
+An in-place form answers to the plain name too, the plain form never to the in-place name. A name with an overload
+matches the overload that the call resolves to.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.errors import PartitionError, nearest
+from graphpass.partition.execute import execute, owner_of, tensors_in, value_of
+
+__all__ = ["OpMatcher", "display_name", "matcher_of", "names_of", "packets_of"]
+
+OpMatcher = Callable[[fx.Node], bool]
+
+CALLED = "graphpass_called"
+
+# Operators whose aten name is another one; an in-place operator is its plain name with an "i" in front.
+OPERATOR_NAMES: Mapping[str, str] = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+    "neg": "neg",
+    "pos": "positive",
+    "abs": "abs",
+    "and_": "bitwise_and",
+    "or_": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "inv": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+}
+
+# Two aten names for one op, the one that graphs usually hold on the right.
+ALIASES: Mapping[str, str] = {
+    "absolute": "abs",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "conv2d_padding": "conv2d",
+    "det": "linalg_det",
+    "divide": "div",
+    "fix": "trunc",
+    "ger": "outer",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "inverse": "linalg_inv",
+    "less": "lt",
+    "less_equal": "le",
+    "linalg_matmul": "matmul",
+    "matrix_power": "linalg_matrix_power",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "orgqr": "linalg_householder_product",
+    "row_stack": "vstack",
+    "special_digamma": "digamma",
+    "special_erf": "erf",
+    "special_erfc": "erfc",
+    "special_exp2": "exp2",
+    "special_expit": "sigmoid",
+    "special_expm1": "expm1",
+    "special_gammaln": "lgamma",
+    "special_log1p": "log1p",
+    "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+    "special_round": "round",
+    "special_sinc": "sinc",
+    "special_softmax": "softmax",
+    "special_xlogy": "xlogy",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+
+# Python methods and functions that stand for an aten op of another name.
+CALLABLE_NAMES: Mapping[str, str] = {
+    "type_as": "to",
+    "type": "to",
+    "float": "to",
+    "double": "to",
+    "half": "to",
+    "bfloat16": "to",
+    "int": "to",
+    "long": "to",
+    "short": "to",
+    "char": "to",
+    "byte": "to",
+    "bool": "to",
+    "cpu": "to",
+    "cuda": "to",
+    "unique": "_unique2",
+}
+
+
+def names_of(node: fx.Node) -> frozenset[str]:
+    """All names that the op of a call node answers to; empty for nodes that call nothing."""
+    if node.op == "call_method":
+        return _method_names(str(node.target))
+    if node.op == "call_module":
+        return _module_names(node)
+    if node.op != "call_function":
+        return frozenset()
+    if node.target is operator.getitem or node.target is operator.setitem:
+        return _indexing_names(node)
+    return _callable_names(node.target)
+
+
+def display_name(node: fx.Node) -> str:
+    """The op of a node as reasons and dumps write it, without addresses or paths."""
+    if node.op == "call_module":
+        return type(_module_of(node)).__name__
+    if node.op == "call_method":
+        return f"Tensor.{node.target}"
+    target = node.target
+    if hasattr(target, "overloads") or hasattr(target, "overloadpacket"):
+        return _qualified(target)
+    if compat.is_higher_order(target):
+        return f"higher_order::{getattr(target, '__name__', '?')}"
+    name = getattr(target, "__name__", type(target).__name__)
+    dotted = sorted(_index().get(_key(target), ()), key=_publicity)
+    if dotted:
+        return dotted[0]
+    module = str(getattr(target, "__module__", "") or "").lstrip("_")
+    return f"{module}.{name}" if module and module != "builtins" else str(name)
+
+
+def packets_of(node: fx.Node) -> tuple[Any, ...]:
+    """The operator packets (``torch.ops.aten.add``) behind the names of a node."""
+    found = (_packet(name) for name in sorted(names_of(node)) if "." not in name)
+    return tuple(packet for packet in found if packet is not None)
+
+
+def matcher_of(op: object) -> OpMatcher:
+    """A predicate on nodes for one listed splitting op: a name, an op object or a Python callable.
+
+    Raises:
+        PartitionError: nothing of that name is registered or importable.
+    """
+    if isinstance(op, str):
+        return _matcher_of_name(op)
+    if not callable(op):
+        raise PartitionError(
+            "a splitting op cannot be told from its value",
+            expected="a name, an op object or a callable",
+            found=repr(op),
+            remedy="pass a name such as 'mylib::attention' or the function itself",
+        )
+    return _matcher_of_callable(op)
+
+
+def _matcher_of_name(name: str) -> OpMatcher:
+    if "::" not in name:
+        return _matcher_of_callable(_resolve_dotted(name))
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = compat.operator_packet(namespace, base)
+    if packet is None and namespace == "higher_order" and compat.higher_order_operator(base) is not None:
+        return _by_names(frozenset({name}))
+    if packet is None:
+        raise _unknown(name, compat.registered_operator_names())
+    if not overload:
+        return _by_names(frozenset({_canonical(f"{namespace}::{base}")}))
+    if overload not in packet.overloads():
+        raise _unknown(name, [f"{namespace}::{base}.{known}" for known in packet.overloads()])
+    return functools.partial(_calls_overload, overload=getattr(packet, overload))
+
+
+def _matcher_of_callable(op: Any) -> OpMatcher:
+    op = compat.custom_op_overload(op) or op
+    if hasattr(op, "overloadpacket"):
+        if len(op.overloadpacket.overloads()) > 1:
+            return functools.partial(_calls_overload, overload=op)
+        return _by_names(frozenset({_canonical(_qualified(op.overloadpacket))}))
+    if isinstance(op, type) and issubclass(op, torch.nn.Module):
+        return lambda node: node.op == "call_module" and isinstance(_module_of(node), op)
+    names = _callable_names(op)
+    if not names:
+        return lambda node: node.op == "call_function" and node.target is op
+    in_place = frozenset(name for name in names if name.endswith("_"))
+    wanted = in_place or names
+    return lambda node: node.target is op or bool(wanted & names_of(node))
+
+
+def _by_names(wanted: frozenset[str]) -> OpMatcher:
+    return lambda node: bool(wanted & names_of(node))
+
+
+def _calls_overload(node: fx.Node, *, overload: Any) -> bool:
+    """Whether a node calls ``overload``: by its target, or by what the call resolves to with its fake arguments."""
+    target = node.target
+    if hasattr(target, "overloadpacket"):
+        return target is overload
+    packet = overload.overloadpacket
+    if _canonical(_qualified(packet)) not in names_of(node):
+        return False
+    candidates = [known for known in packet.overloads() if "out" not in known or "out" in node.kwargs]
+    return candidates == [_overload_name(overload)] or _reaches(node, overload)
+
+
+def _reaches(node: fx.Node, overload: Any) -> bool:
+    """Whether the call, run on its fake arguments, reaches ``overload``; a composite op is matched by its schema."""
+    packet = overload.overloadpacket
+    arguments = [value_of(argument) for argument in node.all_input_nodes]
+    try:
+        execution = execute(node, value_of, compat.fake_mode_of(tensors_in(arguments)) or compat.new_fake_mode())
+    except Exception:
+        return False
+    reached = [known for known in execution.overloads if known.overloadpacket is packet]
+    if reached:
+        return overload in reached
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    return compat.resolved_overload(packet, args, kwargs) is overload
+
+
+def _overload_name(overload: Any) -> str:
+    return str(compat.schema_of(overload).overload_name) or "default"
+
+
+def _qualified(target: Any) -> str:
+    """``aten::add`` for a packet, ``aten::add.Tensor`` for an overload."""
+    if hasattr(target, "overloadpacket"):
+        schema = compat.schema_of(target)
+        return f"{schema.name}.{_overload_name(target)}"
+    return str(compat.schema_of(compat.overloads_of(target)[0]).name)
+
+
+def _callable_names(target: Any) -> frozenset[str]:
+    if hasattr(target, "overloadpacket"):
+        return _closure(_qualified(target.overloadpacket)) | {_qualified(target)}
+    if hasattr(target, "overloads"):
+        return _closure(_qualified(target))
+    if compat.is_higher_order(target):
+        return frozenset({f"higher_order::{getattr(target, '__name__', '')}"})
+    module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
+    if module in ("_operator", "operator"):
+        return _operator_names(name)
+    found = frozenset[str]()
+    for dotted in _index().get(_key(target), ()):
+        found |= _names_of_dotted(dotted)
+    return found
+
+
+def _operator_names(name: str) -> frozenset[str]:
+    plain = OPERATOR_NAMES.get(name)
+    if plain is not None:
+        return _closure(f"aten::{plain}")
+    in_place = name.removeprefix("i")
+    plain = OPERATOR_NAMES.get(in_place) or OPERATOR_NAMES.get(in_place + "_")
+    if plain is not None:
+        return _closure(f"aten::{plain}_") | _closure(f"aten::{plain}")
+    return frozenset({f"operator.{name}"})
+
+
+def _method_names(name: str) -> frozenset[str]:
+    if name.startswith("__") and name.endswith("__"):
+        inner = name.strip("_")
+        if inner in ("getitem", "setitem"):
+            return frozenset({f"operator.{inner}"})
+        inner = inner + "_" if inner in ("and", "or", "xor") else inner
+        known = inner if inner in OPERATOR_NAMES or inner.startswith("i") else inner.removeprefix("r")
+        return _operator_names(known)
+    return _names_of_dotted(f"torch.Tensor.{name}")
+
+
+def _names_of_dotted(dotted: str) -> frozenset[str]:
+    prefix, _, name = dotted.rpartition(".")
+    kind = prefix.rpartition(".")[2].removeprefix("_")
+    if kind in ("special", "linalg", "fft") and not name.startswith(f"{kind}_"):
+        name = f"{kind}_{name}"
+    name = CALLABLE_NAMES.get(name, name)
+    if compat.operator_packet("aten", name) is None:
+        return frozenset()
+    return _closure(f"aten::{name}")
+
+
+def _indexing_names(node: fx.Node) -> frozenset[str]:
+    """Names of ``x[index]`` and ``x[index] = value``, by what the index is made of."""
+    index = node.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    by_tensor = any(isinstance(_meta_value(part), (torch.Tensor, list)) for part in parts)
+    if node.target is operator.setitem:
+        base = "index_put" if by_tensor else "copy"
+        return frozenset({"operator.setitem", f"aten::{base}_", f"aten::{base}"})
+    if not isinstance(_meta_value(node.args[0]), torch.Tensor):
+        return frozenset({"operator.getitem"})
+    names = {"operator.getitem"} | ({"aten::index"} if by_tensor else set())
+    names |= {"aten::slice" for part in parts if isinstance(part, slice)}
+    names |= {"aten::unsqueeze" for part in parts if part is None}
+    names |= {"aten::select" for part in parts if isinstance(_meta_value(part), (int, torch.SymInt))}
+    return frozenset(names)
+
+
+def _meta_value(argument: Any) -> Any:
+    return value_of(argument) if isinstance(argument, fx.Node) else argument
+
+
+def _module_of(node: fx.Node) -> torch.nn.Module:
+    return owner_of(node).get_submodule(str(node.target))
+
+
+def _module_names(node: fx.Node) -> frozenset[str]:
+    kind = type(_module_of(node))
+    names = frozenset({f"{kind.__module__}.{kind.__qualname__}"})
+    for function in _called_functions(node):
+        names |= _callable_names(function)
+    return names
+
+
+def _called_functions(node: fx.Node) -> tuple[Any, ...]:
+    """The torch functions that a module's forward calls, noted on the node the first time."""
+    if CALLED not in node.meta:
+        arguments = [value_of(argument) for argument in node.all_input_nodes]
+        try:
+            execution = execute(node, value_of, compat.fake_mode_of(tensors_in(arguments)) or compat.new_fake_mode())
+            node.meta[CALLED] = execution.functions
+        except Exception:
+            node.meta[CALLED] = ()
+    return tuple(node.meta[CALLED])
+
+
+@functools.cache
+def _closure(name: str) -> frozenset[str]:
+    """``name`` with its alias, and for an in-place op the plain one's; only names that are registered."""
+    namespace, _, base = name.partition("::")
+    found = {_canonical(name)}
+    if namespace == "aten" and base.startswith("_scaled_dot_product_"):
+        found.add("aten::scaled_dot_product_attention")
+    if base.endswith("_") and not base.endswith("__") and compat.operator_packet(namespace, base[:-1]) is not None:
+        found.add(_canonical(name[:-1]))
+    return frozenset(found | {name})
+
+
+def _canonical(name: str) -> str:
+    """The name under which the aliases of one op meet: ``aten::divide`` is ``aten::div``."""
+    namespace, _, base = name.partition("::")
+    if namespace != "aten":
+        return name
+    if base.endswith("_") and base[:-1] in ALIASES:
+        return f"aten::{ALIASES[base[:-1]]}_"
+    return f"aten::{ALIASES.get(base, base)}"
+
+
+def _packet(name: str) -> Any | None:
+    namespace, _, base = name.partition("::")
+    return compat.operator_packet(namespace, base) if base else None
+
+
+def _key(target: Any) -> int:
+    return id(target)
+
+
+def _publicity(dotted: str) -> tuple[bool, int, str]:
+    return ("._" in dotted, dotted.count("."), dotted)
+
+
+@functools.cache
+def _index() -> Mapping[int, tuple[str, ...]]:
+    """Identity of every torch function and Tensor method -> its dotted names; torch keeps these objects for ever."""
+    found: dict[int, list[str]] = {}
+    for prefix, namespace in compat.operator_namespaces():
+        for name in dir(namespace):
+            value = getattr(namespace, name, None)
+            if callable(value) and not isinstance(value, type) and not name.startswith("__"):
+                found.setdefault(_key(value), []).append(f"{prefix}.{name}")
+    return {key: tuple(names) for key, names in found.items()}
+
+
+def _resolve_dotted(name: str) -> Any:
+    """The object that a dotted name of an imported module stands for.
+
+    Raises:
+        PartitionError: no imported module has it.
+    """
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is None:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+            if found is None:
+                break
+        if callable(found):
+            return found
+    raise _unknown(name, _dotted_names())
+
+
+def _dotted_names() -> Iterable[str]:
+    return sorted({dotted for names in _index().values() for dotted in names})
+
+
+def _unknown(name: str, known: Iterable[str]) -> PartitionError:
+    known = list(known)
+    close = nearest(name, known)
+    return PartitionError(
+        f"unknown splitting op {name!r}",
+        expected="a registered operator ('aten::add', 'mylib::attention') or an imported function's dotted name",
+        found=f"{name!r}",
+        remedy=f"the nearest known names are {close}" if close else "register or import it before compiling",
+    )

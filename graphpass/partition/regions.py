@@ -1,0 +1,140 @@
+"""Regions: each group of nodes as a graph module of its own, with flat inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+from torch import fx
+
+from graphpass.partition.analysis import (
+    FACTS,
+    RECOMPUTED,
+    Analysis,
+    free_symbols,
+    is_recomputed,
+    symbol_placeholders,
+)
+from graphpass.partition.assign import NodeGroup
+from graphpass.partition.execute import storages_of, value_of
+from graphpass.partition.opnames import CALLED
+from graphpass.partition.passes import is_rebuilt_output
+
+__all__ = ["Region", "build_regions", "written_positions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A run of nodes, in program order, that is captured or stays eager.
+
+    Attributes:
+        name: ``r0``, ``r1``, ... in program order, over both kinds.
+        kind: ``captured`` or ``eager``.
+        graph_module: placeholders in the order of ``inputs``; returns a flat tuple in the order of ``outputs``.
+            Parameters, buffers and subgraphs are shared with the graph module that was partitioned.
+        reason: why it is eager; None for captured regions.
+        inputs: names of the values it takes, the symbolic sizes of its tensors first.
+        outputs: names of the values that later regions or the caller use.
+        mutated_inputs: positions in ``inputs`` of tensors whose storage it writes to, also through views.
+    """
+
+    name: str
+    kind: Literal["captured", "eager"]
+    graph_module: fx.GraphModule
+    reason: str | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    mutated_inputs: tuple[int, ...]
+
+
+def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
+    """One region for each group. Takes time linear in the graph."""
+    symbols = symbol_placeholders(gm.graph)
+    return tuple(_region(f"r{i}", gm, group, analysis, symbols) for i, group in enumerate(groups))
+
+
+def _region(
+    name: str,
+    gm: fx.GraphModule,
+    group: NodeGroup,
+    analysis: Analysis,
+    symbols: Mapping[sympy.Symbol, fx.Node],
+) -> Region:
+    inside = set(group.nodes)
+    made_here = _with_recomputed(group.nodes, inside)
+    inputs = _inputs(made_here, set(made_here), symbols)
+    outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
+    written = frozenset[int]().union(*(analysis.writes.get(node, frozenset()) for node in group.nodes))
+    return Region(
+        name=name,
+        kind=group.kind,
+        graph_module=_graph_module(name, gm, made_here, inputs, outputs),
+        reason="; ".join(dict.fromkeys(str(reason) for reason in group.reasons)) if group.kind == "eager" else None,
+        inputs=tuple(node.name for node in inputs),
+        outputs=tuple(node.name for node in outputs),
+        mutated_inputs=written_positions(inputs, written),
+    )
+
+
+def _takes_over(user: fx.Node, inside: set[fx.Node], node: fx.Node) -> bool:
+    """Whether ``user`` takes the value over the cut; numbers only leave for the caller, other regions compute them."""
+    return user.op == "output" or is_rebuilt_output(user) or (user not in inside and not is_recomputed(node))
+
+
+def _with_recomputed(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    """The nodes, each behind what it uses that no cut is crossed for: attributes, and numbers computed again."""
+    placed: dict[fx.Node, None] = {}
+
+    def place(node: fx.Node) -> None:
+        for argument in node.all_input_nodes:
+            if (
+                argument not in placed
+                and argument not in inside
+                and (argument.op == "get_attr" or is_recomputed(argument))
+            ):
+                place(argument)
+        placed[node] = None
+
+    for node in nodes:
+        place(node)
+    return list(placed)
+
+
+def written_positions(inputs: Iterable[fx.Node], written: frozenset[int]) -> tuple[int, ...]:
+    """Positions of the inputs that share a storage with one of the written ones."""
+    return tuple(i for i, node in enumerate(inputs) if storages_of(value_of(node)) & written)
+
+
+def _inputs(nodes: Sequence[fx.Node], inside: set[fx.Node], symbols: Mapping[sympy.Symbol, fx.Node]) -> list[fx.Node]:
+    """Values from outside: the symbolic sizes that occur in any tensor of the region, then the others as first used."""
+    taken = dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
+    used = free_symbols([value_of(node) for node in (*taken, *nodes)])
+    sizes = [placeholder for symbol, placeholder in symbols.items() if symbol in used or placeholder in taken]
+    return list(dict.fromkeys((*sizes, *taken)))
+
+
+def _graph_module(
+    name: str, gm: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = _own_meta(node)
+    for node in nodes:
+        copies[node] = _copied(graph, node, copies)
+    graph.output(tuple(copies[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(gm, graph, class_name=name)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda argument: copies[argument])
+    copy.meta = _own_meta(node)
+    return copy
+
+
+def _own_meta(node: fx.Node) -> dict[str, object]:
+    return {key: value for key, value in node.meta.items() if key not in (FACTS, RECOMPUTED, CALLED)}

@@ -1,0 +1,166 @@
+"""Why a node cannot be captured: each rule looks at one node and returns a reason or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.errors import PartitionError
+from graphpass.partition.analysis import facts_of, free_symbols
+from graphpass.partition.execute import tensors_in, value_of
+from graphpass.partition.opnames import display_name, matcher_of, names_of, packets_of
+
+__all__ = [
+    "DEFAULT_RULES",
+    "SplitReason",
+    "SplitRule",
+    "data_dependent_shape",
+    "foreign_device",
+    "host_read",
+    "host_scalar",
+    "splits_at",
+    "unsafe_tag",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitReason:
+    """Why a node runs eagerly.
+
+    Attributes:
+        kind: short and stable: "splitting op", "unsafe tag", "host read", "data-dependent shape", "host scalar",
+            "cpu tensor", "second device", "mode pair", "nothing to capture", or a user's own.
+        detail: names the op or the node.
+    """
+
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
+SplitRule = Callable[[fx.Node], SplitReason | None]
+
+# Reads by which Python learns a tensor's value, whatever the device; the names are those of opnames.
+READS = frozenset(
+    {
+        "aten::item",
+        "aten::_local_scalar_dense",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::allclose",
+        "aten::numpy",
+    }
+)
+READING_METHODS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
+READING_BUILTINS = (bool, int, float)
+
+
+def splits_at(ops: Iterable[object]) -> SplitRule:
+    """A rule that matches the listed splitting ops: names, op objects or callables.
+
+    Raises:
+        PartitionError: a name is unknown.
+    """
+    if isinstance(ops, str):
+        raise PartitionError(
+            "splitting_ops is one string",
+            expected="a list of ops",
+            found=repr(ops),
+            remedy=f"write splitting_ops=[{ops!r}]",
+        )
+    matchers = [matcher_of(op) for op in ops]
+
+    def splitting_op(node: fx.Node) -> SplitReason | None:
+        if any(matches(node) for matches in matchers):
+            return SplitReason("splitting op", display_name(node))
+        return None
+
+    return splitting_op
+
+
+def unsafe_tag(node: fx.Node) -> SplitReason | None:
+    """An operator whose author tagged it ``cudagraph_unsafe``."""
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    if tag is None:
+        return None
+    target: Any = node.target
+    if hasattr(target, "overloadpacket"):
+        unsafe = tag in target.tags
+    else:
+        unsafe = any(tag in overload.tags for p in packets_of(node) for overload in compat.overloads_of(p))
+    return SplitReason("unsafe tag", f"{display_name(node)} is tagged cudagraph_unsafe") if unsafe else None
+
+
+def host_read(node: fx.Node) -> SplitReason | None:
+    """Python or the CPU waits for a tensor's value: ``item``, ``tolist``, ``bool(t)``, a copy off the accelerator."""
+    arguments = [value_of(argument) for argument in node.all_input_nodes]
+    tensors = list(tensors_in(arguments))
+    if not tensors:
+        return None
+    by_name = bool(READS & names_of(node)) or (node.op == "call_method" and node.target in READING_METHODS)
+    by_builtin = node.op == "call_function" and node.target in READING_BUILTINS
+    if by_name or by_builtin or _leaves_accelerator(node, tensors):
+        return SplitReason("host read", display_name(node))
+    return None
+
+
+def _leaves_accelerator(node: fx.Node, arguments: list[torch.Tensor]) -> bool:
+    results = list(tensors_in(value_of(node)))
+    return any(r.device.type == "cpu" for r in results) and any(a.device.type not in ("cpu", "meta") for a in arguments)
+
+
+def data_dependent_shape(node: fx.Node) -> SplitReason | None:
+    """A tensor whose shape only a run can tell: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask."""
+    made = {symbol for symbol, reader in facts_of(node).readers.items() if reader is node}
+    sizes_a_tensor = bool(made) and any(True for _ in tensors_in(value_of(node)))
+    if sizes_a_tensor or _always_data_dependent(node):
+        return SplitReason("data-dependent shape", display_name(node))
+    return None
+
+
+def _always_data_dependent(node: fx.Node) -> bool:
+    tag = torch.Tag.dynamic_output_shape
+    overloads = [overload for packet in packets_of(node) for overload in compat.overloads_of(packet)]
+    target: Any = node.target
+    if hasattr(target, "overloadpacket"):
+        overloads = [target]
+    if "aten::one_hot" in names_of(node) and (*node.args[1:], node.kwargs.get("num_classes", -1))[0] != -1:
+        return False
+    functional = [o for o in overloads if not any(argument.is_out for argument in compat.schema_of(o).arguments)]
+    return bool(functional) and all(tag in overload.tags for overload in functional)
+
+
+def host_scalar(node: fx.Node) -> SplitReason | None:
+    """A consumer of a number that was read on the host: captured, it would bake the first run's number in."""
+    readers = facts_of(node).readers
+    if not readers:
+        return None
+    values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
+    for symbol in sorted(free_symbols(values), key=str):
+        reader = readers.get(symbol)
+        if reader is not None and reader is not node:
+            return SplitReason("host scalar", f"{display_name(node)} uses what {display_name(reader)} read")
+    return None
+
+
+def foreign_device(node: fx.Node) -> SplitReason | None:
+    """A tensor that is not on the graph's device: on the CPU amid a GPU graph, or on a second device."""
+    home = facts_of(node).main_device
+    if home is None or home.type in ("cpu", "meta"):
+        return None
+    for tensor in tensors_in([value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]):
+        if tensor.device.type == "cpu":
+            return SplitReason("cpu tensor", f"{display_name(node)} has a tensor on the CPU in a graph on {home}")
+        if tensor.device not in (home, torch.device("meta")):
+            return SplitReason("second device", f"{display_name(node)} has a tensor on {tensor.device}, not {home}")
+    return None
+
+
+DEFAULT_RULES: tuple[SplitRule, ...] = (unsafe_tag, host_read, data_dependent_shape, host_scalar, foreign_device)

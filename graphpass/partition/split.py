@@ -1,0 +1,134 @@
+"""``partition``: a graph module in, regions and the code that runs them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from graphpass import compat
+from graphpass.errors import PartitionError
+from graphpass.partition.analysis import annotate
+from graphpass.partition.assign import assign
+from graphpass.partition.dump import dump_partition
+from graphpass.partition.execute import value_of
+from graphpass.partition.passes import run_passes, sizes_as_symbols, tuples_stay_home, tuples_unpacked
+from graphpass.partition.regions import Region, build_regions, written_positions
+from graphpass.partition.rules import DEFAULT_RULES, SplitRule, splits_at
+from graphpass.partition.stitch import Stitching, stitch
+from graphpass.partition.symbols import GraphInput, graph_inputs
+
+__all__ = ["Partition", "partition"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """A graph, split.
+
+    Attributes:
+        regions: in program order.
+        stitched: runs the regions' graph modules; takes and returns what the partitioned graph module does.
+        inputs: the graph's inputs, in the order of the arguments.
+        mutated_inputs: positions in ``inputs`` of the tensors whose storage a run writes to.
+        source: the Python that ``stitched`` was made from.
+        output_shapes: symbolic shape of each output leaf in pytree order; None for leaves that are no tensors.
+    """
+
+    regions: tuple[Region, ...]
+    stitched: Callable[..., Any]
+    inputs: tuple[GraphInput, ...]
+    mutated_inputs: tuple[int, ...]
+    source: str
+    output_shapes: tuple[tuple[sympy.Expr | int, ...] | None, ...]
+    _stitching: Stitching
+    _outputs: Any
+
+    def bind(self, callees: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+        """The stitched code over other callables, one for each region name: ``callee(*inputs) -> tuple of outputs``.
+
+        Cheap: the code object is shared, nothing is generated again.
+
+        Raises:
+            PartitionError: the names are not exactly the regions' names.
+        """
+        return self._stitching.bind(callees)
+
+    def dump(self) -> str:
+        """Canonical text: the same for the same graph in any process, whatever its values are called."""
+        return dump_partition(self.inputs, self.mutated_inputs, self.regions, self._outputs)
+
+
+def partition(
+    gm: fx.GraphModule,
+    splitting_ops: Iterable[object] = (),
+    *,
+    rules: Sequence[SplitRule] = DEFAULT_RULES,
+    example_inputs: Sequence[Any] | None = None,
+) -> Partition:
+    """Split ``gm`` into captured and eager regions; ``gm`` itself is left as it is, its parameters are shared.
+
+    Args:
+        gm: a graph from torch.compile, ``symbolic_trace`` or ``make_fx``.
+        splitting_ops: ops that run eagerly: ``aten::add``, ``aten::add.Tensor``, ``mylib::attention``, op objects,
+            Python callables or their dotted names. A name stands for all forms of its op (see ``opnames``).
+        rules: what else runs eagerly, each rule with its reason.
+        example_inputs: shapes for a graph that has none, one for each placeholder.
+
+    Raises:
+        PartitionError: an op is unknown, or the graph has no shapes and no examples were given.
+        DeviceError: inputs or parameters lie on two devices.
+    """
+    rules = (splits_at(splitting_ops), *rules)
+    whole = _copy(gm)
+    analysis = annotate(whole, example_inputs)
+    run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
+    regions = build_regions(whole, assign(whole, rules, analysis), analysis)
+    stitching = stitch(whole, regions)
+    placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
+    written = frozenset[int]().union(*analysis.writes.values())
+    outputs = next(node for node in reversed(whole.graph.nodes) if node.op == "output").args[0]
+    return Partition(
+        regions=regions,
+        stitched=stitching.bind({region.name: region.graph_module for region in regions}),
+        inputs=graph_inputs(whole.graph),
+        mutated_inputs=written_positions(placeholders, written),
+        source=stitching.source,
+        output_shapes=_output_shapes(outputs),
+        _stitching=stitching,
+        _outputs=outputs,
+    )
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with a graph of its own over the same parameters, buffers and submodules."""
+    if not isinstance(gm, fx.GraphModule):
+        raise PartitionError(
+            "partition() splits FX graphs",
+            expected="a torch.fx.GraphModule",
+            found=type(gm).__name__,
+            remedy="trace the module first: torch.fx.symbolic_trace(module)",
+        )
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    return fx.GraphModule(gm, graph)
+
+
+def _output_shapes(outputs: Any) -> tuple[tuple[sympy.Expr | int, ...] | None, ...]:
+    return tuple(_shape(leaf) for leaf in pytree.tree_leaves(_values(outputs)))
+
+
+def _values(outputs: Any) -> Any:
+    return fx.map_arg(outputs, value_of)
+
+
+def _shape(value: Any) -> tuple[sympy.Expr | int, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(expression for size in value.shape if (expression := compat.expression_of(size)) is not None)

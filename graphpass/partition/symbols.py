@@ -1,0 +1,128 @@
+"""Symbolic sizes: which symbol a dimension carries, and which sizes a graph's guards admit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.errors import PartitionError
+from graphpass.partition.execute import value_of
+
+__all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "symbol_of_dim"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphInput:
+    """One input of a graph.
+
+    Attributes:
+        name: its name in the graph.
+        source_name: the argument it came from (``x`` for Dynamo's ``L['x']`` and ``L['kwargs']['x']``), else None.
+        is_static: a parameter, a buffer, or marked with ``mark_static_address``: its address may be baked in.
+        value: its metadata: a fake tensor, a symbolic size, or a plain value.
+    """
+
+    name: str
+    source_name: str | None
+    is_static: bool
+    value: Any
+
+
+def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
+    """The inputs of a graph, in order."""
+    return tuple(
+        GraphInput(node.name, _source_name(node), compat.is_static_address(node), value_of(node))
+        for node in graph.nodes
+        if node.op == "placeholder"
+    )
+
+
+def _source_name(node: fx.Node) -> str | None:
+    """The argument's name in Dynamo's source text: ``L['x']`` and ``L['kwargs']['x']`` are x, attributes are not."""
+    text = compat.source_text(node)
+    if text is None:
+        return None if "grapharg" in node.meta else str(node.target).lstrip("*")
+    parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []
+    return parts[-1] if parts and all(part.isidentifier() for part in parts) else None
+
+
+def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> sympy.Expr | int:
+    """What dimension ``dim`` of the input called ``source_name`` is: an expression of symbols, or a fixed int.
+
+    Raises:
+        PartitionError: there is no such tensor input, or it has no such dimension.
+    """
+    for given in inputs:
+        if source_name in (given.source_name, given.name) and isinstance(given.value, torch.Tensor):
+            if not -given.value.dim() <= dim < given.value.dim():
+                raise PartitionError(
+                    f"input {source_name!r} has no dimension {dim}",
+                    expected=f"a dimension below {given.value.dim()}",
+                    found=str(dim),
+                    remedy="name a dimension that the tensor has in dynamic_dims",
+                )
+            expression = compat.expression_of(given.value.shape[dim])
+            assert expression is not None, "sizes are ints or symbolic ints"
+            return expression
+    names = [given.source_name for given in inputs if given.source_name and isinstance(given.value, torch.Tensor)]
+    raise PartitionError(
+        f"the graph has no tensor input {source_name!r}",
+        expected=f"one of {', '.join(names) or 'no tensor inputs'}",
+        found=repr(source_name),
+        remedy="name the argument of the compiled callable in dynamic_dims",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedSymbols:
+    """Which sizes the guards of one graph admit; a record that outlives the shape environment.
+
+    Attributes:
+        ranges: symbol -> (least, greatest) admitted value, None where it is unbounded.
+        guards: boolean expressions over the symbols that all hold.
+    """
+
+    ranges: Mapping[sympy.Symbol, tuple[int | None, int | None]]
+    guards: tuple[sympy.Basic, ...]
+
+    @classmethod
+    def from_graph(cls, gm: fx.GraphModule) -> GuardedSymbols:
+        """The guards that tracing ``gm`` has recorded; none for a graph without symbols."""
+        return cls.from_values(value_of(node) for node in gm.graph.nodes if node.op == "placeholder")
+
+    @classmethod
+    def from_values(cls, values: Iterable[Any]) -> GuardedSymbols:
+        """The guards in the shape environment behind fake tensors and symbolic sizes."""
+        shape_env = compat.shape_env_of(values)
+        if shape_env is None:
+            return cls(MappingProxyType({}), ())
+        symbols = sorted(shape_env.var_to_range, key=str)
+        ranges = {symbol: compat.bounds_of(shape_env, symbol) for symbol in symbols}
+        return cls(MappingProxyType(ranges), compat.guards_of(shape_env))
+
+    def excluded_by(self, sizes: Mapping[sympy.Symbol, int]) -> str | None:
+        """The first constraint that ``sizes`` violates, as text (``s0 >= 2``), or None if the guards admit them.
+
+        A guard over symbols that ``sizes`` does not name excludes nothing unless it fails whatever they are.
+        """
+        for symbol, size in sizes.items():
+            low, high = self.ranges.get(symbol, (None, None))
+            if low is not None and size < low:
+                return f"{symbol} >= {low}"
+            if high is not None and size > high:
+                return f"{symbol} <= {high}"
+        for guard in self.guards:
+            if guard.free_symbols & set(sizes) and guard.xreplace(_numbers(sizes)) == sympy.false:
+                return str(guard)
+        return None
+
+
+def _numbers(sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, sympy.Integer]:
+    return {symbol: sympy.Integer(size) for symbol, size in sizes.items()}

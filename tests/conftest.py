@@ -1,0 +1,142 @@
+"""Fixtures and settings of every test: hypothesis profiles, a clean compiler, the GPU's leak check."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Generator, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    import torch
+
+# Default runs give the same verdict every time; the fuzz profile searches.
+settings.register_profile(
+    "repeatable",
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "fuzz",
+    max_examples=5000,
+    derandomize=False,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("repeatable")
+
+passed_key = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without the distribution installed (a GPU machine with only a checkout), register the backend by hand."""
+    if any(point.name == "cgpass" for point in entry_points(group="torch_dynamo_backends")):
+        return
+    try:
+        from cgpass import backend
+    except ImportError:
+        return
+    from torch._dynamo import register_backend
+
+    register_backend(backend, name="cgpass")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is imported only if some test asks."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember whether the test's body passed: a failed test's traceback keeps its tensors alive."""
+    report = yield
+    if call.when == "call":
+        item.stash[passed_key] = report.passed
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A compiler cache of this session's own: what an earlier run compiled must not change what this one counts."""
+    folder = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def clean_compiler() -> Iterator[None]:
+    """Forget compiled code after each test; costs nothing where torch.compile was never used."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        import torch
+
+        torch.compiler.reset()
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU under test; a test that asks for it carries ``pytest.mark.cuda``."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def no_pool_left_behind(request: pytest.FixtureRequest, clean_compiler: None) -> Iterator[None]:
+    """After a test marked ``cuda`` that passed, no segment of a private pool is left that was not there before."""
+    if request.node.get_closest_marker("cuda") is None:
+        yield
+        return
+    before = private_segments()
+    yield
+    if not request.node.stash.get(passed_key, False):
+        return
+    left = private_segments() - before
+    assert not left, f"segments left in private pools (pool, address): {sorted(left)}"
+
+
+def private_segments() -> set[tuple[tuple[int, int], int]]:
+    """(pool, address) of every segment that the caching allocator holds for a private pool, after a collection."""
+    import torch
+
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return {
+        (tuple(segment["segment_pool_id"]), segment["address"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    }
+
+
+def pytest_report_header() -> str:
+    """The versions and the device a reader of a failure needs first."""
+    from importlib.metadata import version
+
+    return f"torch {version('torch')}, {os.cpu_count()} cores"

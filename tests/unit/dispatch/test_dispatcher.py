@@ -1,0 +1,428 @@
+"""The dispatcher's decisions over token counts, as tables."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass.errors import DispatchError, OptionError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+SIZES = [1, 2, 4, 8, 16]
+
+
+def dispatcher_for(mode: str, query_len: int = 1, *, max_num_reqs: int = 8, lazy: bool = True) -> CudagraphDispatcher:
+    return CudagraphDispatcher(mode, SIZES, max_num_reqs=max_num_reqs, uniform_decode_query_len=query_len, lazy=lazy)
+
+
+def capture_all(dispatcher: CudagraphDispatcher) -> None:
+    for mode, descriptors in dispatcher.capture_plan():
+        for descriptor in descriptors:
+            dispatcher.mark_captured(mode, descriptor)
+
+
+PIECEWISE_KEYS = {BatchDescriptor(size) for size in SIZES}
+MIXED_FULL_KEYS = {BatchDescriptor(size, num_reqs=min(size, 8)) for size in SIZES}
+DECODE_KEYS = {BatchDescriptor(size, num_reqs=size, uniform=True) for size in (1, 2, 4, 8)}
+SPECULATIVE_KEYS = {BatchDescriptor(size, num_reqs=size // 3, uniform=True) for size in (3, 6, 9, 18)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "query_len", "piecewise", "full"),
+    [
+        ("NONE", 1, set(), set()),
+        ("PIECEWISE", 1, PIECEWISE_KEYS, set()),
+        ("PIECEWISE", 3, PIECEWISE_KEYS, set()),
+        ("FULL", 1, set(), MIXED_FULL_KEYS),
+        ("FULL", 3, set(), MIXED_FULL_KEYS),
+        ("FULL_DECODE_ONLY", 1, set(), DECODE_KEYS),
+        ("FULL_DECODE_ONLY", 3, set(), SPECULATIVE_KEYS),
+        ("FULL_AND_PIECEWISE", 1, PIECEWISE_KEYS, DECODE_KEYS),
+        ("full_and_piecewise", 3, PIECEWISE_KEYS, SPECULATIVE_KEYS),
+    ],
+)
+def test_keys(mode: str, query_len: int, piecewise: set[BatchDescriptor], full: set[BatchDescriptor]) -> None:
+    assert dispatcher_for(mode, query_len).keys == {PIECEWISE: piecewise, FULL: full}
+
+
+@pytest.mark.parametrize(
+    ("mode", "query_len", "batch", "expected_mode", "descriptor", "reason"),
+    [
+        # two routines, one token a request
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 8}, PIECEWISE, BatchDescriptor(8), "EXACT"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 5}, PIECEWISE, BatchDescriptor(8), "PADDED"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 5, "num_reqs": 99}, PIECEWISE, BatchDescriptor(8), "PADDED"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 17}, NONE, BatchDescriptor(17), "TOO_LARGE"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 0}, NONE, BatchDescriptor(0), "EMPTY"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 5, "uniform": True}, FULL, BatchDescriptor(8, 8, True), "PADDED"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 4, "uniform": True}, FULL, BatchDescriptor(4, 4, True), "EXACT"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 9, "uniform": True}, PIECEWISE, BatchDescriptor(16), "RELAXED"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 16, "uniform": True}, PIECEWISE, BatchDescriptor(16), "RELAXED"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 17, "uniform": True}, NONE, BatchDescriptor(17), "TOO_LARGE"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 0, "uniform": True}, NONE, BatchDescriptor(0), "EMPTY"),
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": 4, "extra": (("a", 1),)}, NONE, BatchDescriptor(4), "NO_KEY"),
+        # two routines, three tokens a request
+        ("FULL_AND_PIECEWISE", 3, {"num_tokens": 6, "uniform": True}, FULL, BatchDescriptor(6, 2, True), "EXACT"),
+        ("FULL_AND_PIECEWISE", 3, {"num_tokens": 12, "uniform": True}, FULL, BatchDescriptor(18, 6, True), "PADDED"),
+        ("FULL_AND_PIECEWISE", 3, {"num_tokens": 21, "uniform": True}, NONE, BatchDescriptor(21), "TOO_LARGE"),
+        ("FULL_AND_PIECEWISE", 3, {"num_tokens": 7}, PIECEWISE, BatchDescriptor(8), "PADDED"),
+        # decode only
+        ("FULL_DECODE_ONLY", 1, {"num_tokens": 3, "uniform": True}, FULL, BatchDescriptor(4, 4, True), "PADDED"),
+        ("FULL_DECODE_ONLY", 1, {"num_tokens": 9, "uniform": True}, NONE, BatchDescriptor(9), "TOO_LARGE"),
+        ("FULL_DECODE_ONLY", 1, {"num_tokens": 3}, NONE, BatchDescriptor(3), "DISABLED"),
+        # one routine: a uniform batch is a mixed one
+        ("FULL", 1, {"num_tokens": 3}, FULL, BatchDescriptor(4, 4), "PADDED"),
+        ("FULL", 1, {"num_tokens": 16, "num_reqs": 8}, FULL, BatchDescriptor(16, 8), "EXACT"),
+        ("FULL", 1, {"num_tokens": 16, "num_reqs": 9}, NONE, BatchDescriptor(16), "TOO_LARGE"),
+        ("FULL", 1, {"num_tokens": 2, "num_reqs": 5}, FULL, BatchDescriptor(8, 8), "PADDED"),
+        ("FULL", 1, {"num_tokens": 4, "uniform": True}, FULL, BatchDescriptor(4, 4), "EXACT"),
+        ("FULL", 3, {"num_tokens": 7, "uniform": True}, FULL, BatchDescriptor(8, 8), "PADDED"),
+        ("PIECEWISE", 1, {"num_tokens": 4, "uniform": True}, PIECEWISE, BatchDescriptor(4), "EXACT"),
+        ("PIECEWISE", 3, {"num_tokens": 7, "uniform": True}, PIECEWISE, BatchDescriptor(8), "PADDED"),
+        ("PIECEWISE", 1, {"num_tokens": 17}, NONE, BatchDescriptor(17), "TOO_LARGE"),
+        ("NONE", 1, {"num_tokens": 4}, NONE, BatchDescriptor(4), "DISABLED"),
+        ("NONE", 1, {"num_tokens": 4, "uniform": True}, NONE, BatchDescriptor(4), "DISABLED"),
+    ],
+)
+def test_decisions(
+    mode: str,
+    query_len: int,
+    batch: dict[str, object],
+    expected_mode: CUDAGraphMode,
+    descriptor: BatchDescriptor,
+    reason: str,
+) -> None:
+    asked = dict(batch)
+    uniform = bool(asked.pop("uniform", False))
+    expected = Dispatch(expected_mode, descriptor, DispatchReason[reason])
+    for dispatcher in (dispatcher_for(mode, query_len), dispatcher_for(mode, query_len, lazy=False)):
+        capture_all(dispatcher)
+        assert dispatcher.dispatch(uniform_decode=uniform, **asked) == expected  # type: ignore[arg-type]
+        assert dispatcher.dispatch_descriptor(BatchDescriptor(uniform=uniform, **asked)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "uniform", "allowed", "expected_mode", "reason"),
+    [
+        ("FULL_AND_PIECEWISE", True, {NONE, PIECEWISE, FULL}, FULL, "EXACT"),
+        ("FULL_AND_PIECEWISE", True, {NONE, PIECEWISE}, PIECEWISE, "RELAXED"),
+        ("FULL_AND_PIECEWISE", True, {PIECEWISE}, PIECEWISE, "RELAXED"),
+        ("FULL_AND_PIECEWISE", True, {FULL}, FULL, "EXACT"),
+        ("FULL_AND_PIECEWISE", True, {NONE}, NONE, "DISABLED"),
+        ("FULL_AND_PIECEWISE", False, {NONE, FULL}, NONE, "DISABLED"),
+        ("FULL_DECODE_ONLY", True, {NONE, PIECEWISE}, NONE, "DISABLED"),
+        ("FULL", False, {NONE, PIECEWISE}, NONE, "DISABLED"),
+        ("FULL", False, {FULL}, FULL, "EXACT"),
+        ("PIECEWISE", False, [PIECEWISE, PIECEWISE], PIECEWISE, "EXACT"),
+    ],
+)
+def test_allowed_modes(
+    mode: str, uniform: bool, allowed: set[CUDAGraphMode], expected_mode: CUDAGraphMode, reason: str
+) -> None:
+    before = copy.copy(allowed)
+    step = dispatcher_for(mode).dispatch(4, uniform_decode=uniform, allowed_modes=allowed)
+    assert (step.mode, step.reason) == (expected_mode, DispatchReason[reason])
+    assert allowed == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_tokens", "allowed"),
+    [
+        ("PIECEWISE", 4, {FULL}),
+        ("PIECEWISE", 17, {PIECEWISE}),
+        ("FULL_AND_PIECEWISE", 17, {PIECEWISE, FULL}),
+        ("FULL_AND_PIECEWISE", 0, {PIECEWISE, FULL}),
+        ("NONE", 4, {PIECEWISE, FULL}),
+    ],
+)
+def test_nothing_fits_and_none_is_not_allowed(mode: str, num_tokens: int, allowed: set[CUDAGraphMode]) -> None:
+    with pytest.raises(DispatchError, match="allow NONE") as refused:
+        dispatcher_for(mode).dispatch(num_tokens, allowed_modes=allowed)
+    assert isinstance(refused.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "allowed", [(), set(), {CUDAGraphMode.FULL_AND_PIECEWISE}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, {"FULL"}, "FULL"]
+)
+def test_refused_allowed_modes(allowed: set[CUDAGraphMode]) -> None:
+    for num_tokens in (0, 4, 99):
+        with pytest.raises(DispatchError, match="allowed_modes"):
+            dispatcher_for("FULL_AND_PIECEWISE").dispatch(num_tokens, allowed_modes=allowed)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("batch", [{"num_tokens": -1}, {"num_tokens": 4, "num_reqs": -1}])
+def test_negative_counts(mode: str, batch: dict[str, int]) -> None:
+    for uniform in (False, True):
+        with pytest.raises(DispatchError, match="-1"):
+            dispatcher_for(mode).dispatch(uniform_decode=uniform, **batch)  # type: ignore[arg-type]
+
+
+def test_missing_count() -> None:
+    with pytest.raises(DispatchError, match="num_tokens"):
+        dispatcher_for("FULL").dispatch(num_reqs=3)
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_uniform_batches_hold_whole_requests(mode: str) -> None:
+    with pytest.raises(DispatchError, match="multiple of 3"):
+        dispatcher_for(mode, 3).dispatch(7, uniform_decode=True)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("capture_sizes", [0, 1]),
+        ("capture_sizes", [-4]),
+        ("capture_sizes", [1.5]),
+        ("capture_sizes", []),
+        ("max_num_reqs", 0),
+        ("uniform_decode_query_len", 0),
+        ("max_num_tokens", 0),
+    ],
+)
+def test_refused_configuration(argument: str, value: object) -> None:
+    arguments = {"capture_sizes": [4], "max_num_reqs": 4} | {argument: value}
+    with pytest.raises(DispatchError) as refused:
+        CudagraphDispatcher("FULL_AND_PIECEWISE", **arguments)  # type: ignore[arg-type]
+    assert isinstance(refused.value, ValueError)
+    assert refused.value.expected
+    assert refused.value.remedy
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(OptionError, match="FULL_AND_PIECEWISE"):
+        CudagraphDispatcher("FULLER", [1], max_num_reqs=1)
+
+
+def test_no_size_is_needed_for_mode_none() -> None:
+    assert CudagraphDispatcher("NONE", [], max_num_reqs=1).dispatch(3).reason is DispatchReason.DISABLED
+
+
+def test_larger_batches_than_will_come_are_not_captured() -> None:
+    dispatcher = CudagraphDispatcher("PIECEWISE", SIZES, max_num_reqs=8, max_num_tokens=9)
+    assert {key.num_tokens for key in dispatcher.keys[PIECEWISE]} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_nothing_replays_before_it_is_captured(uniform: bool) -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
+    step = dispatcher.dispatch(3, uniform_decode=uniform)
+    assert step == Dispatch(NONE, BatchDescriptor(3), DispatchReason.NOT_CAPTURED)
+    with pytest.raises(DispatchError, match="not been captured"):
+        dispatcher.dispatch(3, uniform_decode=uniform, allowed_modes={FULL, PIECEWISE})
+    lazy = dispatcher_for("FULL_AND_PIECEWISE").dispatch(3, uniform_decode=uniform)
+    assert lazy.mode is (FULL if uniform else PIECEWISE)
+
+
+def test_captured_mixed_key_serves_until_the_decode_key_is_captured() -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
+    dispatcher.mark_captured(PIECEWISE, BatchDescriptor(4))
+    assert dispatcher.dispatch(3, uniform_decode=True) == Dispatch(
+        PIECEWISE, BatchDescriptor(4), DispatchReason.RELAXED
+    )
+    decode_key = BatchDescriptor(4, 4, uniform=True)
+    assert not dispatcher.is_captured(FULL, decode_key)
+    dispatcher.mark_captured(FULL, decode_key)
+    assert dispatcher.is_captured(FULL, decode_key)
+    assert dispatcher.dispatch(3, uniform_decode=True) == Dispatch(FULL, decode_key, DispatchReason.PADDED)
+    assert dispatcher.dispatch(5, uniform_decode=True).reason is DispatchReason.NOT_CAPTURED
+    dispatcher.forget_captured()
+    assert dispatcher.dispatch(3, uniform_decode=True).reason is DispatchReason.NOT_CAPTURED
+    assert len(dispatcher.keys[FULL]) == len(DECODE_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "descriptor"),
+    [
+        (PIECEWISE, BatchDescriptor(3)),
+        (PIECEWISE, BatchDescriptor(4, 4)),
+        (FULL, BatchDescriptor(4)),
+        (NONE, BatchDescriptor(4)),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, BatchDescriptor(4)),
+    ],
+)
+def test_only_keys_are_captured(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
+    with pytest.raises(DispatchError, match="capture_plan"):
+        dispatcher.mark_captured(mode, descriptor)
+    assert not dispatcher.is_captured(mode, descriptor)
+
+
+def test_capture_plan_is_piecewise_then_full_largest_first() -> None:
+    plan = [
+        (mode, [key.num_tokens for key in keys]) for mode, keys in dispatcher_for("FULL_AND_PIECEWISE").capture_plan()
+    ]
+    assert plan == [(PIECEWISE, [16, 8, 4, 2, 1]), (FULL, [8, 4, 2, 1])]
+    assert [mode for mode, _ in dispatcher_for("FULL").capture_plan()] == [FULL]
+    assert dispatcher_for("NONE").capture_plan() == []
+
+
+def test_initialize_keys_replaces_keys_and_marks() -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
+    dispatcher.add_key(PIECEWISE, BatchDescriptor(32))
+    capture_all(dispatcher)
+    dispatcher.initialize_keys("FULL_DECODE_ONLY", 3)
+    assert dispatcher.mode is CUDAGraphMode.FULL_DECODE_ONLY
+    assert dispatcher.uniform_decode_query_len == 3
+    assert dispatcher.keys == {PIECEWISE: frozenset(), FULL: SPECULATIVE_KEYS}
+    assert dispatcher.dispatch(3, uniform_decode=True).reason is DispatchReason.NOT_CAPTURED
+    with pytest.raises(OptionError):
+        dispatcher.initialize_keys("FULLER")
+    with pytest.raises(DispatchError):
+        dispatcher.initialize_keys("FULL", 0)
+    assert dispatcher.keys[FULL] == SPECULATIVE_KEYS
+
+
+def test_keys_are_a_snapshot() -> None:
+    dispatcher = dispatcher_for("PIECEWISE")
+    before = dispatcher.keys
+    dispatcher.add_key(PIECEWISE, BatchDescriptor(32))
+    assert BatchDescriptor(32) not in before[PIECEWISE]
+    assert BatchDescriptor(32) in dispatcher.keys[PIECEWISE]
+    with pytest.raises(TypeError):
+        before[PIECEWISE] = frozenset()  # type: ignore[index]
+
+
+def test_added_keys_take_part() -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE")
+    dispatcher.add_key("piecewise", BatchDescriptor(32))
+    dispatcher.add_key(PIECEWISE, BatchDescriptor(6, extra=(("b", 2), ("a", "x"))))
+    dispatcher.add_key(FULL, BatchDescriptor(12, num_reqs=2))
+    assert dispatcher.dispatch(17).descriptor == BatchDescriptor(32)
+    other_order = dispatcher.dispatch(5, extra=(("a", "x"), ("b", 2)))
+    assert other_order.descriptor == BatchDescriptor(6, extra=(("b", 2), ("a", "x")))
+    assert dispatcher.dispatch(7, extra=(("a", "x"), ("b", 2))).reason is DispatchReason.TOO_LARGE
+    assert dispatcher.dispatch(5, extra=(("a", "x"),)).reason is DispatchReason.NO_KEY
+    assert dispatcher.dispatch(9, num_reqs=2).mode is FULL
+    assert dispatcher.dispatch(9, num_reqs=3).mode is PIECEWISE
+    assert dispatcher.dispatch(9, num_reqs=2, uniform_decode=True).reason is DispatchReason.RELAXED
+
+
+def test_adding_a_key_twice_keeps_its_capture() -> None:
+    dispatcher = dispatcher_for("PIECEWISE", lazy=False)
+    dispatcher.mark_captured(PIECEWISE, BatchDescriptor(4))
+    dispatcher.add_key(PIECEWISE, BatchDescriptor(4))
+    assert dispatcher.is_captured(PIECEWISE, BatchDescriptor(4))
+    assert len(dispatcher.keys[PIECEWISE]) == len(SIZES)
+
+
+def test_smallest_key_by_requests_among_irregular_ones() -> None:
+    dispatcher = CudagraphDispatcher("FULL", [32], max_num_reqs=32, lazy=True)
+    for num_tokens, num_reqs in ((8, 2), (8, 6), (12, 1), (16, 3)):
+        dispatcher.add_key(FULL, BatchDescriptor(num_tokens, num_reqs))
+    chosen = {
+        (num_tokens, num_reqs): dispatcher.dispatch(num_tokens, num_reqs=num_reqs).descriptor
+        for num_tokens, num_reqs in ((8, 1), (8, 3), (9, 1), (9, 2), (9, 4), (1, 6), (1, 7))
+    }
+    assert {batch: (key.num_tokens, key.num_reqs) for batch, key in chosen.items()} == {
+        (8, 1): (8, 2),
+        (8, 3): (8, 6),
+        (9, 1): (12, 1),
+        (9, 2): (16, 3),
+        (9, 4): (32, 32),
+        (1, 6): (8, 6),
+        (1, 7): (32, 32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dispatcher_mode", "mode", "descriptor"),
+    [
+        ("FULL_AND_PIECEWISE", NONE, BatchDescriptor(4)),
+        ("FULL_AND_PIECEWISE", CUDAGraphMode.FULL_AND_PIECEWISE, BatchDescriptor(4)),
+        ("PIECEWISE", FULL, BatchDescriptor(4, 4)),
+        ("FULL_DECODE_ONLY", PIECEWISE, BatchDescriptor(4)),
+        ("FULL_AND_PIECEWISE", PIECEWISE, BatchDescriptor(0)),
+        ("FULL_AND_PIECEWISE", PIECEWISE, BatchDescriptor(4, 4)),
+        ("FULL_AND_PIECEWISE", PIECEWISE, BatchDescriptor(4, uniform=True)),
+        ("FULL_AND_PIECEWISE", FULL, BatchDescriptor(4, 0)),
+        ("FULL_AND_PIECEWISE", FULL, BatchDescriptor(4, 3, uniform=True)),
+        ("FULL_AND_PIECEWISE", PIECEWISE, BatchDescriptor(4, has_lora=True, num_active_loras=1)),
+        ("FULL_AND_PIECEWISE", PIECEWISE, BatchDescriptor(4, has_lora=True)),
+    ],
+)
+def test_keys_that_no_batch_could_get_are_refused(
+    dispatcher_mode: str, mode: CUDAGraphMode, descriptor: BatchDescriptor
+) -> None:
+    dispatcher = dispatcher_for(dispatcher_mode)
+    before = dispatcher.keys
+    with pytest.raises(DispatchError, match="never be dispatched"):
+        dispatcher.add_key(mode, descriptor)
+    assert dispatcher.keys == before
+
+
+@pytest.mark.parametrize("extra", [(("a", 1), ("a", 2)), ("ab",) * 2, ((1, 2),), 5, (("a",),), (("a", []),)], ids=repr)
+def test_refused_extra(extra: object) -> None:
+    with pytest.raises(DispatchError, match="extra"):
+        dispatcher_for("PIECEWISE").dispatch(4, extra=extra)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("query_len", "num_reqs", "num_tokens", "max_query_len", "expected"),
+    [
+        (1, 5, 5, 1, (FULL, 8)),
+        (1, 5, 9, 5, (PIECEWISE, 16)),
+        (1, 1, 1, 1, (FULL, 1)),
+        (3, 2, 6, 3, (FULL, 6)),
+        (3, 3, 6, 3, (PIECEWISE, 8)),  # some requests are shorter
+        (3, 6, 6, 1, (PIECEWISE, 8)),
+        (1, 17, 17, 1, (NONE, None)),
+        (1, 0, 0, 0, (NONE, None)),
+    ],
+)
+def test_runtime_mode(
+    query_len: int,
+    num_reqs: int,
+    num_tokens: int,
+    max_query_len: int,
+    expected: tuple[CUDAGraphMode, int | None],
+) -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", query_len)
+    assert dispatcher.runtime_mode(num_reqs, num_tokens, max_query_len) == expected
+
+
+def test_agreement_has_its_reason() -> None:
+    assert [reason.name for reason in DispatchReason] == [
+        "EXACT",
+        "PADDED",
+        "RELAXED",
+        "EMPTY",
+        "TOO_LARGE",
+        "NO_KEY",
+        "DISABLED",
+        "NOT_CAPTURED",
+        "AGREED",
+    ]
+    assert all(str(reason) == reason.value == reason.name.lower() for reason in DispatchReason)
+    assert len({reason.explanation for reason in DispatchReason}) == len(DispatchReason)
+
+
+@pytest.mark.parametrize("num_keys", [10, 10_000])
+@pytest.mark.parametrize("by_extra", [False, True])
+def test_a_dispatch_does_not_compare_keys(num_keys: int, by_extra: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = CudagraphDispatcher("PIECEWISE", [1], max_num_reqs=1)
+    for index in range(1, num_keys):
+        key = BatchDescriptor(3, extra=(("width", index),)) if by_extra else BatchDescriptor(2 * index)
+        dispatcher.add_key(PIECEWISE, key)
+    capture_all(dispatcher)
+    dispatcher.dispatch(1)
+    touched = []
+
+    def count_hash(key: BatchDescriptor) -> int:
+        touched.append(key)
+        return 0
+
+    def count_comparison(key: BatchDescriptor, other: object) -> bool:
+        touched.append(key)
+        return key is other
+
+    monkeypatch.setattr(BatchDescriptor, "__hash__", count_hash)
+    monkeypatch.setattr(BatchDescriptor, "__eq__", count_comparison)
+    step = dispatcher.dispatch(3, extra=(("width", num_keys - 1),) if by_extra else ())
+    assert step.mode is PIECEWISE
+    assert not touched

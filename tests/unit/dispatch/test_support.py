@@ -1,0 +1,94 @@
+"""What attention support leaves of a mode, as a table."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from graphpass.dispatch import AttentionSupport, resolve_mode
+from graphpass.errors import OptionError
+from graphpass.modes import CUDAGraphMode
+
+NEVER, SINGLE, UNIFORM, ALWAYS = AttentionSupport
+
+
+@pytest.mark.parametrize(
+    ("asked", "support", "query_len", "partitioned", "not_partitioned"),
+    [
+        ("FULL", ALWAYS, 1, "FULL", "FULL"),
+        ("FULL", ALWAYS, 4, "FULL", "FULL"),
+        ("FULL", UNIFORM, 4, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ("FULL", SINGLE, 1, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ("FULL", SINGLE, 4, "PIECEWISE", "NONE"),
+        ("FULL", NEVER, 1, "PIECEWISE", "NONE"),
+        ("FULL_DECODE_ONLY", ALWAYS, 1, "FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ("FULL_DECODE_ONLY", UNIFORM, 2, "FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ("FULL_DECODE_ONLY", SINGLE, 1, "FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ("FULL_DECODE_ONLY", SINGLE, 2, "PIECEWISE", "NONE"),
+        ("FULL_DECODE_ONLY", NEVER, 1, "PIECEWISE", "NONE"),
+        ("FULL_AND_PIECEWISE", ALWAYS, 1, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", UNIFORM, 2, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        ("FULL_AND_PIECEWISE", SINGLE, 2, "PIECEWISE", "NONE"),
+        ("FULL_AND_PIECEWISE", NEVER, 1, "PIECEWISE", "NONE"),
+        ("PIECEWISE", NEVER, 1, "PIECEWISE", "NONE"),
+        ("PIECEWISE", ALWAYS, 1, "PIECEWISE", "NONE"),
+        ("NONE", ALWAYS, 1, "NONE", "NONE"),
+        ("NONE", NEVER, 3, "NONE", "NONE"),
+    ],
+)
+def test_resolution(
+    asked: str, support: AttentionSupport, query_len: int, partitioned: str, not_partitioned: str
+) -> None:
+    for piecewise, expected in ((True, partitioned), (False, not_partitioned)):
+        mode, reason = resolve_mode(asked.lower(), support, query_len=query_len, piecewise=piecewise)
+        assert mode is CUDAGraphMode[expected]
+        assert reason.startswith(f"{asked} is kept: " if asked == expected else f"{asked} became {expected}: ")
+
+
+def test_every_answer_has_a_reason_and_is_stable() -> None:
+    for asked, support, query_len, piecewise in product(CUDAGraphMode, AttentionSupport, (1, 3), (True, False)):
+        mode, reason = resolve_mode(asked, support, query_len=query_len, piecewise=piecewise)
+        assert reason.partition(": ")[2]
+        assert resolve_mode(mode, support, query_len=query_len, piecewise=piecewise)[0] is mode
+        assert piecewise or not mode.requires_piecewise_compilation()
+
+
+def test_more_support_never_leaves_less() -> None:
+    def reach(mode: CUDAGraphMode) -> tuple[int, int]:
+        return int(mode.decode_mode().value), int(mode.mixed_mode().value)
+
+    for asked, query_len in product(CUDAGraphMode, (1, 3)):
+        decode_reach = [
+            reach(resolve_mode(asked, support, query_len=query_len, piecewise=True)[0])[0]
+            for support in AttentionSupport
+        ]
+        assert decode_reach == sorted(decode_reach)
+
+
+def test_the_reason_names_what_is_missing() -> None:
+    _, reason = resolve_mode("FULL", SINGLE, query_len=3, piecewise=False)
+    assert "UNIFORM_BATCH" in reason
+    assert "UNIFORM_SINGLE_TOKEN_DECODE" in reason
+    assert "partitioned" in reason
+
+
+def test_support_levels_include_each_other() -> None:
+    assert NEVER < SINGLE < UNIFORM < ALWAYS
+    assert [str(support) for support in AttentionSupport] == [
+        "NEVER",
+        "UNIFORM_SINGLE_TOKEN_DECODE",
+        "UNIFORM_BATCH",
+        "ALWAYS",
+    ]
+
+
+@pytest.mark.parametrize("query_len", [0, -1])
+def test_query_len_is_a_count(query_len: int) -> None:
+    with pytest.raises(OptionError, match="query_len"):
+        resolve_mode("FULL", ALWAYS, query_len=query_len, piecewise=True)
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(OptionError, match="FULL_AND_PIECEWISE"):
+        resolve_mode("FULLEST", ALWAYS, query_len=1, piecewise=True)

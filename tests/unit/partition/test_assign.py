@@ -1,0 +1,270 @@
+"""Assignment: which nodes share a region, what is never cut apart, what is never captured."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphpass.partition import Partition, partition
+
+Split = Callable[..., Partition]
+SOFTMAX = ["aten::softmax"]
+
+
+def kinds(split: Partition) -> list[str]:
+    return [region.kind for region in split.regions]
+
+
+def targets(split: Partition, index: int) -> list[Any]:
+    """Targets of the call nodes of one region."""
+    nodes = split.regions[index].graph_module.graph.nodes
+    return [node.target for node in nodes if node.op.startswith("call")]
+
+
+class Layers(nn.Module):
+    """Layers with one softmax each, as attention has."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + F.softmax(layer(x), -1).view(-1, 4).contiguous()
+        return x * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_n_layers_give_n_plus_one_captured_regions(dynamo_split: Split, count: int) -> None:
+    split = dynamo_split(Layers(count), torch.ones(3, 4), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager"] * count + ["captured"]
+    assert [region.name for region in split.regions] == [f"r{i}" for i in range(2 * count + 1)]
+
+
+def test_adjacent_splitting_ops_share_a_region_across_their_unpacking(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        values, indices = torch.max(x + 1, dim=0)
+        low, high = torch.sort(values)
+        return low + high + indices
+
+    split = dynamo_split(function, torch.rand(3, 4), ops=["aten::max", "aten::sort"])
+    assert kinds(split) == ["captured", "eager", "captured"]
+    assert targets(split, 1).count(operator.getitem) == 4
+
+
+def test_the_items_of_a_tuple_stay_with_their_producer(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first, second = torch.split(x + 1, [1, 2])
+        y = F.softmax(first, -1)
+        return y + second.sum(0)
+
+    split = dynamo_split(function, torch.rand(3, 4), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager", "captured"]
+    assert targets(split, 0)[-2:] == [operator.getitem, operator.getitem]
+    assert operator.getitem not in targets(split, 2)
+
+
+def test_tensor_indexing_stays_where_it_is(dynamo_split: Split) -> None:
+    """The index is taken after the write in between: moved to its producer it would read the old value."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y.mul_(F.softmax(x, -1))
+        return y[torch.tensor([0])] + 1
+
+    split = dynamo_split(function, torch.rand(3, 4), ops=SOFTMAX)
+    assert operator.getitem not in targets(split, 0)
+    assert operator.getitem in targets(split, 2)
+
+
+def test_a_tuple_used_as_a_whole_crosses_as_its_items() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            parts = x.chunk(2)
+            return torch.cat([F.softmax(x, -1), torch.cat(parts)])
+
+    x = torch.rand(4, 4)
+    split = partition(fx.symbolic_trace(Model()), SOFTMAX, example_inputs=(x,))
+    for region in split.regions:
+        values = [node.meta["example_value"] for node in region.graph_module.graph.nodes if node.op == "placeholder"]
+        assert all(isinstance(value, torch.Tensor) for value in values)
+    torch.testing.assert_close(split.stitched(x), Model()(x))
+
+
+def grad_block(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    with torch.no_grad():
+        y = F.softmax(y * 2, -1) + 1
+    return y * 3
+
+
+def autocast_block(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.softmax(y @ y, -1) + 1
+    return y * 3
+
+
+def kernel_block(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.softmax(y * 2, -1) + 1
+    return y * 3
+
+
+def nested_block(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        y = y @ y
+        with torch.enable_grad():
+            y = F.softmax(y, -1)
+        y = y + 1
+    return y * 3
+
+
+@pytest.mark.parametrize("function", [grad_block, autocast_block, kernel_block, nested_block])
+def test_a_pair_with_an_eager_op_runs_eagerly_as_a_whole(dynamo_split: Split, function: Callable[..., Any]) -> None:
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager", "captured"]
+    assert "mode pair: torch.nn.functional.softmax inside" in str(split.regions[1].reason)
+    assert "splitting op: torch.nn.functional.softmax" in str(split.regions[1].reason)
+    assert len(targets(split, 0)) == len(targets(split, 2)) == 1
+
+
+def test_a_pair_without_an_eager_op_is_captured_as_a_whole(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x + 1
+        return F.softmax(y, -1)
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager"]
+    assert len(targets(split, 0)) == 3
+
+
+def test_what_lies_between_two_pairs_may_be_cut(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x + 1
+        y = F.softmax(y, -1)
+        with torch.no_grad():
+            y = y + 1
+        return y
+
+    assert kinds(dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)) == ["captured", "eager", "captured"]
+
+
+def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (F.softmax(x, -1),))
+        return y * 2
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager", "captured"]
+    assert len([node for node in split.regions[2].graph_module.graph.nodes if node.op == "get_attr"]) == 2
+    assert "cond_true_0" not in split.regions[2].inputs
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y: y.view(-1, 3),
+        lambda y: y.transpose(0, 1),
+        lambda y: y[0:2],
+        lambda y: y.unsqueeze(0).expand(2, 3, 3)[0],
+        lambda y: torch.split(y, [1, 2])[1],
+        lambda y: y.contiguous(),
+        lambda y: y.to(torch.float32),
+    ],
+)
+def test_views_alone_are_not_captured(dynamo_split: Split, between: Callable[..., Any]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(between(F.softmax(x + 1, -1)), -1) + 1
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager", "captured"]
+
+
+def test_a_copy_is_captured(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(F.softmax(x + 1, -1).t().contiguous(), -1) + 1
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
+
+
+def test_an_allocation_joins_the_captured_region_before(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        a = F.softmax(y, -1)
+        out = torch.empty_like(y)
+        torch.softmax(a, -1, out=out) if False else out.copy_(F.softmax(a, -1))
+        return out * 2
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
+    assert kinds(split) == ["captured", "eager", "captured"]
+    assert torch.empty_like in targets(split, 0)
+    assert split.regions[1].reason == "splitting op: torch.nn.functional.softmax; splitting op: Tensor.copy_"
+
+
+def test_an_allocation_joins_the_captured_region_behind(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        a = F.softmax(x, -1)
+        buffer = torch.zeros_like(a)
+        b = F.softmax(a, -1)
+        buffer.add_(b)
+        return buffer * 2
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["eager", "captured"]
+    assert targets(split, 1)[0] is torch.zeros_like
+
+
+def test_an_allocation_that_can_go_nowhere_runs_eagerly(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(3, 3)
+        out.copy_(F.softmax(x, -1))
+        return out
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
+    assert kinds(split) == ["eager"]
+    assert "nothing to capture: torch.empty" in str(split.regions[0].reason)
+
+
+def test_a_splitting_op_that_is_an_allocation_stays_a_split(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        return y.mul_(2) + torch.zeros_like(y)
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=["aten::zeros_like"])
+    assert kinds(split) == ["captured", "eager", "captured"]
+
+
+def test_order_is_preserved_around_mutations(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = x * 1
+        x.add_(F.softmax(x, -1))
+        middle = x * 1
+        x[0] = F.softmax(x, -1)[1]
+        view = x.view(-1)
+        view.mul_(2)
+        return before, middle, x * 1
+
+    dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+
+
+def test_a_graph_without_calls_has_no_regions() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return y, x
+
+    split = partition(fx.symbolic_trace(Model()), example_inputs=(torch.ones(1), torch.ones(2)))
+    assert split.regions == ()
+    assert [len(tensor) for tensor in split.stitched(torch.ones(1), torch.ones(2))] == [2, 1]

@@ -1,0 +1,287 @@
+"""Regions: their inputs and outputs, symbolic sizes, and what they write to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from graphpass.errors import PartitionError
+from graphpass.partition import Partition, partition
+
+Split = Callable[..., Partition]
+SOFTMAX = ["aten::softmax"]
+
+
+def crossing_values(split: Partition) -> list[Any]:
+    """Metadata of everything that enters a region."""
+    return [
+        node.meta["example_value"]
+        for region in split.regions
+        for node in region.graph_module.graph.nodes
+        if node.op == "placeholder"
+    ]
+
+
+SIZE_USES = [
+    lambda y, z: y.view(z.size()),
+    lambda y, z: y.reshape(z.shape),
+    lambda y, z: y.flatten().view(*z.shape),
+    lambda y, z: torch.full(size=z.size(), fill_value=1.0),
+    lambda y, z: torch.broadcast_to(y[:1], z.size()),
+    lambda y, z: y.as_strided(z.size(), (z.shape[1], 1)),
+    lambda y, z: y.new_zeros((z.size(), 2)[0]) + torch.zeros(z.size()),
+    lambda y, z: y.expand(z.shape[:1] + z.shape[1:]),
+    lambda y, z: y + z.size().numel(),
+    lambda y, z: y.view(z.shape[1], z.size(0)),
+    lambda y, z: y.unflatten(0, (z.shape[0] // 2, 2)),
+]
+
+
+@pytest.mark.parametrize("use", SIZE_USES)
+def test_sizes_cross_as_one_number_per_dimension(dynamo_split: Split, use: Callable[..., Any]) -> None:
+    def function(x: torch.Tensor) -> Any:
+        z = torch.cat([x, x])
+        size_before = z
+        y = F.softmax(z, -1)
+        return use(y, size_before)
+
+    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
+    assert not any(isinstance(value, torch.Size) for value in crossing_values(split))
+
+
+@pytest.mark.parametrize("use", SIZE_USES[:3] + SIZE_USES[3:7])
+def test_a_traced_graph_keeps_its_sizes_open(use: Callable[..., Any]) -> None:
+    """Examples fix no size: the same partition serves another shape."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = F.softmax(x, -1)
+            return use(y, x)
+
+    class Sized(fx.Tracer):
+        def iter(self, obj: Any) -> Any:
+            return iter([obj[0], obj[1]])
+
+    gm = fx.GraphModule(Model(), Sized().trace(Model()))
+    split = partition(gm, SOFTMAX, example_inputs=(torch.rand(4, 6),))
+    assert not any(isinstance(value, torch.Size) for value in crossing_values(split))
+    x = torch.rand(2, 3)
+    torch.testing.assert_close(split.stitched(x), gm(x))
+
+
+def test_one_tuple_argument_stays_one_tuple_argument(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        z = torch.cat([x, x])
+        return F.softmax(z, -1).reshape(z.size()) + 1
+
+    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
+    reshape = next(n for n in split.regions[-1].graph_module.graph.nodes if n.target == "reshape")
+    assert isinstance(reshape.args[1], tuple) and len(reshape.args[1]) == 2
+    assert len(reshape.args) == 2
+    sizes = [n for r in split.regions for n in r.graph_module.graph.nodes if n.target is torch.ops.aten.sym_size.int]
+    assert [node.args[1] for node in sizes] == [0], "the other dimension is an input of the graph"
+
+
+def test_a_size_that_is_returned_is_a_size_again() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"size": F.softmax(x, -1).size(), "again": (x.shape, 3)}
+
+    split = partition(fx.symbolic_trace(Model()), SOFTMAX, example_inputs=(torch.rand(4, 6),))
+    got = split.stitched(torch.rand(2, 3))
+    assert got == {"size": torch.Size([2, 3]), "again": (torch.Size([2, 3]), 3)}
+    assert isinstance(got["size"], torch.Size)
+
+
+def test_symbols_of_a_region_come_first_and_are_always_bound(dynamo_split: Split) -> None:
+    """The last region's only tensor has 2*s rows: s is an input all the same, and the first."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(torch.cat([x, x]), -1) * 2
+
+    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
+    assert len(split.regions) == 3
+    for region in split.regions:
+        values = [n.meta["example_value"] for n in region.graph_module.graph.nodes if n.op == "placeholder"]
+        assert [isinstance(value, torch.SymInt) for value in values] == [True, True, False]
+        free = {s for size in values[2].shape for s in size.node.expr.free_symbols}
+        assert free == {value.node.expr for value in values[:2]}
+
+
+def test_numbers_computed_from_sizes_do_not_cross(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0] * 2
+        y = F.softmax(torch.cat([x, x]), -1)
+        return y.view(rows // 2, 2, -1) * rows
+
+    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
+    assert all(len(region.outputs) == 1 for region in split.regions)
+
+
+def write_in_place(x: torch.Tensor, out: torch.Tensor) -> Any:
+    return x.add_(1)
+
+
+def write_through_a_view(x: torch.Tensor, out: torch.Tensor) -> Any:
+    view = x.t()[1:]
+    view.mul_(2)
+    return view + 1
+
+
+def write_an_item(x: torch.Tensor, out: torch.Tensor) -> Any:
+    x[0] = 1
+    return x + 1
+
+
+def write_behind_a_mask(x: torch.Tensor, out: torch.Tensor) -> Any:
+    x[x > 0] = 0
+    return x + 1
+
+
+def write_an_out_argument(x: torch.Tensor, out: torch.Tensor) -> Any:
+    torch.mul(x, 2, out=out)
+    return out + 1
+
+
+def write_by_an_inplace_flag(x: torch.Tensor, out: torch.Tensor) -> Any:
+    return F.relu(x, inplace=True)
+
+
+def write_running_statistics(x: torch.Tensor, out: torch.Tensor) -> Any:
+    return F.batch_norm(x, out[0], out[1], training=True)
+
+
+def write_nothing(x: torch.Tensor, out: torch.Tensor) -> Any:
+    return F.batch_norm(x, out[0], out[1].abs(), training=False) + x.contiguous() + x.view(-1)[0]
+
+
+def write_a_copy(x: torch.Tensor, out: torch.Tensor) -> Any:
+    y = x.clone()
+    y.add_(out)
+    return y
+
+
+WRITES = [
+    (write_in_place, ["x"]),
+    (write_through_a_view, ["x"]),
+    (write_an_item, ["x"]),
+    (write_behind_a_mask, ["x"]),
+    (write_an_out_argument, ["out"]),
+    (write_by_an_inplace_flag, ["x"]),
+    (write_running_statistics, ["out"]),
+    (write_nothing, []),
+    (write_a_copy, []),
+]
+
+
+@pytest.mark.parametrize(("function", "written"), WRITES)
+def test_what_is_written_is_known(dynamo_split: Split, function: Callable[..., Any], written: list[str]) -> None:
+    split = dynamo_split(function, torch.randn(3, 3), torch.rand(3, 3))
+    (region,) = split.regions
+    names = {given.name: given.source_name for given in split.inputs}
+    assert [split.inputs[i].source_name for i in split.mutated_inputs] == written
+    assert [names[region.inputs[i]] for i in region.mutated_inputs] == written
+
+
+@pytest.mark.parametrize(("function", "written"), WRITES[:1] + WRITES[4:])
+def test_what_a_traced_graph_writes_is_known(function: Callable[..., Any], written: list[str]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, out: torch.Tensor) -> Any:
+            return function(x, out)
+
+    split = partition(fx.symbolic_trace(Model()), example_inputs=(torch.randn(3, 3), torch.rand(3, 3)))
+    assert [split.inputs[i].name for i in split.mutated_inputs] == written
+
+
+def test_inputs_that_share_storage_are_written_together(dynamo_split: Split) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("all", torch.zeros(4, 3))
+            self.register_buffer("some", self.all[1:3])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.some.add_(1)
+            return x + self.all.sum()
+
+    made: list[Partition] = []
+
+    def backend(gm: fx.GraphModule, examples: list[Any]) -> Any:
+        made.append(partition(gm))
+        return made[-1].stitched
+
+    torch.compile(Model(), backend=backend)(torch.ones(3))
+    (split,) = made
+    assert [split.inputs[i].is_static for i in split.mutated_inputs] == [True, True]
+
+
+def test_a_custom_op_writes_what_its_schema_says(dynamo_split: Split) -> None:
+    @torch.library.custom_op("graphpass_regions::fill", mutates_args=("out",))
+    def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+
+    def function(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        fill(y, out)
+        return out * 2
+
+    split = dynamo_split(function, torch.rand(3), torch.rand(3), ops=["graphpass_regions::fill"])
+    assert [split.inputs[i].source_name for i in split.mutated_inputs] == ["out"]
+    assert [region.mutated_inputs for region in split.regions] == [(), (1,), ()]
+
+
+def test_a_pure_higher_order_op_writes_nothing(dynamo_split: Split) -> None:
+    split = dynamo_split(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), torch.rand(3))
+    assert split.mutated_inputs == ()
+
+
+def test_a_graph_without_shapes_is_refused() -> None:
+    gm = fx.symbolic_trace(nn.Linear(3, 3))
+    with pytest.raises(PartitionError, match="example_inputs"):
+        partition(gm)
+    with pytest.raises(PartitionError, match="1 example inputs for 2 placeholders"):
+        partition(fx.symbolic_trace(lambda a, b: a + b), example_inputs=(torch.ones(1),))
+
+
+def test_examples_that_do_not_fit_name_the_node() -> None:
+    gm = fx.symbolic_trace(lambda a, b: (a @ b) + 1)
+    with pytest.raises(PartitionError, match="'matmul' cannot be run") as error:
+        partition(gm, example_inputs=(torch.ones(2, 3), torch.ones(2, 3)))
+    assert error.value.__cause__ is not None
+
+
+def test_only_graph_modules_are_split() -> None:
+    with pytest.raises(PartitionError, match="symbolic_trace"):
+        partition(nn.Linear(3, 3))  # type: ignore[arg-type]
+
+
+def test_parameters_are_shared_with_the_module() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    split = partition(fx.symbolic_trace(module), example_inputs=(torch.ones(2, 3),))
+    assert {id(p) for p in split.regions[0].graph_module.parameters()} == {id(p) for p in module.parameters()}
+
+
+def test_the_walk_leaves_no_guard_and_no_symbol(dynamo_split: Split) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x[0] = 1
+        return F.dropout(F.softmax(x.view(-1, 2), -1), 0.5, False) + x.nonzero().sum()
+
+    def backend(gm: fx.GraphModule, examples: list[Any]) -> Any:
+        env = next(e for e in examples if isinstance(e, torch.SymInt)).node.shape_env
+        before = (len(env.guards), len(env.var_to_range), len(env.pending_fresh_unbacked_symbols))
+        split = partition(gm, SOFTMAX)
+        seen.append(before)
+        seen.append((len(env.guards), len(env.var_to_range), len(env.pending_fresh_unbacked_symbols)))
+        return split.stitched
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(function, backend=backend, dynamic=True, fullgraph=True)(torch.rand(4, 6))
+    before, after = seen
+    assert before == after
