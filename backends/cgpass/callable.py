@@ -61,7 +61,6 @@ class GraphedCallable:
         self.partition = partition
         self.runtime = runtime
         self._taken = tuple(taken)
-        self._takes_all = self._taken == tuple(range(len(self._taken)))
         self._modes = settings.runtime_modes()
         self._clones = settings.policy.clones_outputs
         self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
@@ -86,7 +85,7 @@ class GraphedCallable:
         self.never_full = _never_full(partition)
 
     def __call__(self, *given: Any) -> Any:
-        args = given if self._takes_all else tuple([given[position] for position in self._taken])
+        args = given if len(given) == len(self._taken) else tuple([given[position] for position in self._taken])
         return self.call(args)
 
     def call(self, args: tuple[Any, ...]) -> Any:

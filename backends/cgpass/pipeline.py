@@ -61,9 +61,10 @@ def backend(
     name = runtime.next_callable_name()
     if _needs_autograd(example_inputs):
         return _training(name, graph_module, example_inputs, runtime, settings)
-    compat.specialize_wrapped_floats(graph_module)
-    taken = _drop_unread_inputs(graph_module)
-    parts = partition(graph_module, settings.splitting_ops)
+    whole = _own_copy(graph_module)
+    compat.specialize_wrapped_floats(whole)
+    taken = _drop_unread_inputs(whole)
+    parts = partition(whole, settings.splitting_ops)
     compiled = _compile_regions(parts, settings.compiler)
     _dump(name, parts, settings)
     ends_early = compat.graph_break_reason(graph_module)
@@ -75,7 +76,7 @@ def backend(
             reason=ends_early,
         )
     )
-    _list_excluded_sizes(name, graph_module, parts, runtime, settings)
+    _list_excluded_sizes(name, whole, parts, runtime, settings)
     return GraphedCallable(name, parts, compiled, runtime, settings, taken=taken, ends_early=ends_early)
 
 
@@ -113,6 +114,13 @@ def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
                 found=type(value).__name__,
                 remedy="unwrap it before the call (DTensor: `tensor.to_local()`), or compile that part with another backend",
             )
+
+
+def _own_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph to edit: Dynamo reads from its own which arguments the callable gets."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return fx.GraphModule(graph_module, graph)
 
 
 def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:

@@ -21,10 +21,13 @@ __all__ = ["GraphEntry", "StaticSet"]
 
 @dataclass(frozen=True, slots=True)
 class StaticSet:
-    """The static inputs a graph has baked in: their positions, and the address each had at capture."""
+    """The static inputs a graph has baked in: their positions, and the address each had at capture.
 
-    positions: tuple[int, ...]
-    addresses: tuple[int | None, ...]
+    Positions and addresses are lists because the native comparison takes nothing else; nobody changes them.
+    """
+
+    positions: list[int]
+    addresses: list[int | None]
     storages: frozenset[int]
 
     @classmethod
@@ -33,9 +36,9 @@ class StaticSet:
         addresses: list[int | None] = [None] * len(leaves)
         for position in positions:
             addresses[position] = leaves[position].data_ptr()
-        return cls(tuple(positions), tuple(addresses), frozenset(storage_id(leaves[p]) for p in positions))
+        return cls(list(positions), addresses, frozenset(storage_id(leaves[p]) for p in positions))
 
-    def matches(self, leaves: Sequence[Any]) -> bool:
+    def matches(self, leaves: list[Any]) -> bool:
         """Whether every static input lies where it lay at capture: one native call."""
         return compat.data_ptrs_equal(leaves, self.addresses, self.positions)
 
@@ -56,7 +59,7 @@ class GraphEntry:
         constants: (position, value) of arguments that are no tensors.
         staging: buffers of all other inputs.
         outputs: how to build results.
-        held: tensors the graph reads that nothing else keeps alive.
+        held: (position, memory) of static inputs that nothing else keeps alive, in the layout they had at capture.
     """
 
     name: str
@@ -71,10 +74,10 @@ class GraphEntry:
     outputs: OutputPlan
     tally: Tally
     names: tuple[str, ...]
-    held: tuple[Any, ...] = field(repr=False)
+    held: tuple[tuple[int, torch.Tensor], ...] = field(repr=False)
     viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def serves(self, leaves: Sequence[Any], spec: Any) -> bool:
+    def serves(self, leaves: list[Any], spec: Any) -> bool:
         """Whether this entry was captured for these static inputs and this alias pattern."""
         return (
             spec == self.spec
@@ -93,7 +96,7 @@ class GraphEntry:
 
         Raises:
             CaptureError: a number or flag differs from the one baked in.
-            ShapeError: a staged input has another shape, dtype or device.
+            ShapeError: a staged input has another shape, dtype or device; a static input another layout.
             StaticInputError: an input from the pool lies elsewhere.
         """
         for position, value in self.constants:
@@ -106,6 +109,15 @@ class GraphEntry:
                     remedy="put it into the key: BatchDescriptor(..., extra=((name, value),))",
                 )
         self.staging.check(leaves)
+        for position, static in self.held:
+            found = leaves[position]
+            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
+                raise ShapeError(
+                    f"static input {self.names[position]} of {self.name} has another layout than at capture",
+                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
+                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
+                    remedy="pass the same view of it, or dispatch to the key of its size",
+                )
         for position, strides in self.viewed_strides:
             if leaves[position].stride() != strides:
                 raise ShapeError(

@@ -6,7 +6,10 @@ import torch
 
 from graphpass.errors import ShapeError
 
-__all__ = ["distinct_elements", "extent", "same_view", "storage_id"]
+__all__ = ["WIDEST_ELEMENT_BYTES", "distinct_elements", "extent", "same_view", "storage_id"]
+
+WIDEST_ELEMENT_BYTES = 16
+"""complex128. Memory that several views share is moved by multiples of this, so views of every dtype stay aligned."""
 
 
 def storage_id(tensor: torch.Tensor) -> int:

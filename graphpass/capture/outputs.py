@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.layout import extent, same_view, storage_id
+from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
 
 __all__ = ["OutputPlan", "clone_pool_tensors"]
 
@@ -54,6 +54,7 @@ class OutputPlan:
         outputs: Sequence[Any],
         graph_inputs: Sequence[Any],
         without_ownership: Callable[[torch.Tensor], torch.Tensor],
+        elsewhere: Collection[int] = (),
     ) -> OutputPlan:
         """Find where each of ``outputs`` lies.
 
@@ -61,6 +62,8 @@ class OutputPlan:
             outputs: flat outputs of the recorded body, at the graph's addresses.
             graph_inputs: flat arguments the body was recorded with: static tensors and staging buffers.
             without_ownership: :meth:`GraphDevice.without_ownership`.
+            elsewhere: addresses of storages that existed before the recording and are no input's: state that the
+                region reaches by itself. Such outputs are handed out as they are, and are never overwritten.
         """
         owners: dict[int, list[int]] = {}
         for position, leaf in enumerate(graph_inputs):
@@ -73,12 +76,14 @@ class OutputPlan:
                 parts.append(output)
             elif storage_id(output) in owners:
                 parts.append(_view_of_input(output, graph_inputs, owners[storage_id(output)]))
+            elif storage_id(output) in elsewhere:
+                parts.append(output)
             else:
                 parts.append(in_pool.setdefault(id(output), without_ownership(output)))
         pool = tuple(in_pool.values())
         return cls(
             pool_outputs=pool,
-            pool_storages=frozenset(map(storage_id, pool)),
+            pool_storages=frozenset(map(storage_id, pool)) - {0},
             viewed_positions=frozenset(part.position for part in parts if isinstance(part, _ViewOfInput)),
             _parts=tuple(parts),
         )
@@ -87,6 +92,17 @@ class OutputPlan:
         """The flat outputs of this replay, for the caller's arguments ``leaves``."""
         built = [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
         return clone_pool_tensors(built, self.pool_storages) if clone else built
+
+    def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
+        """``built`` with the tensors that the recording returned, which keep their pool memory reserved.
+
+        The capturing call returns these: a region captured later in the same forward reads them, so its recording must
+        not be given their memory. They go when the caller drops them.
+        """
+        return [
+            owner if isinstance(owner, torch.Tensor) and storage_id(owner) in self.pool_storages else value
+            for value, owner in zip(built, recorded, strict=True)
+        ]
 
 
 def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates: Sequence[int]) -> _ViewOfInput:
@@ -127,6 +143,7 @@ def _clone_together(views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor
             return {key: view.clone()}
     spans = [extent(view) for view in views.values()]
     first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
+    first -= first % WIDEST_ELEMENT_BYTES
     any_view = next(iter(views.values()))
     memory = torch.empty(0, dtype=torch.uint8, device=any_view.device)
     memory.set_(any_view.untyped_storage(), first, (last - first,), (1,))

@@ -77,7 +77,7 @@ class ReplayPlan:
         statics = self._statics
         return (
             generation == self.generation
-            and statics.matches(args)
+            and statics.matches(list(args))
             and alias_pattern(args, self._dynamic_positions) == self._pattern
             and not any(storage_id(args[p]) in statics.storages for p in self._dynamic_positions)
         )

@@ -50,8 +50,10 @@ class Recorder:
     call: Call
     baked: frozenset[int]
 
-    def record(self, context: ForwardContext, tally: Tally) -> GraphEntry:
+    def record(self, context: ForwardContext, tally: Tally) -> tuple[GraphEntry, Sequence[Any]]:
         """Stage, save, warm up, restore, record, restore: what the region mutates is as it was before.
+
+        Returns the entry, and the flat outputs of the recording, which own their pool memory; the entry does not.
 
         Raises:
             CaptureError: the region writes to an input that was not declared.
@@ -66,13 +68,12 @@ class Recorder:
         graph_inputs = list(leaves)
         for position, buffer in zip(staging.positions, staging.buffers, strict=True):
             graph_inputs[position] = buffer
-        output_specs: list[Any] = []
+        runs: list[tuple[list[Any], Any]] = []
 
         def body() -> list[Any]:
             args, kwargs = compat.tree_unflatten(graph_inputs, self.call.spec)
-            flat, spec = compat.tree_flatten(device.call(self.runnable, args, kwargs))
-            output_specs.append(spec)
-            return list(flat)
+            runs.append(compat.tree_flatten(device.call(self.runnable, args, kwargs)))
+            return runs[-1][0]
 
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         mutated = [graph_inputs[position] for position in sorted(mutated_positions)]
@@ -87,14 +88,16 @@ class Recorder:
                 self._refuse_undeclared_mutation(versions, _versions(graph_inputs))
             with state_kept(mutated, generators, device.device):
                 graph, outputs = device.record(body, generators)
-            plan = OutputPlan.of(outputs, graph_inputs, device.without_ownership)
+            # Warm-up and recording allocate apart, so what both returned at one address was there before.
+            elsewhere = _storages(runs[0][0]) & _storages(outputs)
+            plan = OutputPlan.of(outputs, graph_inputs, device.without_ownership, elsewhere)
         device.make_stale(plan.pool_outputs)
         tally.captured += 1
-        return GraphEntry(
+        entry = GraphEntry(
             name=self.name,
             key=(str(self.mode), context.batch_descriptor),
             spec=self.call.spec,
-            output_spec=output_specs[-1],
+            output_spec=runs[-1][1],
             graph=graph,
             statics=StaticSet.of(leaves, sources.static),
             pool_inputs=sources.pool,
@@ -103,9 +106,10 @@ class Recorder:
             outputs=plan,
             tally=tally,
             names=self.call.names,
-            held=tuple(leaves[p] for p in sources.static if p not in self.call.module_owned),
+            held=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
             viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
         )
+        return entry, outputs
 
     def _sources(self, device: torch.device) -> _Sources:
         leaves = self.call.leaves
@@ -145,6 +149,11 @@ class Recorder:
                     found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
                     remedy=f"add {self.call.names[position]!r} to mutated_inputs",
                 )
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    """Addresses of the storages that the tensors among ``values`` lie in."""
+    return {storage_id(value) for value in values if isinstance(value, torch.Tensor)} - {0}
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

@@ -160,14 +160,17 @@ class GraphRuntime:
                 remedy="capture all keys inside one `with runtime.capturing():`",
             )
         self._scope, self._scope_thread = CaptureScope(), threading.get_ident()
-        # Objects that are alive now cannot be collected in the middle of a capture, nor be looked at in each one.
-        gc.collect()
-        gc.freeze()
+        freezes = not gc.get_freeze_count()  # a process that froze its own objects keeps them frozen
         try:
+            # Objects that are alive now cannot be collected in the middle of a capture, nor be looked at in each one.
+            gc.collect()
+            if freezes:
+                gc.freeze()
             yield self._scope
         finally:
             self._scope = self._scope_thread = None
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
             gc.collect()
 
     def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from graphpass.capture.layout import distinct_elements
+
 __all__ = ["state_kept"]
 
 
@@ -18,6 +20,7 @@ def state_kept(
 
     The saved copies live outside any pool, for as long as the body runs.
     """
+    mutated = [distinct_elements(tensor, name="a mutated input") for tensor in mutated]
     saved = [tensor.clone() for tensor in mutated]
     states = [generator.get_state() for generator in generators]
     default = _default_generator_state(device)

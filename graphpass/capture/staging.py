@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphpass import compat
-from graphpass.capture.layout import distinct_elements, extent, same_view, storage_id
+from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, distinct_elements, extent, same_view, storage_id
 from graphpass.errors import ShapeError
 
 __all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern"]
@@ -152,7 +152,11 @@ def _buffers_in_layout(
     leaves: Sequence[Any], positions: Sequence[int], pattern: AliasPattern, arena: BufferArena
 ) -> list[torch.Tensor]:
     spans: dict[int, int] = {}
-    offsets = [offset for _, offset in pattern] or [0] * len(positions)
+    # A shared buffer starts as far past an aligned address as the shared memory does: views of any dtype then fit.
+    offsets = [
+        offset + (extent(leaves[position])[0] - offset) % WIDEST_ELEMENT_BYTES
+        for position, (_, offset) in zip(positions, pattern, strict=False)
+    ] or [0] * len(positions)
     groups = [group for group, _ in pattern] or list(range(len(positions)))
     for position, group, offset in zip(positions, groups, offsets, strict=True):
         first, last = extent(leaves[position])

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpass import compat
@@ -79,8 +81,9 @@ class _Tape(TorchDispatchMode):
     def call_opaque(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record one call of a compiled artifact, whose kernels no dispatch mode sees."""
         with self._pause():
+            frozen_args, frozen_kwargs = _freeze_metadata((args, dict(kwargs)))
             result = runnable(*args, **kwargs)
-        self.steps.append(_Step(runnable, args, dict(kwargs), _fresh_results(result, (args, kwargs))))
+        self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, _fresh_results(result, (args, kwargs))))
         return result
 
     @contextlib.contextmanager
@@ -90,6 +93,21 @@ class _Tape(TorchDispatchMode):
             yield
         finally:
             self._paused = False
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses the host reads that call no op on the CPU, so that no dispatch mode sees them."""
+
+    _NAMES: Mapping[Any, str] = MappingProxyType(
+        {torch.Tensor.tolist: "Tensor.tolist", torch.Tensor.numpy: "Tensor.numpy", torch.Tensor.__array__: "numpy.array"}
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._NAMES:
+            raise _refusal(self._NAMES[func])
+        return func(*args, **(kwargs or {}))
 
 
 class _TapeGraph:
@@ -124,7 +142,7 @@ class TapeDevice:
     ) -> tuple[_TapeGraph, Sequence[Any]]:
         self._tape = tape = _Tape()
         try:
-            with torch.no_grad(), tape:
+            with torch.no_grad(), _HostReads(), tape:
                 outputs = body()
         finally:
             self._tape = None
@@ -174,9 +192,12 @@ def _fill_with_sentinel(tensor: torch.Tensor) -> None:
 
 
 def _freeze_metadata(values: Any) -> Any:
-    """The same values with every tensor replaced by an alias, so that a later ``t_()`` does not reach the tape."""
+    """The same values with every tensor replaced by an alias: a later ``t_()`` does not reach the tape.
+
+    The aliases hold memory and not the tensors themselves, so that a parameter can die while a tape reads it.
+    """
     leaves, spec = compat.tree_flatten(values)
-    aliases = [torch.ops.aten.alias.default(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    aliases = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return compat.tree_unflatten(aliases, spec)
 
 
@@ -200,9 +221,13 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
         # index_put_ of one value under a mask is a masked fill, which needs no host read.
         reads_host = masks and (name == "aten::index" or args[2].numel() != 1)
     if reads_host:
-        raise CaptureError(
-            f"op {name} cannot be captured",
-            expected="ops whose results stay on the device and whose output shapes follow from input shapes",
-            found="a host read or a data-dependent shape",
-            remedy="let the op run eagerly: list it in splitting_ops, or move it out of the captured region",
-        )
+        raise _refusal(name)
+
+
+def _refusal(name: str) -> CaptureError:
+    return CaptureError(
+        f"op {name} cannot be captured",
+        expected="ops whose results stay on the device and whose output shapes follow from input shapes",
+        found="a host read or a data-dependent shape",
+        remedy="let the op run eagerly: list it in splitting_ops, or move it out of the captured region",
+    )

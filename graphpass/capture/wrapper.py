@@ -148,6 +148,8 @@ class CUDAGraphWrapper:
         self._arena.clear()
 
     def _under_graph(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(kwargs) > 1:  # the order in which a caller writes keywords makes no other graph
+            kwargs = dict(sorted(kwargs.items()))
         leaves, spec = compat.tree_flatten((args, kwargs))
         self._refuse_grad(leaves)
         descriptor = context.batch_descriptor
@@ -155,10 +157,14 @@ class CUDAGraphWrapper:
         device = self._runtime.enter_forward(context, leaves, self.name)
         try:
             entry = next((e for e in self._entries.get(descriptor, ()) if e.serves(leaves, spec)), None)
+            recorded: Sequence[Any] | None = None
             if entry is None:
-                entry = self._capture(context, descriptor, Call.of(args, kwargs, self._roles))
+                entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles))
             entry.check(leaves)
-            outputs = entry.run(leaves, clone=self._policy.clones_outputs, before_replay=self._runtime.before_replay)
+            clones = self._policy.clones_outputs
+            outputs = entry.run(leaves, clone=clones, before_replay=self._runtime.before_replay)
+            if recorded is not None and not clones:
+                outputs = entry.outputs.owning(outputs, recorded)
         finally:
             self._runtime.exit_forward(device)
         return compat.tree_unflatten(outputs, entry.output_spec)
@@ -172,11 +178,13 @@ class CUDAGraphWrapper:
                 remedy="wrap the forward in `with torch.inference_mode():`",
             )
 
-    def _capture(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> GraphEntry:
+    def _capture(
+        self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
+    ) -> tuple[GraphEntry, Sequence[Any]]:
         baked = self._permit_capture(context, descriptor, call)
         tally = self._tallies.setdefault(descriptor, Tally())
         try:
-            entry = Recorder(
+            entry, recorded = Recorder(
                 name=self.name,
                 mode=self._mode,
                 runnable=self._runnable,
@@ -200,7 +208,7 @@ class CUDAGraphWrapper:
         drop = functools.partial(_drop_entry, weakref.ref(self), descriptor, id(entry))
         owned = [p for p in entry.statics.positions if p in call.module_owned]
         self._death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
-        return entry
+        return entry, recorded
 
     def _permit_capture(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
         """Whether this key may be captured now, and which inputs the new graph may bake in.
@@ -257,7 +265,7 @@ class CUDAGraphWrapper:
         )
 
     def _static_sets(self, descriptor: BatchDescriptor) -> int:
-        return len({entry.statics.addresses for entry in self._entries.get(descriptor, ())})
+        return len({tuple(entry.statics.addresses) for entry in self._entries.get(descriptor, ())})
 
 
 def _drop_entry(owner: weakref.ref[CUDAGraphWrapper], descriptor: BatchDescriptor, entry_id: int, _dead: Any) -> None:

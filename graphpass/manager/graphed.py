@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import EnteredCallable, GraphRuntime
 from graphpass.capture.layout import storage_id
@@ -70,7 +69,10 @@ class _KeyInputs:
 
 
 class GraphedModel:
-    """See :func:`graphed`. Call it like the model; it owns its input buffers and, unless given one, its runtime."""
+    """See :func:`graphed`. Call it like the model; it owns its input buffers and, unless given one, its runtime.
+
+    Copied or pickled it is the model, without graphs; attributes it does not have itself are the model's.
+    """
 
     def __init__(
         self,
@@ -84,6 +86,9 @@ class GraphedModel:
         runtime: GraphRuntime | None = None,
         **options: Any,
     ) -> None:
+        # Not at the top: whoever imports cgpass first (its entry point does) is importing graphpass from within it.
+        from cgpass.settings import Settings
+
         self.runtime = runtime if runtime is not None else GraphRuntime()
         given = {
             **options,
@@ -157,6 +162,16 @@ class GraphedModel:
         self._memory.clear()
         self._runs.clear()
         self._dispatcher.forget_captured()
+
+    def __getattr__(self, name: str) -> Any:
+        # What it does not have itself (state_dict, parameters, config) is the model's.
+        if name == "_model":  # asked for before __init__ has run
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        # Graphs and their memory cannot be copied: a copy, pickled or not, is the model's.
+        return (_model_itself, (self._model,))
 
     # -- dispatch --------------------------------------------------------------------------------------------------
 
@@ -456,6 +471,10 @@ class GraphedModel:
             if buffer.name in run.mutated:
                 given[buffer.name].copy_(buffer.real(sizes))
         return compat.tree_unflatten(finished, run.spec)
+
+
+def _model_itself(model: Any) -> Any:
+    return model
 
 
 def _resized(shape: Sequence[int], dims: Mapping[int, str], sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -251,19 +251,28 @@ def _cannot_run(node: fx.Node, why: str) -> PartitionError:
 
 
 def is_known_pure(node: fx.Node) -> bool:
-    """Whether the op of a node, told by name alone, writes to none of its arguments."""
+    """Whether the op of a node, told by name and flags alone, writes to none of its arguments."""
     target: Any = node.target
     if target is operator.getitem or compat.is_mode_op(target) or compat.wraps_for_functorch(target):
         return True
-    if node.op == "call_method":
-        if not hasattr(torch.Tensor, target) or inspect.isfunction(getattr(torch.Tensor, target)):
-            return False
-    elif node.op != "call_function" or inspect.isfunction(target) or "out" in node.kwargs:
+    if node.op == "call_module" or "out" in node.kwargs or not _is_torch_function(node):
         return False
     if hasattr(target, "overloadpacket"):
         return not _writes_by_schema(target)
     packets = packets_of(node)
     return bool(packets) and not any(_writes_by_schema(overload) for p in packets for overload in _functional(p))
+
+
+def _is_torch_function(node: fx.Node) -> bool:
+    """Whether a node calls torch's own code, which does what the operator of that name does.
+
+    Written in Python, such code can also write in place, if a flag says so.
+    """
+    target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if not inspect.isfunction(target):
+        return target is not None
+    flagged = node.kwargs.get("inplace") or node.kwargs.get("max_norm") or True in node.args
+    return target.__module__ in ("torch.nn.functional", "torch.functional", "torch._tensor") and not flagged
 
 
 def _functional(packet: Any) -> list[Any]:
@@ -303,15 +312,7 @@ def _is_harmless(node: fx.Node) -> bool:
         return True
     if compat.is_higher_order(node.target):
         return subgraphs_are_pure(node)
-    functional = inspect.isfunction(node.target) and node.target.__module__ == "torch.nn.functional"
-    in_place = node.kwargs.get("inplace") or node.kwargs.get("max_norm") or True in node.args
-    if functional and not in_place:
-        return all(p not in _undeclared_packets() for p in packets_of(node))
     return is_known_pure(node)
-
-
-def _undeclared_packets() -> list[Any]:
-    return [compat.operator_packet(*name.split("::")) for name in UNDECLARED_WRITES]
 
 
 class _Modes:

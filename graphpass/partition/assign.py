@@ -178,14 +178,15 @@ def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
     if compat.is_mode_op(node.target) or _is_allocation(node):
         return True
     value = value_of(node)
-    if any(True for _ in tensors_in(value)):
+    made = [compat.storage_id(tensor) for tensor in tensors_in(value)]
+    if made:
         given = frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
-        return storages_of(value) <= given
+        return all(storage in given for storage in made)
     return value is not None or not any(True for _ in tensors_in([value_of(a) for a in node.all_input_nodes]))
 
 
 def _is_allocation(node: fx.Node) -> bool:
-    return bool(ALLOCATIONS & names_of(node)) and "out" not in node.kwargs
+    return node.op != "call_module" and bool(ALLOCATIONS & names_of(node)) and "out" not in node.kwargs
 
 
 def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:

@@ -126,7 +126,7 @@ class _Names:
     def argument(self, value: Any) -> str:
         """An argument of a node, or the output: its structure with names for values."""
         if isinstance(value, fx.Node) and is_rebuilt_output(value):
-            return f"{getattr(value.target, '__name__', '?')}({self.argument(value.args[0])})"
+            return f"{getattr(value.target, '__name__', '?')}({', '.join(map(self.argument, value.args))})"
         if isinstance(value, fx.Node):
             return f"self.{value.target}" if value.op == "get_attr" else self.of(value.name)
         if isinstance(value, tuple):

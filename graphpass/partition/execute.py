@@ -89,21 +89,28 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
         stack.enter_context(torch.no_grad())
         stack.enter_context(fake_mode)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _detached(values(argument)))
+        state = _fake_state(node, fake_mode)
         functions = stack.enter_context(_FunctionLog())
         writes = stack.enter_context(_DispatchLog())
-        value = _call(node, args, kwargs, fake_mode)
+        value = _call(node, args, kwargs, state)
     return Execution(value, tuple(writes.overloads), tuple(functions.called), frozenset(writes.written))
 
 
-def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], fake_mode: Any) -> Any:
+def _fake_state(node: fx.Node, fake_mode: Any) -> dict[str, Any]:
+    """Parameters and buffers of a called module, fake and detached; nothing for other nodes."""
+    if node.op != "call_module":
+        return {}
+    module = owner_of(node).get_submodule(str(node.target))
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: compat.fakify(fake_mode, tensor).detach() for name, tensor in state.items()}
+
+
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Any]) -> Any:
     target: Any = node.target
     if node.op == "call_method":
         return _call_method(args[0], target, args[1:], kwargs)
     if node.op == "call_module":
-        module = owner_of(node).get_submodule(target)
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        fakes = {name: compat.fakify(fake_mode, tensor).detach() for name, tensor in state.items()}
-        return torch.func.functional_call(module, fakes, args, kwargs)
+        return torch.func.functional_call(owner_of(node).get_submodule(target), state, args, kwargs)
     return target(*args, **kwargs)
 
 

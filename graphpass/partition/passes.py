@@ -88,7 +88,7 @@ def _share_facts(node: fx.Node, model: fx.Node) -> None:
 def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node, tuple[Any, ...]]) -> None:
     """Let every user of ``size`` take ``dimensions`` instead; the node goes if nobody needs it any more."""
     done[size] = dimensions
-    for user in list(size.users):
+    for user in [user for user in size.users if user not in dimensions]:
         if user.target is operator.getitem and user.args[0] is size and not isinstance(user.args[1], fx.Node):
             _replace_item(user, dimensions[user.args[1]], done)  # type: ignore[index]
         elif user.target == "numel" and user.args == (size,):
@@ -142,7 +142,7 @@ def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
 def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -> None:
     """Make the output's ``old`` from its items: the class is rebuilt in the stitched code, not in a region."""
     with output.graph.inserting_before(output):
-        rebuilt = output.graph.call_function(kind, (items,))
+        rebuilt = output.graph.call_function(kind, tuple(items) if hasattr(kind, "_fields") else (items,))
     rebuilt.meta.update({"example_value": value_of(old), REBUILT: True})
     _share_facts(rebuilt, old)
     _substitute(output, old, rebuilt)

@@ -153,7 +153,7 @@ class _Writer:
 
     def _node_expression(self, node: fx.Node) -> str:
         if is_rebuilt_output(node):
-            return f"{self._constant(node.target)}({self._expression(node.args[0])})"
+            return f"{self._constant(node.target)}({', '.join(map(self._expression, node.args))})"
         if node.op == "get_attr":
             attribute: Any = self._gm
             for name in str(node.target).split("."):
@@ -162,6 +162,7 @@ class _Writer:
         return self._variables[node.name]
 
     def _constant(self, value: Any) -> str:
-        name = f"_constant_{len(self._constants)}"
+        taken = self._variables.values()
+        name = next(c for n in itertools.count() if (c := f"_constant_{n}") not in self._constants and c not in taken)
         self._constants[name] = value
         return name

@@ -15,7 +15,7 @@ from graphpass.partition import DEFAULT_RULES, Partition, SplitRule, partition
 
 @pytest.fixture
 def dynamo_split() -> Callable[..., Partition]:
-    """``dynamo_split(function, *args, ops=...)``: the one partition, after comparing results and mutations with eager."""
+    """``dynamo_split(function, *args, ops=...)``: the one partition, its results and mutations compared with eager."""
 
     def split(
         function: Callable[..., Any],

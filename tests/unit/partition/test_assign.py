@@ -77,11 +77,23 @@ def test_tensor_indexing_stays_where_it_is(dynamo_split: Split) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         y.mul_(F.softmax(x, -1))
-        return y[torch.tensor([0])] + 1
+        return y[0] + 1
 
     split = dynamo_split(function, torch.rand(3, 4), ops=SOFTMAX)
     assert operator.getitem not in targets(split, 0)
     assert operator.getitem in targets(split, 2)
+
+
+def test_an_item_taken_late_moves_to_its_producer() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    halves = graph.call_function(torch.chunk, (graph.call_function(torch.sin, (x,)), 2))
+    cut = graph.call_function(F.softmax, (x, -1))
+    late = graph.call_function(operator.getitem, (halves, 1))
+    graph.output(graph.call_function(torch.add, (cut, graph.call_function(torch.sum, (late,)))))
+    split = partition(fx.GraphModule(nn.Module(), graph), SOFTMAX, example_inputs=(torch.rand(4, 4),))
+    assert targets(split, 0) == [torch.sin, torch.chunk, operator.getitem]
+    assert targets(split, 2) == [torch.sum, torch.add]
 
 
 def test_a_tuple_used_as_a_whole_crosses_as_its_items() -> None:
@@ -155,8 +167,7 @@ def test_what_lies_between_two_pairs_may_be_cut(dynamo_split: Split) -> None:
             y = x + 1
         y = F.softmax(y, -1)
         with torch.no_grad():
-            y = y + 1
-        return y
+            return y + 1
 
     assert kinds(dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)) == ["captured", "eager", "captured"]
 
@@ -195,6 +206,14 @@ def test_views_alone_are_not_captured(dynamo_split: Split, between: Callable[...
 def test_a_copy_is_captured(dynamo_split: Split) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return F.softmax(F.softmax(x + 1, -1).t().contiguous(), -1) + 1
+
+    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
+
+
+def test_a_write_is_captured(dynamo_split: Split) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(F.softmax(x + 1, -1).add_(1), -1) + 1
 
     split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
     assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]

@@ -1,0 +1,145 @@
+"""A real encoder with real weights: every way to run it agrees, and the counts say what ran."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import cgpass
+import graphpass as gp
+from graphpass.compile import CompiledRegion
+
+SDPA = "torch.nn.functional.scaled_dot_product_attention"
+LADDER = {"num_reqs": [2, 4], "seq_len": [16, 32]}
+# below, on and between the capture sizes
+SIZES = [(1, 9), (2, 16), (3, 20), (4, 32), (2, 31), (4, 16)]
+COMPILERS = ["eager", "aot_eager", "inductor"]
+
+
+@contextmanager
+def calls_into(*codes: CodeType) -> Iterator[Counter[CodeType]]:
+    """Count the calls of Python functions by their code, whoever makes them."""
+    counted: Counter[CodeType] = Counter()
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            counted[frame.f_code] += 1
+
+    previous = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(previous)
+
+
+def graphed(minilm: Any, mode: str, compiler: str) -> gp.GraphedModel:
+    return gp.graphed(
+        minilm.model,
+        capture_sizes=LADDER,
+        dynamic_dims={"input_ids": {0: "num_reqs", 1: "seq_len"}},
+        padding={"attention_mask": 0, "input_ids": 0},
+        splitting_ops=[SDPA],
+        mode=mode,
+        compiler=compiler,
+    )
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_replays_agree_with_eager_at_every_size(minilm: Any, mode: str, compiler: str) -> None:
+    fast = graphed(minilm, mode, compiler)
+    fast.capture(**minilm.batch(3, 20))
+    calls: Counter[tuple[int, int]] = Counter()
+    for size in SIZES:
+        batch = minilm.batch(*size)
+        with torch.inference_mode():
+            expected = minilm.model(**batch)
+        found = fast(**batch)
+        for one, other in zip(found, expected, strict=True):
+            assert minilm.difference(one, other) < minilm.tolerance
+        calls[next(n for n in LADDER["num_reqs"] if n >= size[0]), next(s for s in LADDER["seq_len"] if s >= size[1])] += 1
+    counts = fast.runtime.counts()
+    num_regions = 7 if mode == "PIECEWISE" else 1
+    assert len(counts) == num_regions * 4
+    for (region, counted_mode, key), record in counts.items():
+        num_reqs = key.num_tokens // dict(key.extra)["seq_len"]
+        assert str(counted_mode) == mode
+        assert region.endswith(".full") == (mode == "FULL")
+        # Captured once; replayed once by the capturing call and once by each call of that key.
+        assert (record.warmed, record.captured) == (1, 1), region
+        assert record.replayed == 1 + calls[num_reqs, dict(key.extra)["seq_len"]], region
+    fast.close()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_without_a_context_it_is_the_compiler_alone(minilm: Any, compiler: str) -> None:
+    compiled = torch.compile(
+        minilm.model, backend="cgpass", dynamic=True, options=cgpass.options(splitting_ops=[SDPA], compiler=compiler)
+    )
+    with torch.inference_mode():
+        for size in SIZES[1:4]:
+            batch = minilm.batch(*size)
+            for one, other in zip(compiled(**batch), minilm.model(**batch), strict=True):
+                assert minilm.difference(one, other) < minilm.tolerance
+    assert gp.runtime_of(compiled).counts() == {}
+    assert gp.runtime_of(compiled).stats().replayed == 0
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_no_python_of_a_captured_region_runs_in_a_replay(minilm: Any, mode: str) -> None:
+    fast = graphed(minilm, mode, "aot_eager")
+    region_entry = CompiledRegion.__call__.__code__
+    with calls_into(region_entry) as counted:
+        fast.capture(**minilm.batch(4, 32))
+    captures = fast.runtime.stats().captured
+    # Each graph: one warm-up and one recording of each of the 7 regions it holds.
+    assert counted[region_entry] == 2 * captures * (7 if mode == "FULL" else 1)
+    with calls_into(region_entry) as counted:
+        for size in SIZES:
+            fast(**minilm.batch(*size))
+    assert counted[region_entry] == 0
+    fast.close()
+
+
+def test_an_engine_sets_the_mode_and_counts_replays(minilm: Any) -> None:
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        compiled = torch.compile(
+            minilm.model,
+            backend="cgpass",
+            dynamic=True,
+            options=cgpass.options(
+                splitting_ops=[SDPA],
+                mode="FULL_AND_PIECEWISE",
+                capture_sizes=LADDER,
+                dynamic_dims={"input_ids": {0: "num_reqs", 1: "seq_len"}},
+                compiler="aot_eager",
+                runtime=runtime,
+            ),
+        )
+        batch = minilm.batch(4, 32)
+        expected = minilm.model(**batch)
+        key = gp.BatchDescriptor(128, num_reqs=4, extra=(("seq_len", 32),))
+        calls = {gp.CUDAGraphMode.PIECEWISE: 3, gp.CUDAGraphMode.FULL: 5}
+        for mode, times in calls.items():
+            with runtime.capturing() as scope, gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                compiled(**batch)
+            for _ in range(times - 1):
+                with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                    found = compiled(**batch)
+                for one, other in zip(found, expected, strict=True):
+                    assert minilm.difference(one, other) < minilm.tolerance
+            if mode is gp.CUDAGraphMode.PIECEWISE:
+                (plan,) = scope.plans
+                assert [kind for _, kind in plan.steps] == ["replay", "eager"] * 6 + ["replay"]
+        counts = runtime.counts()
+        assert {name for name, _, _ in counts} == {f"g0.r{i}" for i in range(0, 13, 2)} | {"g0.full"}
+        for (_, mode, _), record in counts.items():
+            assert (record.captured, record.replayed) == (1, calls[mode])

@@ -1,0 +1,248 @@
+# ruff: noqa: E501  (golden text is as wide as a dump)
+"""Golden dumps of whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx, nn
+
+from graphpass.partition import Partition, partition
+
+
+@torch.library.custom_op("graphpass_golden::attention", mutates_args=("out",))
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+    """Attention that writes its result, as kernels over a paged cache do."""
+    out.copy_(torch.softmax(query @ key.t(), -1) @ value)
+
+
+def split_of(model: Callable[..., Any], *args: Any, ops: Sequence[object]) -> Partition:
+    """The partition of the graph that torch.compile makes with dynamic shapes."""
+    made: list[Partition] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        made.append(partition(gm, ops))
+        return made[-1].stitched
+
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        torch.compile(model, backend=backend, dynamic=True, fullgraph=True)(*args)
+    (split,) = made
+    return split
+
+
+class Layer(nn.Module):
+    """One decoder layer around the custom attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.project = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(self.norm(hidden)).split(8, -1)
+        result = torch.empty_like(query)
+        attention(query, key, value, result)
+        return hidden + self.out(result.view(-1, 8))
+
+
+def test_decoder_with_three_layers() -> None:
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    split = split_of(model, torch.rand(5, 8), ops=["graphpass_golden::attention"])
+    assert_expected_inline(
+        split.dump(),
+        """\
+inputs:
+  v0: f32[8] static
+  v1: f32[8] static
+  v2: Sym(s0)
+  v3: f32[s0, 8]
+  v4: f32[24, 8] static
+  v5: f32[24] static
+  v6: f32[8, 8] static
+  v7: f32[8] static
+  v8: f32[8] static
+  v9: f32[8] static
+  v10: f32[24, 8] static
+  v11: f32[24] static
+  v12: f32[8, 8] static
+  v13: f32[8] static
+  v14: f32[8] static
+  v15: f32[8] static
+  v16: f32[24, 8] static
+  v17: f32[24] static
+  v18: f32[8, 8] static
+  v19: f32[8] static
+r0 captured(v2, v3, v0, v1, v4, v5):
+  v20: f32[s0, 8] = torch.nn.functional.layer_norm(v3, (8,), v0, v1, 1e-05)
+  v21: f32[s0, 24] = torch.nn.functional.linear(v20, v4, v5)
+  v22: (f32[s0, 8] strides [24, 1], f32[s0, 8] strides [24, 1], f32[s0, 8] strides [24, 1]) = Tensor.split(v21, 8, -1)
+  v23: f32[s0, 8] strides [24, 1] = operator.getitem(v22, 0)
+  v24: f32[s0, 8] strides [24, 1] = operator.getitem(v22, 1)
+  v25: f32[s0, 8] strides [24, 1] = operator.getitem(v22, 2)
+  v26: f32[s0, 8] = torch.empty_like(v23)
+  -> v23, v24, v25, v26
+r1 eager(v2, v23, v24, v25, v26):
+  reason: splitting op: graphpass_golden::attention.default
+  mutates: v26
+  graphpass_golden::attention.default(v23, v24, v25, v26)
+  -> nothing
+r2 captured(v2, v26, v6, v7, v3, v8, v9, v10, v11):
+  v28: f32[s0, 8] = Tensor.view(v26, -1, 8)
+  v29: f32[s0, 8] = torch.nn.functional.linear(v28, v6, v7)
+  v30: f32[s0, 8] = operator.add(v3, v29)
+  v31: f32[s0, 8] = torch.nn.functional.layer_norm(v30, (8,), v8, v9, 1e-05)
+  v32: f32[s0, 24] = torch.nn.functional.linear(v31, v10, v11)
+  v33: (f32[s0, 8] strides [24, 1], f32[s0, 8] strides [24, 1], f32[s0, 8] strides [24, 1]) = Tensor.split(v32, 8, -1)
+  v34: f32[s0, 8] strides [24, 1] = operator.getitem(v33, 0)
+  v35: f32[s0, 8] strides [24, 1] = operator.getitem(v33, 1)
+  v36: f32[s0, 8] strides [24, 1] = operator.getitem(v33, 2)
+  v37: f32[s0, 8] = torch.empty_like(v34)
+  -> v30, v34, v35, v36, v37
+r3 eager(v2, v34, v35, v36, v37):
+  reason: splitting op: graphpass_golden::attention.default
+  mutates: v37
+  graphpass_golden::attention.default(v34, v35, v36, v37)
+  -> nothing
+r4 captured(v2, v37, v12, v13, v30, v14, v15, v16, v17):
+  v39: f32[s0, 8] = Tensor.view(v37, -1, 8)
+  v40: f32[s0, 8] = torch.nn.functional.linear(v39, v12, v13)
+  v41: f32[s0, 8] = operator.add(v30, v40)
+  v42: f32[s0, 8] = torch.nn.functional.layer_norm(v41, (8,), v14, v15, 1e-05)
+  v43: f32[s0, 24] = torch.nn.functional.linear(v42, v16, v17)
+  v44: (f32[s0, 8] strides [24, 1], f32[s0, 8] strides [24, 1], f32[s0, 8] strides [24, 1]) = Tensor.split(v43, 8, -1)
+  v45: f32[s0, 8] strides [24, 1] = operator.getitem(v44, 0)
+  v46: f32[s0, 8] strides [24, 1] = operator.getitem(v44, 1)
+  v47: f32[s0, 8] strides [24, 1] = operator.getitem(v44, 2)
+  v48: f32[s0, 8] = torch.empty_like(v45)
+  -> v41, v45, v46, v47, v48
+r5 eager(v2, v45, v46, v47, v48):
+  reason: splitting op: graphpass_golden::attention.default
+  mutates: v48
+  graphpass_golden::attention.default(v45, v46, v47, v48)
+  -> nothing
+r6 captured(v2, v48, v18, v19, v41):
+  v50: f32[s0, 8] = Tensor.view(v48, -1, 8)
+  v51: f32[s0, 8] = torch.nn.functional.linear(v50, v18, v19)
+  v52: f32[s0, 8] = operator.add(v41, v51)
+  -> v52
+return (v52,)
+""",
+    )
+
+
+def test_stitched_source() -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = x @ weight
+        first = torch.softmax(hidden, -1) + x
+        return {"first": first, "second": torch.softmax(first @ weight, -1)}
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+            return function(x, weight)
+
+    split = partition(fx.symbolic_trace(Model()), ["aten::softmax"], example_inputs=(torch.rand(4, 4),) * 2)
+    assert_expected_inline(
+        split.source,
+        """\
+def stitched(x, weight):
+    matmul, = r0(x, weight)
+    softmax, = r1(matmul)
+    del matmul
+    add, matmul_1 = r2(softmax, x, weight)
+    del x, weight, softmax
+    softmax_1, = r3(matmul_1)
+    del matmul_1
+    return {'first': add, 'second': softmax_1}
+""",
+    )
+
+
+def test_bert_with_two_layers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
+    )
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    ids = torch.arange(14).view(2, 7)
+    split = split_of(
+        lambda input_ids, attention_mask: model(input_ids, attention_mask=attention_mask).last_hidden_state,
+        ids,
+        torch.ones_like(ids),
+        ops=["torch.nn.functional.scaled_dot_product_attention"],
+    )
+    lines = split.dump().splitlines()
+    regions = [line for line in lines if line.startswith(("r", "  reason", "  ->")) and "): " not in line]
+    assert_expected_inline(
+        "\n".join(regions),
+        """\
+r0 captured(v0, v1, v4, v5, v3, v6, v7, v8, v9, v10, v2, v11, v12, v13, v14, v15, v16):
+  -> v53, v71, v74, v77, v80
+r1 eager(v0, v1, v74, v77, v80, v71):
+  reason: splitting op: torch.nn.functional.scaled_dot_product_attention
+  -> v81
+r2 captured(v0, v1, v81, v17, v18, v53, v19, v20, v21, v22, v23, v24, v25, v26, v27, v28, v29, v30, v31, v32):
+  -> v95, v98, v101, v104
+r3 eager(v0, v1, v98, v101, v104, v71):
+  reason: splitting op: torch.nn.functional.scaled_dot_product_attention
+  -> v105
+r4 captured(v0, v1, v105, v33, v34, v95, v35, v36, v37, v38, v39, v40, v41, v42):
+  -> v119
+return (v119,)""",
+    )
+
+
+class Mixed(nn.Module):
+    """Autocast around one block with a splitting op and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.first(x).relu()
+        x = x.float().softmax(-1)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.second(x).softmax(-1) + 1
+        return x * 2
+
+
+def test_model_with_autocast() -> None:
+    assert_expected_inline(
+        split_of(Mixed(), torch.rand(3, 4), ops=["aten::softmax"]).dump(),
+        """\
+inputs:
+  v0: f32[4, 4] static
+  v1: f32[4] static
+  v2: Sym(s0)
+  v3: f32[s0, 4]
+  v4: f32[4, 4] static
+  v5: f32[4] static
+r0 captured(v2, v3, v0, v1):
+  torch.amp.autocast_mode._enter_autocast('cpu', bfloat16, True, None)
+  v7: bf16[s0, 4] = torch.nn.functional.linear(v3, v0, v1)
+  v8: bf16[s0, 4] = Tensor.relu(v7)
+  torch.amp.autocast_mode._exit_autocast(v6)
+  v10: f32[s0, 4] = Tensor.float(v8)
+  -> v10
+r1 eager(v2, v10, v4, v5):
+  reason: splitting op: Tensor.softmax; mode pair: Tensor.softmax inside torch.amp.autocast_mode._enter_autocast ... torch.amp.autocast_mode._exit_autocast
+  v11: f32[s0, 4] = Tensor.softmax(v10, -1)
+  torch.amp.autocast_mode._enter_autocast('cpu', bfloat16, True, None)
+  v13: bf16[s0, 4] = torch.nn.functional.linear(v11, v4, v5)
+  v14: bf16[s0, 4] = Tensor.softmax(v13, -1)
+  v15: bf16[s0, 4] = operator.add(v14, 1)
+  torch.amp.autocast_mode._exit_autocast(v12)
+  -> v15
+r2 captured(v2, v15):
+  v17: bf16[s0, 4] = operator.mul(v15, 2)
+  -> v17
+return (v17,)
+""",
+    )

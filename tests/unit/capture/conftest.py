@@ -1,0 +1,91 @@
+"""A wrapper on the CPU tape, its captures and its replays, with the runs of its Python counted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from graphpass.capture import CapturePolicy, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.context import set_forward_context
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+
+class Counted:
+    """A region that counts how often its Python runs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+class Rig:
+    """One runtime, the wrappers made in it, and calls of them under a context."""
+
+    def __init__(self, runtime: GraphRuntime) -> None:
+        self.runtime = runtime
+
+    def wrap(
+        self,
+        function: Callable[..., Any],
+        mode: str = "FULL",
+        *,
+        name: str = "region",
+        outputs: str = "clone",
+        on_moved_input: str = "copy",
+        lazy: bool = False,
+        **roles: Any,
+    ) -> CUDAGraphWrapper:
+        policy = CapturePolicy(outputs=outputs, on_moved_input=on_moved_input, lazy_capture=lazy)  # type: ignore[arg-type]
+        return CUDAGraphWrapper(Counted(function), mode, runtime=self.runtime, name=name, policy=policy, **roles)
+
+    def call(
+        self,
+        wrapper: Callable[..., Any],
+        *args: Any,
+        at_mode: str = "FULL",
+        at_key: int = 8,
+        at_context: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One forward."""
+        mode = CUDAGraphMode.parse(at_mode)
+        with set_forward_context(runtime_mode=mode, batch_descriptor=BatchDescriptor(at_key), **(at_context or {})):
+            return wrapper(*args, **kwargs)
+
+    def capture(self, wrapper: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One forward that may capture."""
+        with self.runtime.capturing():
+            return self.call(wrapper, *args, **kwargs)
+
+    def counts(self, wrapper: CUDAGraphWrapper, key: int = 8) -> Counts:
+        return self.runtime.counts()[wrapper.name, wrapper.mode, BatchDescriptor(key)]
+
+    def notes(self) -> str:
+        return "\n".join(
+            " ".join(row) for table in self.runtime.report().tables if table.title == "Notes" for row in table.rows
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """What is alive before the first test is no garbage: each capture's collections then have little to look at."""
+    import torch._dynamo  # noqa: F401  (the tape asks it whether a callable is compiled)
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with GraphRuntime() as runtime:
+        yield Rig(runtime)

@@ -1,0 +1,291 @@
+"""Outputs: independent clones, views that go stale, and aliases that stay aliases."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.capture import Counts
+from graphpass.capture.tape import TapeDevice
+from graphpass.context import set_forward_context
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+X = torch.arange(8.0)
+
+
+def test_clones_are_independent(rig: Any) -> None:
+    wrapper = rig.wrap(lambda x: x + 1)
+    results = [rig.capture(wrapper, X)]
+    results += [rig.call(wrapper, X + step) for step in range(1, 5)]
+    for step, result in enumerate(results):
+        assert torch.equal(result, X + step + 1)
+    results[0].fill_(-1)
+    assert torch.equal(rig.call(wrapper, X), X + 1)
+
+
+def test_a_view_is_valid_until_the_next_replay_of_its_key(rig: Any) -> None:
+    wrapper = rig.wrap(lambda x: x + 1, outputs="view")
+    first = rig.capture(wrapper, X)
+    assert torch.equal(first, X + 1)
+    second = rig.call(wrapper, X * 2)
+    assert torch.equal(second, X * 2 + 1)
+    assert first.data_ptr() == second.data_ptr()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sentinel"),
+    [
+        (torch.float32, float("nan")),
+        (torch.bfloat16, float("nan")),
+        (torch.int64, torch.iinfo(torch.int64).min),
+        (torch.uint8, 255),
+        (torch.bool, True),
+        (torch.complex64, complex("nan")),
+    ],
+)
+def test_a_view_is_stale_after_a_replay_of_another_key(rig: Any, dtype: torch.dtype, sentinel: Any) -> None:
+    wrapper = rig.wrap(lambda x: ((x * 1).to(dtype), x + 1), outputs="view")
+    view, _ = rig.capture(wrapper, X, at_key=8)
+    rig.capture(wrapper, X[:4], at_key=4)
+    view, plain = rig.call(wrapper, X * 0, at_key=8)
+    assert torch.equal(view, torch.zeros(8, dtype=dtype))
+    assert torch.equal(plain, torch.ones(8))
+    rig.call(wrapper, X[:4] * 2, at_key=4)
+    if view.is_floating_point() or view.is_complex():
+        assert view.isnan().all()
+    else:
+        assert (view == sentinel).all()
+    assert plain.isnan().all()
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_a_replay_of_another_wrapper_of_the_runtime(rig: Any, outputs: str) -> None:
+    first = rig.wrap(lambda x: x + 1, name="first", outputs=outputs)
+    second = rig.wrap(lambda x: x * 2, name="second", outputs=outputs)
+    rig.capture(first, X)
+    rig.capture(second, X)
+    one = rig.call(first, X)
+    two = rig.call(second, X)
+    assert torch.equal(two, X * 2)
+    assert torch.equal(one, X + 1) if outputs == "clone" else one.isnan().all()
+
+
+def test_within_one_forward_views_stay_valid(rig: Any) -> None:
+    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
+    second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view")
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        one = first(x)
+        two = second(one)
+        return one.clone(), two.clone()
+
+    for step in range(3):
+        one, two = (rig.capture if step == 0 else rig.call)(forward, X + step, at_mode="PIECEWISE")
+        assert torch.equal(one, X + step + 1)
+        assert torch.equal(two, (X + step + 1) * 2)
+    assert rig.counts(second).copied == 0  # it reads the first one's output where it lies
+
+
+def test_fresh_results_of_eager_code_between_regions_are_staged(rig: Any) -> None:
+    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
+    second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view")
+    kept: list[torch.Tensor] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        kept.append(first(x) - 3)  # a fresh tensor each time, at a new address
+        return second(kept[-1])
+
+    for step in range(4):
+        got = (rig.capture if step == 0 else rig.call)(forward, X + step, at_mode="PIECEWISE")
+        assert torch.equal(got, (X + step - 2) * 2)
+    assert len({tensor.data_ptr() for tensor in kept}) == 4
+    assert rig.counts(second) == Counts(1, 1, 4, 4, 1)
+
+
+def test_the_recorded_result_is_stale_until_its_first_replay(rig: Any) -> None:
+    """What a recording leaves in its outputs is not the answer: on a GPU nothing ran."""
+    wrapper = rig.wrap(lambda x: x + 1, outputs="view")
+    stale: list[list[torch.Tensor]] = []
+
+    class Watched(TapeDevice):
+        def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
+            super().make_stale(outputs)
+            stale.append([output.clone() for output in outputs])
+
+    rig.runtime._device = Watched()
+    assert torch.equal(rig.capture(wrapper, X), X + 1)
+    (recorded,) = stale[0]
+    assert recorded.isnan().all()
+
+
+# -- aliases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+@pytest.mark.parametrize("static", [False, True], ids=["staged", "static"])
+def test_outputs_that_alias_an_input_are_views_of_the_callers_tensor(rig: Any, outputs: str, static: bool) -> None:
+    def region(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x.mul_(2)
+        return {"same": x, "row": x[1], "turned": x.t(), "bits": x[0].view(torch.int32), "fresh": x + 1}
+
+    wrapper = rig.wrap(region, outputs=outputs, static_inputs=[0] if static else [], mutated_inputs=[0])
+    x = torch.arange(12.0).reshape(3, 4)
+    eager_x = x.clone()
+    rig.capture(wrapper, x)
+    region(eager_x)
+    if not static:
+        x, eager_x = x.clone(), eager_x.clone()  # the aliases are those of this call's tensor
+    got, want = rig.call(wrapper, x), region(eager_x)
+    assert got["same"] is x
+    for name, value in want.items():
+        assert torch.equal(got[name], value)
+        assert got[name].stride() == value.stride()
+        assert (got[name].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) is (name != "fresh")
+    x.fill_(9)
+    assert torch.equal(got["row"], torch.full((4,), 9.0))
+    assert torch.equal(got["turned"], torch.full((4, 3), 9.0))
+
+
+def test_an_output_may_be_a_view_of_the_second_of_two_inputs_that_share_memory(rig: Any) -> None:
+    wrapper = rig.wrap(lambda head, tail: (tail[1:], head))
+    base = torch.arange(8.0)
+    rig.capture(wrapper, base[:4], base[2:])
+    other = torch.arange(20.0)
+    tail, head = rig.call(wrapper, other[10:14], other[12:18])
+    assert torch.equal(tail, other[13:18])
+    assert tail.data_ptr() == other[13:].data_ptr()
+    assert torch.equal(head, other[10:14])
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_outputs_that_share_storage_share_it_afterwards(rig: Any, outputs: str) -> None:
+    def region(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.cat([x, x + 1]).reshape(4, 4)
+        return y[1], y.t(), y, y[1:, ::2], y, x * 3
+
+    wrapper = rig.wrap(region, outputs=outputs)
+    rig.capture(wrapper, X)
+    row, turned, whole, corner, again, apart = rig.call(wrapper, X * 2)
+    for got, want in zip((row, turned, whole, corner, again, apart), region(X * 2), strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+    assert again is whole
+    storages = {t.untyped_storage().data_ptr() for t in (row, turned, whole, corner)}
+    assert len(storages) == 1
+    assert apart.untyped_storage().data_ptr() not in storages
+    whole.zero_()
+    assert torch.equal(corner, torch.zeros(3, 2))
+
+
+def test_outputs_without_tensors_come_back(rig: Any) -> None:
+    wrapper = rig.wrap(lambda x: (x + 1, None, 3, "name", {"empty": [], "flag": True}))
+    rig.capture(wrapper, X)
+    got = rig.call(wrapper, X * 2)
+    assert torch.equal(got[0], X * 2 + 1)
+    assert got[1:] == (None, 3, "name", {"empty": [], "flag": True})
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_memory_that_the_region_reaches_by_itself_is_never_overwritten(rig: Any, outputs: str) -> None:
+    table = torch.arange(8.0)
+    wrapper = rig.wrap(lambda x: (x + table, table, table[2:4]), outputs=outputs)
+    rig.capture(wrapper, X, at_key=8)
+    rig.capture(wrapper, X[:8] * 2, at_key=16)
+    for key in (8, 16, 8):
+        total, same, part = rig.call(wrapper, X, at_key=key)
+        assert torch.equal(total, X * 2)
+        assert same is table
+        assert part.data_ptr() == table[2:].data_ptr()
+    assert torch.equal(table, torch.arange(8.0))
+
+
+# -- outputs fed back --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_context", [False, True])
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_an_output_can_be_the_next_input(rig: Any, outputs: str, one_context: bool) -> None:
+    wrapper = rig.wrap(lambda x: x * 2 + 1, outputs=outputs)
+    rig.capture(wrapper, X)
+    x = want = X
+    if one_context:
+        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(8)):
+            for _ in range(6):
+                x, want = wrapper(x), want * 2 + 1
+    else:
+        for _ in range(6):
+            x, want = rig.call(wrapper, x), want * 2 + 1
+    assert torch.equal(x, want)
+    assert rig.counts(wrapper) == Counts(1, 1, 7, 7, 1)
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_an_output_can_be_another_keys_input(rig: Any, outputs: str) -> None:
+    wrapper = rig.wrap(lambda x: x * 2 + 1, outputs=outputs)
+    rig.capture(wrapper, X, at_key=8)
+    x = rig.capture(wrapper, X, at_key=16)  # from the pool, into a capture and replays of another key
+    want = X * 2 + 1
+    for key in (8, 16, 16, 8, 8):
+        x, want = rig.call(wrapper, x, at_key=key), want * 2 + 1
+        assert torch.equal(x, want)
+
+
+def test_an_output_fed_into_a_capture(rig: Any) -> None:
+    wrapper = rig.wrap(lambda x: x * 2 + 1, outputs="view")
+    x = rig.capture(wrapper, X, at_key=8)
+    assert torch.equal(rig.capture(wrapper, x, at_key=16), (X * 2 + 1) * 2 + 1)
+
+
+# -- ownership of pool memory ------------------------------------------------------------------------------------------
+
+
+class OwningDevice(TapeDevice):
+    """A tape whose pool gives memory back as a GPU's does: only a recording's own results keep theirs reserved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: list[list[weakref.ref[torch.Tensor]]] = []
+        self.reserved_at_record: list[list[bool]] = []
+
+    def record(self, body: Any, generators: Any) -> Any:
+        self.reserved_at_record.append([owner() is not None for owners in self.owners for owner in owners])
+        graph, recorded = super().record(body, generators)
+        outputs = [output.detach() for output in recorded]
+        self.owners.append([weakref.ref(output) for output in outputs])
+        return graph, outputs
+
+    def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+
+def test_a_regions_output_keeps_its_memory_while_a_later_region_is_captured(rig: Any) -> None:
+    """Else the pool would give the second recording the memory that it is about to read."""
+    device = rig.runtime._device = OwningDevice()
+    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
+    second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return second(first(x))
+
+    for key in (8, 16):
+        result = rig.capture(forward, X, at_mode="PIECEWISE", at_key=key)
+        assert torch.equal(result, (X + 1) * 2)
+        del result
+    assert device.reserved_at_record == [[], [True], [False, False], [False, False, True]]
+    assert torch.equal(rig.call(forward, X * 3, at_mode="PIECEWISE"), (X * 3 + 1) * 2)
+
+
+def test_graphs_do_not_keep_their_outputs_memory(rig: Any) -> None:
+    device = rig.runtime._device = OwningDevice()
+    for outputs in ("clone", "view"):
+        wrapper = rig.wrap(lambda x: x + 1, name=outputs, outputs=outputs)
+        rig.capture(wrapper, X)
+        result = rig.call(wrapper, X * 2)
+        assert torch.equal(result, X * 2 + 1)
+        assert device.owners[-1][0]() is None

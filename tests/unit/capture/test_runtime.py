@@ -1,0 +1,371 @@
+"""The runtime: one forward at a time, capture scopes, closing, counts and reports."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.capture import CallableRecord, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.context import set_forward_context
+from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+X = torch.arange(8.0)
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+# -- the pool rule -----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_thread_waits_for_its_turn(rig: Any) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert go_on.wait(10)
+        order.append("slow")
+        return x + 1
+
+    slow_wrapper, quick = rig.wrap(slow, name="slow"), rig.wrap(lambda x: x * 2, name="quick")
+    rig.capture(quick, X)
+
+    def second() -> torch.Tensor:
+        assert inside.wait(10)
+        got = rig.call(quick, X * 3)
+        order.append("quick")
+        return got
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(rig.capture, slow_wrapper, X)
+        later = threads.submit(second)
+        assert inside.wait(10)
+        assert not later.done()
+        go_on.set()
+        assert torch.equal(first.result(10), X + 1)
+        assert torch.equal(later.result(10), X * 6)
+    assert order == ["slow", "slow", "quick"]
+
+
+def test_two_threads_get_their_own_results(rig: Any) -> None:
+    wrappers = [rig.wrap(lambda x: (x + 1) * 2, name="a"), rig.wrap(lambda x: x * x - 3, name="b")]
+    for wrapper in wrappers:
+        rig.capture(wrapper, X)
+
+    def run(offset: int) -> int:
+        for step in range(200):
+            x = X * step + offset
+            assert torch.equal(rig.call(wrappers[0], x), (x + 1) * 2)
+            assert torch.equal(rig.call(wrappers[1], x), x * x - 3)
+        return offset
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4))) == [0, 1, 2, 3]
+    for wrapper in wrappers:
+        assert rig.counts(wrapper) == Counts(1, 1, 801, 801, 1)
+        assert wrapper.unwrap().calls == 2
+
+
+def test_a_forward_inside_a_forward_is_refused(rig: Any) -> None:
+    inner = rig.wrap(plus_one, name="inner")
+    rig.capture(inner, X, at_key=4)
+    outer = rig.wrap(lambda x: rig.call(inner, x, at_key=4), name="outer")
+    with pytest.raises(PoolBusyError, match=r"inner started a forward inside another forward.*GraphRuntime of its own"):
+        rig.capture(outer, X)
+    assert outer.captured() == []
+    assert torch.equal(rig.call(inner, X, at_key=4), X + 1)  # the pool is free again
+    with GraphRuntime() as own:
+        apart = CUDAGraphWrapper(plus_one, "FULL", runtime=own, name="apart")
+        alone = rig.wrap(lambda x: rig.call(apart, x, at_mode="NONE") * 2, name="alone")
+        assert torch.equal(rig.capture(alone, X), (X + 1) * 2)
+
+
+def test_one_context_takes_the_pool_as_often_as_it_likes(rig: Any) -> None:
+    inner, outer = rig.wrap(plus_one, name="inner"), rig.wrap(lambda x: x * 2, name="outer")
+    key = BatchDescriptor(8)
+    with rig.runtime.capturing(), set_forward_context(runtime_mode=FULL, batch_descriptor=key) as context:
+        rig.runtime.enter_forward(context, [X], "whole")
+        assert torch.equal(outer(inner(X)), (X + 1) * 2)
+        rig.runtime.exit_forward(rig.runtime.device_for([X]))
+    assert torch.equal(rig.call(outer, X), X * 2)
+
+
+def test_ten_thousand_mixed_dispatches(rig: Any) -> None:
+    """Every result right, nothing captured twice, no graph that is never selected."""
+    sizes, modes = (1, 2, 4, 8), ("FULL", "PIECEWISE", "NONE")
+    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
+    second = rig.wrap(lambda x: x * 3, "PIECEWISE", name="second", outputs="view")
+    whole = rig.wrap(lambda x: second(first(x)) - 2, "FULL", name="whole")
+    with rig.runtime.capturing():
+        for mode in ("PIECEWISE", "FULL"):
+            for size in reversed(sizes):
+                rig.call(whole, torch.ones(size), at_mode=mode, at_key=size)
+    chance = random.Random(0)
+    dispatched: Counter[tuple[str, int]] = Counter()
+    for step in range(10_000):
+        mode, size = chance.choice(modes), chance.choice(sizes)
+        dispatched[mode, size] += 1
+        got = rig.call(whole, torch.full((size,), float(step)), at_mode=mode, at_key=size)
+        assert got.tolist() == [(step + 1) * 3.0 - 2] * size
+    for size in sizes:
+        piecewise, full = dispatched["PIECEWISE", size] + 1, dispatched["FULL", size] + 1
+        assert rig.counts(first, size) == Counts(1, 1, piecewise, piecewise, 1)
+        assert rig.counts(second, size) == Counts(1, 1, piecewise, 0, 1)
+        assert rig.counts(whole, size) == Counts(1, 1, full, full, 1)
+    eager = sum(dispatched["NONE", size] for size in sizes)
+    piecewise = sum(dispatched["PIECEWISE", size] for size in sizes)
+    assert whole.unwrap().calls == eager + piecewise + 4 * 3  # each replayed PIECEWISE step runs the code in between
+    assert first.unwrap().calls == second.unwrap().calls == eager + 4 * 2 + 4 * 2
+    assert rig.runtime.stats().captured == 12
+
+
+# -- capture scopes ----------------------------------------------------------------------------------------------------
+
+
+def test_one_scope_at_a_time(rig: Any) -> None:
+    with rig.runtime.capturing():
+        with pytest.raises(CaptureError, match="capturing already"), rig.runtime.capturing():
+            pass
+        with ThreadPoolExecutor(1) as threads, pytest.raises(CaptureError, match="this or another thread"):
+            threads.submit(rig.capture, rig.wrap(plus_one), X).result(10)
+        assert torch.equal(rig.call(rig.wrap(plus_one), X), X + 1)  # the first one is still open
+    with rig.runtime.capturing() as scope:
+        assert rig.runtime.scope() is scope
+        assert rig.runtime.capture_is_open()
+    assert rig.runtime.scope() is None
+    assert not rig.runtime.capture_is_open()
+
+
+def test_a_scope_belongs_to_the_thread_that_opened_it(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one)
+    with rig.runtime.capturing(), ThreadPoolExecutor(1) as threads:
+        with pytest.raises(CaptureError, match="capture is closed"):
+            threads.submit(rig.call, wrapper, X).result(10)
+        assert wrapper.captured() == []
+        assert torch.equal(rig.call(wrapper, X), X + 1)
+        assert torch.equal(threads.submit(rig.call, wrapper, X * 2).result(10), X * 2 + 1)
+
+
+def test_a_scope_closes_when_its_body_raises(rig: Any) -> None:
+    with pytest.raises(KeyboardInterrupt), rig.runtime.capturing():
+        raise KeyboardInterrupt
+    with pytest.raises(CaptureError, match="capture is closed"):
+        rig.call(rig.wrap(plus_one), X)
+    with rig.runtime.capturing():
+        pass
+
+
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_the_collector_is_frozen_in_a_scope_and_as_it_was_after(rig: Any, frozen_before: bool) -> None:
+    gc.unfreeze()
+    if frozen_before:
+        gc.freeze()
+    seen: list[bool] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return x + 1
+
+    wrapper = rig.wrap(region)
+    with rig.runtime.capturing():
+        assert gc.get_freeze_count() > 0
+        rig.call(wrapper, X)
+        assert gc.isenabled()
+    assert seen == [False, False]
+    assert (gc.get_freeze_count() > 0) is frozen_before
+    gc.freeze()
+
+
+# -- lifetimes ---------------------------------------------------------------------------------------------------------
+
+
+def test_close_and_capture_again(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one)
+    result = rig.capture(wrapper, X)
+    generation = rig.runtime.generation
+    rig.runtime.close()
+    assert wrapper.captured() == []
+    assert rig.runtime.buffer_bytes() == 0
+    assert rig.runtime.generation > generation
+    assert torch.equal(result, X + 1)
+    with pytest.raises(CaptureError, match="captured at FULL: nothing"):
+        rig.call(wrapper, X)
+    assert torch.equal(wrapper(X), X + 1)
+    assert torch.equal(rig.capture(wrapper, X * 2), X * 2 + 1)
+    assert torch.equal(rig.call(wrapper, X), X + 1)
+    assert rig.counts(wrapper) == Counts(warmed=2, captured=2, replayed=3, copied=3, static_sets=1)
+
+
+def test_a_runtime_is_a_context_manager() -> None:
+    with GraphRuntime() as runtime:
+        wrapper = CUDAGraphWrapper(plus_one, "FULL", runtime=runtime, name="region")
+        with runtime.capturing(), set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(8)):
+            wrapper(X)
+        assert wrapper.captured() == [BatchDescriptor(8)]
+    assert wrapper.captured() == []
+
+
+def test_close_before_any_capture_and_twice() -> None:
+    runtime = GraphRuntime()
+    runtime.close()
+    runtime.close()
+    assert runtime.stats().captured == 0
+
+
+def test_closing_drops_the_graphs_memory(rig: Any) -> None:
+    static = torch.ones(8)
+    gone = weakref.ref(static.untyped_storage())
+    wrapper = rig.wrap(lambda x, w: x + w, static_inputs=[1])
+    rig.capture(wrapper, X, static)
+    del static
+    gc.collect()
+    assert gone() is not None or wrapper.captured() != []
+    rig.runtime.close()
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_runtime_does_not_keep_wrappers_alive(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one)
+    rig.capture(wrapper, X)
+    assert rig.runtime.stats().captured == 1
+    gone = weakref.ref(wrapper)
+    del wrapper
+    gc.collect()
+    assert gone() is None
+    assert rig.runtime.counts() == {}
+    assert rig.runtime.stats().buffer_bytes == 0
+    rig.runtime.close()
+
+
+def test_a_parameter_that_outlives_its_wrapper(rig: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    wrapper = rig.wrap(lambda x, w: x * w)
+    with torch.no_grad():
+        rig.capture(wrapper, X, weight)
+    del wrapper
+    gc.collect()
+    del weight
+    gc.collect()
+    assert rig.runtime.counts() == {}
+
+
+def test_a_parameter_that_dies_after_close(rig: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(8))
+    wrapper = rig.wrap(lambda x, w: x * w)
+    with torch.no_grad():
+        rig.capture(wrapper, X, weight)
+        rig.runtime.close()
+        other = torch.nn.Parameter(torch.full((8,), 2.0))
+        rig.capture(wrapper, X, other)
+        del weight
+        gc.collect()
+        assert torch.equal(rig.call(wrapper, X, other), X * 2)
+    assert "a parameter died" not in rig.notes()
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_chooses_the_device(rig: Any) -> None:
+    with pytest.raises(DeviceError, match="cannot be captured on this device.*meta"):
+        rig.capture(rig.wrap(plus_one), torch.ones(3, device="meta"))
+    assert torch.equal(rig.capture(rig.wrap(plus_one), X), X + 1)
+
+
+def test_a_device_can_be_asked_for() -> None:
+    with GraphRuntime(device="cpu") as runtime:
+        assert runtime.device_for([]).device == torch.device("cpu")
+    with pytest.raises(DeviceError, match="meta"):
+        GraphRuntime(device="meta")
+
+
+# -- what it tells -----------------------------------------------------------------------------------------------------
+
+
+def test_counts_by_region_mode_and_key(rig: Any) -> None:
+    whole, region = rig.wrap(plus_one, "FULL", name="g0.full"), rig.wrap(plus_one, "PIECEWISE", name="g0.r3")
+    rig.capture(whole, X)
+    rig.capture(region, X[:4] * 1, at_mode="PIECEWISE", at_key=4)
+    rig.call(region, X[:4] * 1, at_mode="PIECEWISE", at_key=4)
+    assert rig.runtime.counts() == {
+        ("g0.full", FULL, BatchDescriptor(8)): Counts(1, 1, 1, 1, 1),
+        ("g0.r3", PIECEWISE, BatchDescriptor(4)): Counts(1, 1, 2, 2, 1),
+    }
+
+
+def test_stats_are_totals(rig: Any) -> None:
+    runtime = rig.runtime
+    assert runtime.next_callable_name() == "g0"
+    runtime.register(CallableRecord("g0", (("r0", "captured", None, 3), ("r1", "eager", "splitting op", 1)), 2))
+    assert runtime.next_callable_name() == "g1"
+    wrapper = rig.wrap(lambda x, y: x + y, name="g0.full")
+    rig.capture(wrapper, X, X * 2)
+    rig.call(wrapper, X, X * 2)
+    stats = runtime.stats()
+    assert (stats.callables, stats.artifacts, stats.captured, stats.replayed, stats.copied) == (1, 2, 1, 2, 4)
+    assert (stats.pool_bytes, stats.buffer_bytes) == (0, 512)
+    assert runtime.compiled() == 2
+    assert [record.name for record in runtime.callables()] == ["g0"]
+
+
+def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
+    runtime = rig.runtime
+    runtime.register(
+        CallableRecord("g0", (("r0", "captured", None, 3), ("r1", "eager", "host read", 1)), 1, "graph break: print")
+    )
+    wrapper = rig.wrap(plus_one, name="g0.full")
+    rig.capture(wrapper, X)
+    runtime.note("a reason")
+    runtime.note("a reason")
+    runtime.saw_size(24)
+    text = str(runtime.report())
+    for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "g0.full", "8 tokens", "a reason", "24"):
+        assert expected in text
+    assert rig.notes() == "2 a reason"
+
+
+def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="graphpass")
+    for _ in range(3):
+        rig.runtime.note("set 2 captured")
+    assert [record.getMessage() for record in caplog.records] == ["set 2 captured"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "limit", "suggested"),
+    [
+        ({}, 16, []),
+        ({7: 3}, 16, [7]),
+        ({1: 10, 2: 9, 4: 8, 100: 1}, 2, [1, 100]),
+        ({1: 10, 2: 9, 100: 5}, 3, [1, 2, 100]),
+        ({1: 10, 2: 9, 100: 5}, 1, [100]),
+        ({100: 10, 2: 9, 1: 5}, 2, [2, 100]),
+    ],
+)
+def test_suggested_sizes(rig: Any, seen: dict[int, int], limit: int, suggested: list[int]) -> None:
+    for size, times in seen.items():
+        for _ in range(times):
+            rig.runtime.saw_size(size)
+    assert rig.runtime.suggested_sizes(limit) == suggested
+
+
+def test_finding_the_runtime_of_something_else() -> None:
+    from graphpass.capture.lookup import runtime_of
+
+    for other in (plus_one, torch.nn.ReLU(), 3):
+        with pytest.raises(OptionError, match="no graphpass runtime"):
+            runtime_of(other)

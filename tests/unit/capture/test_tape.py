@@ -1,0 +1,255 @@
+"""The CPU tape: what is recorded, what is frozen, and what it refuses because a GPU would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.capture import Counts, CUDAGraphWrapper
+from graphpass.errors import CaptureError
+
+X = torch.arange(8.0)
+
+
+class Scale:
+    """Python state that ops read; ``calls`` counts the runs of their Python."""
+
+    value = 2.0
+    calls = 0
+
+
+@pytest.fixture(scope="module")
+def python_ops() -> Iterator[torch.library.Library]:
+    """Ops with Python implementations: a functional one, one that mutates, one for the CPU key alone."""
+    library = torch.library.Library("graphpass_tape_test", "FRAGMENT")
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        Scale.calls += 1
+        return x * Scale.value
+
+    def scale_into(x: torch.Tensor, y: torch.Tensor) -> None:
+        Scale.calls += 1
+        y.copy_(x).mul_(Scale.value)
+
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", scaled, "CompositeExplicitAutograd")
+    library.define("scaled_cpu(Tensor x) -> Tensor")
+    library.impl("scaled_cpu", scaled, "CPU")
+    library.define("scale_into(Tensor x, Tensor(a!) y) -> ()")
+    library.impl("scale_into", scale_into, "CompositeExplicitAutograd")
+    torch.library.custom_op("graphpass_tape_test::scaled_by_decorator", scaled, mutates_args=())
+    yield library
+    library._destroy()
+
+
+@pytest.fixture(autouse=True)
+def fresh_scale() -> None:
+    Scale.value, Scale.calls = 2.0, 0
+
+
+@pytest.mark.parametrize("name", ["scaled", "scaled_cpu", "scaled_by_decorator"])
+def test_a_python_op_is_recorded_through_its_implementation(rig: Any, python_ops: Any, name: str) -> None:
+    op = getattr(torch.ops.graphpass_tape_test, name)
+    wrapper = rig.wrap(lambda x: op(x + 1) - 1)
+    assert torch.equal(rig.capture(wrapper, X), (X + 1) * 2 - 1)
+    assert Scale.calls == 2
+    Scale.value = 100.0  # frozen at recording, as in a CUDA graph
+    assert torch.equal(rig.call(wrapper, X * 3), (X * 3 + 1) * 2 - 1)
+    assert Scale.calls == 2
+    assert torch.equal(wrapper(X), (X + 1) * 100 - 1)
+
+
+def test_a_python_op_that_mutates(rig: Any, python_ops: Any) -> None:
+    def region(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch.ops.graphpass_tape_test.scale_into(x, y)
+        return y + 1
+
+    wrapper = rig.wrap(region, mutated_inputs=[1])
+    y = torch.zeros(8)
+    rig.capture(wrapper, X, y)
+    Scale.value = 100.0
+    assert torch.equal(rig.call(wrapper, X * 3, y), X * 6 + 1)
+    assert torch.equal(y, X * 6)
+    assert Scale.calls == 2
+
+
+def test_a_python_op_that_reads_the_host_is_refused(rig: Any) -> None:
+    with torch.library._scoped_library("graphpass_tape_host", "FRAGMENT") as library:
+        library.define("reads(Tensor x) -> Tensor")
+        library.impl("reads", lambda x: x * x.sum().item(), "CompositeExplicitAutograd")
+        wrapper = rig.wrap(torch.ops.graphpass_tape_host.reads)
+        with pytest.raises(CaptureError, match="op aten::item cannot be captured"):
+            rig.capture(wrapper, X)
+
+
+def test_a_compiled_op_is_a_leaf(rig: Any) -> None:
+    def region(q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q) + torch.linalg.qr(q).R
+
+    wrapper = rig.wrap(region)
+    q = torch.randn(2, 4, 4)
+    rig.capture(wrapper, q)
+    for _ in range(3):
+        q = torch.randn(2, 4, 4)
+        torch.testing.assert_close(rig.call(wrapper, q), region(q))
+    assert wrapper.unwrap().calls == 2
+
+
+# -- opaque artifacts --------------------------------------------------------------------------------------------------
+
+
+class Artifact:
+    """Compiled code: the tape must take a call of it as one op."""
+
+    opaque = True
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def test_an_opaque_callable_is_one_step(rig: Any) -> None:
+    artifact = Artifact(lambda x, *, scale: [x * scale, (x + 1, None)])
+    inner = CUDAGraphWrapper(artifact, "PIECEWISE", runtime=rig.runtime, name="inner")  # as a region announces itself
+    whole = rig.wrap(lambda x, s: inner(x * 2, scale=s))
+    rig.capture(whole, X, torch.full((8,), 3.0))
+    calls = artifact.calls
+    got = rig.call(whole, X * 5, torch.full((8,), 4.0))
+    assert torch.equal(got[0], X * 40)
+    assert torch.equal(got[1][0], X * 10 + 1)
+    assert got[1][1] is None
+    assert artifact.calls == calls + 1  # its Python is its launcher: the one opaque call
+    assert whole.unwrap().calls == 2
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_an_opaque_callable_keeps_aliases(rig: Any, outputs: str) -> None:
+    def function(x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        state.add_(x)
+        y = x * 2
+        return y, y[1:], state, state[2:], y.expand(3, 8)
+
+    wrapper = rig.wrap(function, outputs=outputs, mutated_inputs=[1])
+    wrapper.unwrap().opaque = True
+    state, eager_state = torch.zeros(8), torch.zeros(8)
+    for step in range(3):
+        got = (rig.capture if step == 0 else rig.call)(wrapper, X + step, state)
+        for ours, theirs in zip(got, function(X + step, eager_state), strict=True):
+            assert torch.equal(ours, theirs)
+        assert got[2] is state
+        assert got[3].data_ptr() == state[2:].data_ptr()
+        assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
+    assert rig.counts(wrapper) == Counts(1, 1, 3, 6, 1)
+
+
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_a_compiled_callable_is_refused(rig: Any, form: str) -> None:
+    target = (lambda x: x + 1) if form == "function" else torch.nn.ReLU()
+    compiled = torch.compile(target, backend="eager")
+    wrapper = CUDAGraphWrapper(compiled, "FULL", runtime=rig.runtime, name="compiled")
+    with pytest.raises(CaptureError, match=r"(?s)compiled callable cannot be captured on the CPU tape.*cgpass"):
+        rig.capture(wrapper, X)
+    assert torch.equal(rig.call(wrapper, X, at_mode="NONE"), target(X))
+
+
+# -- views and in-place ops --------------------------------------------------------------------------------------------
+
+
+def in_place_views(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.unsqueeze_(0)
+    z = y.expand(3, 8).clone()
+    z.t_()
+    z.add_(1)
+    z.transpose_(0, 1)
+    z[1] = x
+    return z.squeeze_(0) - y.squeeze_(0)
+
+
+def views_of_results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x.reshape(2, 4) * 2
+    row = y[0]
+    row.add_(1)  # through a view, so through the fixed address
+    a, b = (y + 1).chunk(2)
+    b.zero_()
+    return y, row, a, b, torch.cat([a, b]).view(-1)[2:6]
+
+
+def allocations(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = torch.empty_like(x)
+    torch.mul(x, 3, out=out)
+    table = x.new_zeros(2, 8)
+    table[1].copy_(out)
+    filled = torch.full((8,), 7.0)
+    filled += x
+    return out, table, filled, torch.arange(8), x.new_empty(0)
+
+
+def lists_of_tensors(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    pair = [x * 1, x + 1]
+    torch._foreach_add_(pair, 5.0)
+    doubled = torch._foreach_mul(pair, 2.0)
+    values, order = torch.topk(x, 3)
+    return *pair, *doubled, values, order
+
+
+def expanded_results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    row = (x + 1).expand(4, 8)
+    return row, row + 1, torch.broadcast_to(x[:1] * 2, (3,))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "region",
+    [in_place_views, views_of_results, allocations, lists_of_tensors, expanded_results],
+    ids=lambda f: f.__name__,
+)
+def test_recorded_ops_do_what_they_do_eagerly(rig: Any, region: Any, mode: Any) -> None:
+    wrapper = rig.wrap(region)
+    with mode():
+        for step in range(4):
+            got = (rig.capture if step == 0 else rig.call)(wrapper, X - step)
+            want = region(X - step)
+            for ours, theirs in zip(*((v if isinstance(v, tuple) else (v,)) for v in (got, want)), strict=True):
+                assert torch.equal(ours, theirs)
+                assert ours.stride() == theirs.stride()
+    assert wrapper.unwrap().calls == 2
+    assert rig.counts(wrapper) == Counts(1, 1, 4, 4, 1)
+
+
+def test_a_functional_result_is_copied_to_its_fixed_address(rig: Any) -> None:
+    wrapper = rig.wrap(lambda x: (x + 1).mul(2), outputs="view")
+    addresses = {(rig.capture if step == 0 else rig.call)(wrapper, X + step).data_ptr() for step in range(4)}
+    assert len(addresses) == 1
+
+
+def test_python_values_are_frozen(rig: Any) -> None:
+    box = {"scale": 2.0}
+    wrapper = rig.wrap(lambda x: x * box["scale"])
+    rig.capture(wrapper, X)
+    box["scale"] = 9.0
+    assert torch.equal(rig.call(wrapper, X), X * 2)
+
+
+def test_closure_state_is_read_at_its_address(rig: Any) -> None:
+    table = torch.ones(8)
+    wrapper = rig.wrap(lambda x: x * table)
+    rig.capture(wrapper, X)
+    table.fill_(4)
+    assert torch.equal(rig.call(wrapper, X), X * 4)
+
+
+def test_a_module_as_the_region(rig: Any) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16)).eval()
+    wrapper = rig.wrap(module)
+    with torch.inference_mode():
+        rig.capture(wrapper, torch.randn(4, 8))
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(rig.call(wrapper, x), module(x), rtol=0, atol=0)
+    assert rig.counts(wrapper) == Counts(1, 1, 2, 2, 1)

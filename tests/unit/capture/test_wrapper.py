@@ -1,0 +1,246 @@
+"""The wrapper's table: which call runs the region, which captures, which replays, and which is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.capture import Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.context import set_forward_context
+from graphpass.errors import CaptureError, ContextError, OptionError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+X = torch.arange(8.0)
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+# -- row 1: no context, NONE, another mode -----------------------------------------------------------------------------
+
+
+def test_without_a_context_it_calls_the_region(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one)
+    with rig.runtime.capturing():
+        assert torch.equal(wrapper(X), X + 1)
+    assert wrapper.unwrap().calls == 1
+    assert rig.runtime.counts() == {}
+
+
+@pytest.mark.parametrize(("mode", "other"), [("FULL", "PIECEWISE"), ("PIECEWISE", "FULL"), ("FULL", "NONE")])
+@pytest.mark.parametrize("captured", [False, True])
+def test_under_another_mode_it_calls_the_region(rig: Any, mode: str, other: str, captured: bool) -> None:
+    wrapper = rig.wrap(plus_one, mode)
+    if captured:
+        rig.capture(wrapper, X, at_mode=mode)
+    before = wrapper.unwrap().calls
+    with rig.runtime.capturing():
+        assert torch.equal(rig.call(wrapper, X, at_mode=other), X + 1)
+    assert wrapper.unwrap().calls == before + 1
+    assert rig.runtime.stats().replayed == captured
+
+
+# -- row 2: absent, capture open ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_the_capturing_call_is_one_eager_call(rig: Any, mode: str) -> None:
+    def step(x: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        buffer.add_(x)
+        return buffer * torch.rand(8)
+
+    eager_buffer, buffer = torch.zeros(8), torch.zeros(8)
+    torch.manual_seed(3)
+    expected = step(X, eager_buffer)
+    state = torch.get_rng_state()
+
+    wrapper = rig.wrap(step, mode, static_inputs=[1], mutated_inputs=[1])
+    torch.manual_seed(3)
+    got = rig.capture(wrapper, X, buffer, at_mode=mode)
+    assert torch.equal(got, expected)
+    assert torch.equal(buffer, eager_buffer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert rig.counts(wrapper) == Counts(warmed=1, captured=1, replayed=1, copied=1, static_sets=1)
+    assert wrapper.unwrap().calls == 2  # warm-up and recording; the capturing call's own result is a replay's
+
+
+def test_a_region_sees_no_attention_metadata_in_a_piecewise_capture(rig: Any) -> None:
+    from graphpass.context import get_forward_context
+
+    seen: list[Any] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        seen.append(get_forward_context().attn_metadata)
+        return x + 1
+
+    for mode in ("PIECEWISE", "FULL"):
+        rig.capture(rig.wrap(region, mode), X, at_mode=mode, at_context={"attn_metadata": "pages"})
+    assert seen == [None, None, "pages", "pages"]
+
+
+# -- row 3: absent, capture closed -------------------------------------------------------------------------------------
+
+
+def test_a_closed_capture_names_mode_key_and_what_there_is(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one, name="g0.full")
+    with pytest.raises(CaptureError) as nothing_yet:
+        rig.call(wrapper, X)
+    for text in ("g0.full", "FULL", "8 tokens", "captured at FULL: nothing", "lazy_capture"):
+        assert text in str(nothing_yet.value)
+    rig.capture(wrapper, X)
+    with pytest.raises(CaptureError, match=r"FULL 16 tokens.*captured at FULL: 8 tokens"):
+        rig.call(wrapper, X, at_key=16)
+    assert wrapper.captured() == [BatchDescriptor(8)]
+    assert BatchDescriptor(16) not in wrapper.counts()
+    assert wrapper.unwrap().calls == 2
+
+
+# -- row 4: present ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_replay_runs_no_python_of_the_region(rig: Any, mode: str) -> None:
+    wrapper = rig.wrap(plus_one, mode)
+    rig.capture(wrapper, X, at_mode=mode)
+    for step in range(5):
+        assert torch.equal(rig.call(wrapper, X * step, at_mode=mode), X * step + 1)
+    assert wrapper.unwrap().calls == 2
+    assert rig.counts(wrapper) == Counts(warmed=1, captured=1, replayed=6, copied=6, static_sets=1)
+
+
+def test_an_open_scope_captures_a_present_key_no_more(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one)
+    rig.capture(wrapper, X)
+    assert torch.equal(rig.capture(wrapper, X * 2), X * 2 + 1)
+    assert rig.counts(wrapper).captured == 1
+    assert rig.counts(wrapper).replayed == 2
+
+
+def test_descriptors_that_differ_in_extra_are_two_keys(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one)
+    short, long = (BatchDescriptor(8, extra=(("seq_len", n),)) for n in (32, 64))
+    with rig.runtime.capturing():
+        for key in (short, long):
+            with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key):
+                wrapper(X)
+    assert wrapper.captured() == [short, long]
+
+
+@pytest.mark.parametrize("call_order", [("a", "b"), ("b", "a")])
+def test_the_order_of_keywords_makes_no_other_graph(rig: Any, call_order: tuple[str, str]) -> None:
+    wrapper = rig.wrap(lambda *, a, b: a - b)
+    values = {"a": X, "b": X * 3}
+    rig.capture(wrapper, a=X, b=-X)
+    assert torch.equal(rig.call(wrapper, **{name: values[name] for name in call_order}), X - X * 3)
+    assert rig.counts(wrapper).captured == 1
+
+
+# -- construction and nesting ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "half"])
+def test_only_a_runtime_mode_that_captures_is_taken(rig: Any, mode: str) -> None:
+    with pytest.raises(OptionError, match=mode):
+        rig.wrap(plus_one, mode)
+    with pytest.raises(ValueError, match=mode):
+        CUDAGraphWrapper(plus_one, mode, runtime=rig.runtime, name="region")
+
+
+def test_a_context_takes_no_pair_of_modes(rig: Any) -> None:
+    with pytest.raises(ContextError, match="FULL_AND_PIECEWISE"):
+        rig.call(rig.wrap(plus_one), X, at_mode="FULL_AND_PIECEWISE")
+
+
+def piecewise_in_full(rig: Any) -> tuple[CUDAGraphWrapper, CUDAGraphWrapper, CUDAGraphWrapper]:
+    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
+    second = rig.wrap(lambda x: x * 3, "PIECEWISE", name="second", outputs="view")
+    whole = rig.wrap(lambda x: second(first(x)) - 2, "FULL", name="whole")
+    return whole, first, second
+
+
+def test_under_full_the_regions_inside_pass_through(rig: Any) -> None:
+    whole, first, second = piecewise_in_full(rig)
+    assert torch.equal(rig.capture(whole, X), (X + 1) * 3 - 2)
+    assert torch.equal(rig.call(whole, X * 5), (X * 5 + 1) * 3 - 2)
+    assert rig.counts(whole) == Counts(1, 1, 2, 2, 1)
+    assert first.counts() == second.counts() == {}
+    assert first.buffer_bytes() == second.buffer_bytes() == 0  # no staging of an inner region runs or is captured
+    assert [w.unwrap().calls for w in (whole, first, second)] == [2, 2, 2]
+
+
+def test_under_piecewise_the_whole_passes_through(rig: Any) -> None:
+    whole, first, second = piecewise_in_full(rig)
+    assert torch.equal(rig.capture(whole, X, at_mode="PIECEWISE"), (X + 1) * 3 - 2)
+    assert torch.equal(rig.call(whole, X * 5, at_mode="PIECEWISE"), (X * 5 + 1) * 3 - 2)
+    assert whole.counts() == {}
+    assert rig.counts(first) == Counts(1, 1, 2, 2, 1)
+    assert rig.counts(second) == Counts(1, 1, 2, 0, 1)  # its input is the first one's output, in place
+    assert [w.unwrap().calls for w in (whole, first, second)] == [2, 2, 2]
+
+
+def test_of_two_wrappers_at_one_mode_the_outer_wins(rig: Any) -> None:
+    inner = rig.wrap(plus_one, name="inner")
+    outer = CUDAGraphWrapper(inner, "FULL", runtime=rig.runtime, name="outer")
+    assert torch.equal(rig.capture(outer, X), X + 1)
+    assert torch.equal(rig.call(outer, X * 2), X * 2 + 1)
+    assert rig.counts(outer).replayed == 2
+    assert inner.counts() == {}
+    assert inner.unwrap().calls == 2
+
+
+def test_unwrap_and_attributes_reach_the_innermost_callable(rig: Any) -> None:
+    inner = rig.wrap(plus_one)
+    outer = CUDAGraphWrapper(inner, "PIECEWISE", runtime=rig.runtime, name="outer")
+    region = inner.unwrap()
+    region.hidden_size = 12
+    assert outer.unwrap() is region
+    assert outer.hidden_size == 12
+    assert outer.name == "outer"
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        outer.no_such_attribute  # noqa: B018
+
+
+# -- lazy capture ------------------------------------------------------------------------------------------------------
+
+
+def test_lazy_capture_captures_at_first_use(rig: Any) -> None:
+    wrapper = rig.wrap(plus_one, lazy=True)
+    for step in range(3):
+        assert torch.equal(rig.call(wrapper, X * step), X * step + 1)
+    assert rig.counts(wrapper) == Counts(1, 1, 3, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "refused"), [(None, False), ((8,), False), ((8, 8), True), (torch.tensor([8, 4]), True)]
+)
+def test_lazy_capture_under_data_parallel_is_refused(rig: Any, ranks: Any, refused: bool) -> None:
+    wrapper = rig.wrap(plus_one, lazy=True)
+    context = {"num_tokens_across_dp": ranks}
+    if not refused:
+        assert torch.equal(rig.call(wrapper, X, at_context=context), X + 1)
+        return
+    with pytest.raises(CaptureError, match=r"lazily under data parallel.*lazy_capture with 2 ranks"):
+        rig.call(wrapper, X, at_context=context)
+    assert wrapper.captured() == []
+    # Every rank captures what it is told to: that is no lazy capture. And what is captured replays.
+    assert torch.equal(rig.capture(wrapper, X, at_context=context), X + 1)
+    assert torch.equal(rig.call(wrapper, X * 2, at_context=context), X * 2 + 1)
+
+
+@pytest.mark.parametrize(("option", "value"), [("outputs", "copy"), ("on_moved_input", "stage")])
+def test_a_policy_knows_its_values(option: str, value: str) -> None:
+    from graphpass.capture import CapturePolicy
+
+    with pytest.raises(OptionError, match=f"{option} has no such value.*{value}"):
+        CapturePolicy(**{option: value})  # type: ignore[arg-type]
+
+
+def test_the_wrapper_needs_no_capture_of_a_runtime_elsewhere(rig: Any) -> None:
+    """An open scope is that of one runtime: another runtime's keys stay closed."""
+    wrapper = rig.wrap(plus_one)
+    with GraphRuntime() as other, other.capturing(), pytest.raises(CaptureError, match="capture is closed"):
+        rig.call(wrapper, X)
