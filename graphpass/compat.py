@@ -332,15 +332,17 @@ def default_capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def end_allocation_to_pool(device: torch.device, pool: Any) -> None:
-    """Make the caching allocator stop serving allocations from ``pool``, as a capture that ended well would have.
+def forget_failed_capture(device: torch.device, pool: Any) -> None:
+    """Undo what a capture that was invalidated keeps in the caching allocator.
 
-    A capture that fails may leave the allocator still redirecting; ending it twice is harmless.
+    Torch ends its redirection of allocations and gives back the graph's share of the pool only where the capture ends
+    well; otherwise the pool's segments would never be freed. The pool takes no further capture afterwards.
     """
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end is not None:
-        with contextlib.suppress(RuntimeError):
-            end(device.index, pool)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        undo = getattr(torch._C, name, None)
+        if undo is not None:
+            with contextlib.suppress(RuntimeError):
+                undo(device.index, pool)
 
 
 foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_

@@ -40,6 +40,7 @@ class CudaDevice:
         self.device = device
         self._given_pool = pool
         self._pool = pool
+        self._retired_pools: list[Any] = []
         self._stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
@@ -65,8 +66,7 @@ class CudaDevice:
             try:
                 graph.capture_end()
             except BaseException:
-                compat.end_allocation_to_pool(self.device, self._pool)
-                graph.reset()
+                self._retire_pool(graph)
                 raise
         return graph, outputs
 
@@ -77,10 +77,10 @@ class CudaDevice:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor.detach()
-        with torch.inference_mode(False):
-            memory = torch.as_tensor(_PoolMemory(storage.data_ptr(), storage.nbytes()), device=self.device)
-            view = torch.empty(0, dtype=tensor.dtype, device=self.device)
-            return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        # Made in the mode of the capture, so that an output is an inference tensor where eager's would be one.
+        memory = torch.as_tensor(_PoolMemory(storage.data_ptr(), storage.nbytes()), device=self.device)
+        view = torch.empty(0, dtype=tensor.dtype, device=self.device)
+        return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """Nothing: the other graph's kernels overwrite what they share."""
@@ -94,16 +94,18 @@ class CudaDevice:
         self._last_stream = torch.cuda.current_stream(self.device)
 
     def pool_bytes(self) -> int:
-        if self._pool is None:
+        pools = {tuple(pool) for pool in (self._pool, *self._retired_pools) if pool is not None}
+        if not pools:
             return 0
         return sum(
             segment["total_size"]
             for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+            if tuple(segment["segment_pool_id"]) in pools
         )
 
     def close(self) -> None:
         self._pool = self._given_pool
+        self._retired_pools.clear()
         self._last_stream = None
         torch.cuda.empty_cache()
 
@@ -120,8 +122,17 @@ class CudaDevice:
             caller.wait_stream(self._stream)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose body raised: the stream leaves capture mode, the pool takes no more allocations."""
-        with contextlib.suppress(RuntimeError):
+        """End a capture whose body raised: the stream leaves capture mode, nothing of the recording is left."""
+        try:
             graph.capture_end()
-        compat.end_allocation_to_pool(self.device, self._pool)
+        except RuntimeError:
+            self._retire_pool(graph)
+        else:
+            graph.reset()
+
+    def _retire_pool(self, graph: torch.cuda.CUDAGraph) -> None:
+        """An invalidated capture leaves its pool unusable for captures: the next one starts a new pool."""
+        compat.forget_failed_capture(self.device, self._pool)
         graph.reset()
+        self._retired_pools.append(self._pool)
+        self._pool = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,8 @@ class GraphedModel:
 
         self.runtime = runtime if runtime is not None else GraphRuntime()
         given = {
+            # The dispatcher says what has a graph: one that was dropped with a tensor it read is captured anew.
+            "lazy_capture": options.get("on_moved_input") != "error",
             **options,
             "mode": mode,
             "capture_sizes": capture_sizes,
@@ -104,9 +107,12 @@ class GraphedModel:
         self._rules = {name: checked_rule(name, rule) for name, rule in (padding or {}).items()}
         self._cut = dict(cut or {})
         self._model = model
-        self._modules = tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
-        self._options = given
-        self._compiled = torch.compile(model, backend="cgpass", options=given)
+        self._modules = _modules_of(model)
+        # A model with an op that no graph can hold goes on with regions, so whoever asks for FULL gets both levels.
+        asks_for_full = self._settings.mode.has_mode(CUDAGraphMode.FULL)
+        self._options = {**given, "mode": CUDAGraphMode.FULL_AND_PIECEWISE} if asks_for_full else given
+        self._entry = _entry_of(model)
+        self._compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
         self._has_graph_breaks = False
         self._check_names()
         self._dispatcher = self._new_dispatcher(self._settings.mode)
@@ -289,7 +295,7 @@ class GraphedModel:
         if reached.ends_early is not None and not self._has_graph_breaks:
             # Later graphs take intermediate tensors: only dynamic=True makes their sizes symbols from the first call.
             self._has_graph_breaks = True
-            self._compiled = torch.compile(self._model, backend="cgpass", dynamic=True, options=self._options)
+            self._compiled = torch.compile(self._entry, backend="cgpass", dynamic=True, options=self._options)
             reached = self._reached_first(traced)
         sizes = self._sizes(traced)
         first_inputs = reached.partition.inputs
@@ -351,6 +357,7 @@ class GraphedModel:
         buffers, arguments = [], {}
         for name, value in given.items():
             if not isinstance(value, torch.Tensor):
+                _refuse_nested_tensors(name, value)
                 arguments[name] = value
                 continue
             assert self._shared is not None
@@ -438,13 +445,14 @@ class GraphedModel:
                 found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
                 remedy="give dynamic_dims every dimension that varies, or raise torch._dynamo.config.recompile_limit",
             )
+        self._modules = _modules_of(self._model)
         run = learn_key(
             result,
             scope.reached,
             {id(buffer.tensor): buffer for buffer in inputs.buffers},
             padded=self._dispatcher.fields(key),
             declared_cuts=self._cut,
-            model=self._model,
+            entry=self._entry,
             modules=self._modules,
         )
         if run.direct is None:
@@ -473,8 +481,37 @@ class GraphedModel:
         return compat.tree_unflatten(finished, run.spec)
 
 
+def _modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
+    return tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
+
+
 def _model_itself(model: Any) -> Any:
     return model
+
+
+def _refuse_nested_tensors(name: str, value: Any) -> None:
+    """A tensor inside a list or dict has no name to be padded and buffered by."""
+    if any(isinstance(leaf, torch.Tensor) for leaf in compat.tree_flatten(value)[0]):
+        raise OptionError(
+            f"argument {name!r} holds tensors inside a {type(value).__name__}",
+            expected="tensors as arguments, and other values that stay the same",
+            found=f"a {type(value).__name__} of tensors",
+            remedy="wrap the model in a function that takes each tensor as an argument of its own",
+        )
+
+
+def _entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model, with code of its own.
+
+    Dynamo counts recompiles by code object: graphed models of one class would use up each other's limit.
+    """
+
+    def call_model(**arguments: Any) -> Any:
+        return model(**arguments)
+
+    return types.FunctionType(
+        call_model.__code__.replace(), call_model.__globals__, "call_model", None, call_model.__closure__
+    )
 
 
 def _resized(shape: Sequence[int], dims: Mapping[int, str], sizes: Mapping[str, int]) -> tuple[int, ...]:

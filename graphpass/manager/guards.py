@@ -68,26 +68,38 @@ def _shown(name: str, state: AmbientState, modules: Sequence[torch.nn.Module]) -
 
 @dataclass(frozen=True, slots=True)
 class OwnedTensors:
-    """Where a model keeps the tensors that a captured call was given: (owner's dict, name, tensor)."""
+    """Where a model keeps the tensors that a captured call was given: (owner's dict, name, tensor or module).
 
-    places: tuple[tuple[dict[str, Any], str, torch.Tensor], ...]
+    The modules on the way to a tensor are among the places: replacing one replaces the tensor.
+    """
+
+    places: tuple[tuple[dict[str, Any], str, Any], ...]
 
     @classmethod
-    def locate(cls, modules: Iterable[torch.nn.Module], wanted: Iterable[torch.Tensor]) -> OwnedTensors | None:
+    def locate(cls, modules: Sequence[torch.nn.Module], wanted: Iterable[torch.Tensor]) -> OwnedTensors | None:
         """Find every wanted tensor among parameters and buffers; None when one is kept elsewhere."""
-        missing = {id(tensor): tensor for tensor in wanted}
-        places = []
-        for module in modules:
-            for owner in (module._parameters, module._buffers):
-                for name, tensor in owner.items():
-                    if tensor is not None and id(tensor) in missing:
-                        places.append((owner, name, tensor))
-        found = {id(tensor) for _, _, tensor in places}
-        return cls(tuple(places)) if set(missing) == found else None
+        missing = {id(tensor) for tensor in wanted}
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        found = set()
+        owners = set()
+        # Children come after their parents, so backwards every child is known to own something or not.
+        for module in reversed(modules):
+            here: list[tuple[dict[str, Any], str, Any]] = [
+                (owner, name, tensor)
+                for owner in (module._parameters, module._buffers)
+                for name, tensor in owner.items()
+                if tensor is not None and id(tensor) in missing
+            ]
+            found |= {id(tensor) for _, _, tensor in here}
+            here += [(module._modules, name, child) for name, child in module._modules.items() if id(child) in owners]
+            if here:
+                owners.add(id(module))
+            places += here
+        return cls(tuple(places)) if missing == found else None
 
     def in_place(self) -> bool:
-        """Whether the module still keeps the same tensors."""
-        for owner, name, tensor in self.places:  # noqa: SIM110 - a generator costs twice as much here
-            if owner.get(name) is not tensor:
+        """Whether the model still keeps the same tensors in the same modules."""
+        for owner, name, kept in self.places:  # noqa: SIM110 - a generator costs twice as much here
+            if owner.get(name) is not kept:
                 return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ def learn_key(
     *,
     padded: Mapping[str, int],
     declared_cuts: Mapping[int | str, Dims],
-    model: Callable[..., Any],
+    entry: Callable[..., Any],
     modules: Sequence[torch.nn.Module],
 ) -> KeyRun:
     """Learn from one graphed call.
@@ -90,7 +91,8 @@ def learn_key(
         buffers: id of an input tensor -> its buffer.
         padded: padded size of each key field.
         declared_cuts: what the user said about cutting outputs.
-        model, modules: the model, and all modules in it.
+        entry: the function that was compiled.
+        modules: all modules of the model.
 
     Raises:
         ShapeError: nothing says how to cut an output.
@@ -100,10 +102,11 @@ def learn_key(
     by_user = _declared_by_leaf(result, declared_cuts)
     cuts = []
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            cuts.append({})
-        elif index in by_user:
+        if index in by_user:
             cuts.append(dict(by_user[index]))
+        elif not isinstance(leaf, torch.Tensor):
+            _refuse_unknown_structure(index, leaf)
+            cuts.append({})
         elif id(leaf) in dims_of:
             cuts.append(dims_of[id(leaf)])
         else:
@@ -114,7 +117,7 @@ def learn_key(
         for position in callable_.partition.mutated_inputs
         if id(args[position]) in buffers
     )
-    direct, why_not = _direct(leaves, reached, buffers, model, modules)
+    direct, why_not = _direct(leaves, reached, buffers, entry, modules)
     return KeyRun(tuple(cuts), spec, mutated, direct, why_not)
 
 
@@ -188,11 +191,27 @@ def _unclear(index: int, leaf: torch.Tensor, problem: str) -> ShapeError:
     )
 
 
+def _refuse_unknown_structure(index: int, leaf: Any) -> None:
+    """An object that torch's pytrees do not look into may hold padded tensors, which nothing would cut."""
+    if leaf is None or isinstance(leaf, _PLAIN):
+        return
+    raise ShapeError(
+        f"output {index} is a {type(leaf).__name__}, whose tensors cannot be seen",
+        expected="tensors, numbers and text in tuples, lists, dicts and classes that torch's pytrees know",
+        found=repr(leaf)[:200],
+        remedy=f"return a dict, register the class (torch.export.register_dataclass), leave it out of the result "
+        f"(use_cache=False), or pass cut={{{index}: {{}}}} if it holds nothing padded",
+    )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+
+
 def _direct(
     leaves: Sequence[Any],
     reached: Reached,
     buffers: Mapping[int, InputBuffer],
-    model: Callable[..., Any],
+    entry: Callable[..., Any],
     modules: Sequence[torch.nn.Module],
 ) -> tuple[DirectCall | None, str | None]:
     """The call past Dynamo, or why there is none."""
@@ -217,7 +236,7 @@ def _direct(
     )
     if owned is None:
         return None, "it reads tensors that are neither arguments, parameters nor buffers"
-    effects = compat.writes_python_state(model.forward if isinstance(model, torch.nn.Module) else model)
+    effects = compat.writes_python_state(entry)
     if effects is not None:
         return None, effects
     return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), tuple(sources)), None

@@ -56,6 +56,9 @@ class InputBuffer:
         """A buffer of ``shape`` at the start of ``memory``, a flat tensor as large as the largest key needs."""
         view = memory[: _numel(shape)].view(shape)
         compat.mark_static_address(view)
+        for dim in dims:
+            # Whatever makes Dynamo compile anew later (train mode, another attribute), sizes stay symbols.
+            compat.mark_maybe_dynamic(view, dim)
         return cls(name, view, dims, rule)
 
     def real(self, sizes: Mapping[str, int]) -> torch.Tensor:

@@ -142,9 +142,7 @@ def test_engine_author_drives_the_parts(compiler: str) -> None:
         steps.append(step)
         num_tokens = step.descriptor.num_tokens
         buffers.fill(batch, pad_to=num_tokens)
-        with gp.set_forward_context(
-            metadata_for(batch), runtime_mode=step.mode, batch_descriptor=step.descriptor
-        ):
+        with gp.set_forward_context(metadata_for(batch), runtime_mode=step.mode, batch_descriptor=step.descriptor):
             hidden: torch.Tensor = compiled(buffers.ids[:num_tokens], buffers.positions[:num_tokens])[: len(batch)]
         return hidden
 
@@ -185,7 +183,9 @@ def test_engine_author_drives_the_parts(compiler: str) -> None:
 
 
 def captured_regions(rt: gp.GraphRuntime, name: str) -> list[str]:
-    return [region for region, kind, *_ in rt.report()["Regions"].rows if kind == "captured" and region.startswith(name)]
+    return [
+        region for region, kind, *_ in rt.report()["Regions"].rows if kind == "captured" and region.startswith(name)
+    ]
 
 
 def assert_captured_once(rt: gp.GraphRuntime) -> None:

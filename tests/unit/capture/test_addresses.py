@@ -83,7 +83,7 @@ def test_views_of_two_dtypes_share_one_buffer(rig: Any) -> None:
     def views(fill: int) -> tuple[torch.Tensor, torch.Tensor]:
         arena = torch.full((32,), fill, dtype=torch.uint8)
         arena[8:16].view(torch.float32).fill_(fill / 2)
-        return arena[1:4], arena[8:16].view(torch.float32)
+        return arena[1:16], arena[8:16].view(torch.float32)
 
     wrapper = rig.wrap(region)
     rig.capture(wrapper, *views(3))

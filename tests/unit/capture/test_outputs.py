@@ -12,6 +12,7 @@ import torch
 from graphpass.capture import Counts
 from graphpass.capture.tape import TapeDevice
 from graphpass.context import set_forward_context
+from graphpass.errors import StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
@@ -90,6 +91,16 @@ def test_within_one_forward_views_stay_valid(rig: Any) -> None:
         assert torch.equal(one, X + step + 1)
         assert torch.equal(two, (X + step + 1) * 2)
     assert rig.counts(second).copied == 0  # it reads the first one's output where it lies
+
+
+def test_a_region_that_reads_the_pool_reads_no_other_memory(rig: Any) -> None:
+    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
+    second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view", input_names=("hidden",))
+    rig.capture(lambda x: second(first(x)), X, at_mode="PIECEWISE")
+    with pytest.raises(StaticInputError, match="input hidden of second comes from another place than at capture"):
+        rig.call(second, X, at_mode="PIECEWISE")
+    assert rig.counts(second).replayed == 1
+    assert torch.equal(rig.call(lambda x: second(first(x)), X * 4, at_mode="PIECEWISE"), (X * 4 + 1) * 2)
 
 
 def test_fresh_results_of_eager_code_between_regions_are_staged(rig: Any) -> None:

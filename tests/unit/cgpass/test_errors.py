@@ -107,8 +107,9 @@ def test_a_tensor_subclass_is_refused() -> None:
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
 def test_a_composite_mode_is_no_runtime_mode(mode: str) -> None:
-    with pytest.raises(ContextError, match=mode), gp.set_forward_context(
-        runtime_mode=CUDAGraphMode.parse(mode), batch_descriptor=BatchDescriptor(4)
+    with (
+        pytest.raises(ContextError, match=mode),
+        gp.set_forward_context(runtime_mode=CUDAGraphMode.parse(mode), batch_descriptor=BatchDescriptor(4)),
     ):
         pass
 

@@ -31,9 +31,7 @@ def has_a_data_dependent_shape(x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     ("model", "reason"),
     [(reads_the_host, "host read: Tensor.item"), (has_a_data_dependent_shape, "data-dependent shape: Tensor.nonzero")],
 )
-def test_one_bad_op_costs_one_split(
-    rt: GraphRuntime, at_key: Run, model: Callable[..., Any], reason: str
-) -> None:
+def test_one_bad_op_costs_one_split(rt: GraphRuntime, at_key: Run, model: Callable[..., Any], reason: str) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(
             model, backend="cgpass", dynamic=True, fullgraph=True, options={"compiler": "eager", "runtime": rt}

@@ -1,4 +1,4 @@
-"""Which keys of which callables are captured and replayed, and how often: counted, with the results compared to eager."""
+"""Which keys of which callables are captured and replayed, and how often; results are compared to eager."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_full_wrapper_around_the_callable_wins(rt: GraphRuntime, at_key: Run, 
     x = torch.randn(4, 6)
     at_key(compiled, "FULL", 4, x, capture=rt)
     inner = tally(rt, "FULL")
-    with pytest.raises(CaptureError, match="torch.compile'd callable"):
+    with pytest.raises(CaptureError, match=r"torch\.compile'd callable"):
         # The tape cannot see through Dynamo; on CUDA the outer one captures.
         at_key(gp.CUDAGraphWrapper(compiled, "FULL", runtime=rt, name="outer"), "FULL", 4, x, capture=rt)
     assert tally(rt, "FULL") == inner

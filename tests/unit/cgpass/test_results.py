@@ -1,4 +1,4 @@
-"""What a graphed call returns and leaves behind is what an eager call would: aliases, mutations, random numbers, state."""
+"""What a graphed call returns and leaves behind is what eager would: aliases, mutations, random numbers, state."""
 
 from __future__ import annotations
 
@@ -171,7 +171,9 @@ def test_buffers_end_as_eager_leaves_them(rt: GraphRuntime, at_key: Run, mode: s
         with torch.no_grad():
             torch.testing.assert_close(got, eager(x))
         torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
-        assert model.steps.item() == model.norm.num_batches_tracked.item() == step, "also the capturing call counts once"
+        assert model.steps.item() == model.norm.num_batches_tracked.item() == step, (
+            "also the capturing call counts once"
+        )
 
 
 @MODES

@@ -162,7 +162,7 @@ def test_the_runtime_and_its_parameters_go_with_the_model(at_key: Run) -> None:
     assert [reference() for reference in dead] == [None, None]
 
 
-@pytest.mark.parametrize("first", ["cgpass", "graphpass", "torch"])
+@pytest.mark.parametrize("first", ["cgpass", "torch"])
 def test_the_backend_is_found_whatever_was_imported_first(first: str) -> None:
     code = (
         f"import {first}, torch\n"
