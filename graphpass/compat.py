@@ -7,13 +7,16 @@ import dis
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # --- fx and symbolic shapes
@@ -268,7 +271,7 @@ def dtype_abbreviation(dtype: torch.dtype) -> str:
     return name
 
 
-# --- capture -----------------------------------------------------------------------------------------------------------
+# --- capture
 
 
 def data_ptrs_equal(tensors: list[Any], expected: list[int | None], positions: list[int]) -> bool:
@@ -279,7 +282,9 @@ def data_ptrs_equal(tensors: list[Any], expected: list[int | None], positions: l
     return bool(_data_ptrs_equal(tensors, expected, positions))
 
 
-def _data_ptrs_equal_in_python(tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]) -> bool:
+def _data_ptrs_equal_in_python(
+    tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]
+) -> bool:
     return all(tensors[position].data_ptr() == expected[position] for position in positions)
 
 
@@ -288,13 +293,34 @@ _data_ptrs_equal: Callable[..., bool] = getattr(
 )
 
 
+def schema_name(op: torch._ops.OpOverload) -> str:
+    """An op's qualified name without its overload, ``aten::add``."""
+    return op._schema.name
+
+
+def is_mutable(op: torch._ops.OpOverload) -> bool:
+    """Whether an op's schema says that it writes to an argument."""
+    return op._schema.is_mutable
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A tensor's version counter, which every in-place op bumps; None for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def frame_id() -> int | None:
+    """Which Python frame Dynamo is compiling now: the same for all recompiles of one function; None outside."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return None if compile_id is None else compile_id.frame_id
+
+
 def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
     """Whether ``op``'s kernel for ``dispatch_key`` ("CPU") was registered from Python.
 
     Only such kernels can be recorded op by op; a kernel written in C++ is a leaf.
     """
     impls: set[str] = getattr(torch.library, "_impls", set())
-    namespace, _, name = op._schema.name.partition("::")
+    namespace, _, name = schema_name(op).partition("::")
     overload = f".{op._schema.overload_name}" if op._schema.overload_name else ""
     keys = (dispatch_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     return any(f"{namespace}/{name}{overload}/{key}" in impls for key in keys)
@@ -318,6 +344,34 @@ def has_static_address(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
+def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
+    """What makes a list of leaves into the structure ``spec``; for the flat ones, without walking it."""
+    if spec.is_leaf():
+        return _only
+    if spec.type in (tuple, list) and spec == pytree.tree_flatten(spec.type([0] * spec.num_leaves))[1]:
+        return tuple if spec.type is tuple else list
+    return partial(_build_tree, spec)
+
+
+def _only(leaves: list[Any]) -> Any:
+    return leaves[0]
+
+
+def _build_tree(spec: Any, leaves: list[Any]) -> Any:
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to every tensor in it."""
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on another device, also of a fake tensor, whose ``to`` may be a no-op."""
+    copy: torch.Tensor = torch.ops.aten._to_copy.default(tensor, device=device)
+    return copy
+
+
 tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
 
@@ -326,7 +380,7 @@ def default_capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Torch's own capture stream, created by torch at first use: graphs of different owners then share one stream."""
     with torch.cuda.device(device):
         stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
-    if stream.device == device:
+    if stream is not None and stream.device == device:
         return stream
     # Torch keeps one default for the whole process; a second device needs a stream of its own.
     return torch.cuda.Stream(device)
@@ -345,20 +399,19 @@ def forget_failed_capture(device: torch.device, pool: Any) -> None:
                 undo(device.index, pool)
 
 
-foreach_copy_: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 """Copy a list of tensors into another in one fused call; documented under its underscored name."""
 
 
-# --- compilers --------------------------------------------------------------------------------------------------------
+# --- compilers
 
 
 def inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Inductor without CUDA graphs of its own."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(
-        graph_module, list(example_inputs), config_patches={"triton.cudagraphs": False, "triton.cudagraph_trees": False}
-    )
+    off = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+    compiled: Callable[..., Any] = compile_fx(graph_module, list(example_inputs), config_patches=off)  # type: ignore[assignment]
     return compiled
 
 
@@ -370,7 +423,7 @@ def aot_eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
     return compiled
 
 
-# --- Dynamo -----------------------------------------------------------------------------------------------------------
+# --- Dynamo
 
 
 def calling_compiler() -> Any | None:
@@ -382,7 +435,8 @@ def calling_compiler() -> Any | None:
         translator = InstructionTranslator.current_tx()
     except AttributeError:
         return None
-    return innermost_backend(translator.output.compiler_fn)
+    compiler = translator.output.compiler_fn
+    return None if compiler is None else innermost_backend(compiler)
 
 
 def backend_options(compiler: Any) -> dict[str, Any]:
@@ -422,20 +476,25 @@ def _dynamo_callback(compiled: Any) -> Any | None:
     return inspect.getclosurevars(function).nonlocals.get("callback")
 
 
-def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
+def specialize_wrapped_floats(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Replace Python floats that Dynamo passes as 0-d CPU tensors by their values, guarded by Dynamo.
 
     With dynamic shapes, a float attribute (a dropout rate, an epsilon) arrives as a tensor and an ``item()``: a host
     read in every layer. Reading the symbolic float's value makes Dynamo guard on it, so another value recompiles.
+
+    Returns the expressions over ``L`` and ``G`` that say where the floats come from.
     """
+    origins = set()
     for node in list(graph_module.graph.find_nodes(op="call_method", target="item")):
         value = node.meta.get("example_value")
         (source,) = node.all_input_nodes
         argument = source.meta.get("grapharg")
         if isinstance(value, torch.SymFloat) and getattr(argument, "pass_arg_as_tensor", False):
-            node.replace_all_uses_with(float(value))  # type: ignore[arg-type]
+            node.replace_all_uses_with(float(value))
             graph_module.graph.erase_node(node)
+            origins.add(source_text(source) or "")
     graph_module.recompile()
+    return tuple(sorted(origin for origin in origins if _PLAIN_CHAIN.fullmatch(origin)))
 
 
 def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
@@ -460,8 +519,7 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return is_traceable_wrapper_subclass(tensor) or (
-        not isinstance(tensor, FakeTensor)
-        and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        not isinstance(tensor, FakeTensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     )
 
 
@@ -486,7 +544,8 @@ def writes_python_state(function: Any) -> str | None:
         return "Dynamo's code for it was not found"
     for entry in entries:
         for instruction in dis.get_instructions(entry.code):
-            if instruction.opname in _STORES or instruction.argval in _MUTATING_METHODS:
+            called = str(instruction.argval)
+            if instruction.opname in _STORES or called in _MUTATING_METHODS or "setattr" in called:
                 return f"it changes Python state ({instruction.opname} {instruction.argval})"
     return None
 
@@ -494,4 +553,23 @@ def writes_python_state(function: Any) -> str | None:
 _STORES = frozenset(
     {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "STORE_DEREF"}
 )
-_MUTATING_METHODS = frozenset({"append", "extend", "insert", "update", "clear", "pop", "add", "remove", "__setattr__"})
+_MUTATING_METHODS = frozenset({"append", "extend", "insert", "update", "clear", "pop", "add", "remove"})
+
+
+def guarded_constants() -> tuple[str, ...]:
+    """Expressions over ``L`` and ``G`` (locals, globals) of Python values that Dynamo guards while it calls a backend.
+
+    Only plain chains of attributes and items, such as ``L['model']._modules['drop'].p``: the values a model's owner can
+    change between calls.
+    """
+    context = torch._guards.TracingContext.try_get()
+    guards = () if context is None else context.guards_context.dynamo_guards
+    names = {
+        guard.name if isinstance(guard.name, str) else guard.name()
+        for guard in guards
+        if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
+    }
+    return tuple(sorted(name for name in names if _PLAIN_CHAIN.fullmatch(name)))
+
+
+_PLAIN_CHAIN = re.compile(r"[LG]\['\w+'\](?:\.\w+|\['[^']*'\]|\[\d+\])*")

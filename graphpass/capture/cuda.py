@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from graphpass import compat
+from graphpass.capture.device import GraphDevice
 
 __all__ = ["CudaDevice"]
 
@@ -25,7 +27,7 @@ class _PoolMemory:
         }
 
 
-class CudaDevice:
+class CudaDevice(GraphDevice):
     """Captures CUDA graphs of one GPU into one memory pool.
 
     The pool is created on the first capture and lives as long as a graph captured into it. Capture and warm-up run on
@@ -44,10 +46,12 @@ class CudaDevice:
         self._stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
 
+    @override
     def warm_up(self, body: Callable[[], Any]) -> None:
         with self._on_capture_stream():
             body()
 
+    @override
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
@@ -70,9 +74,11 @@ class CudaDevice:
                 raise
         return graph, outputs
 
+    @override
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return runnable(*args, **kwargs)
 
+    @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
@@ -82,17 +88,18 @@ class CudaDevice:
         view = torch.empty(0, dtype=tensor.dtype, device=self.device)
         return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """Nothing: the other graph's kernels overwrite what they share."""
 
-    def wait_for_last_forward(self) -> None:
+    @override
+    def begin_forward(self) -> None:
         stream = torch.cuda.current_stream(self.device)
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
+        self._last_stream = stream
 
-    def forward_done(self) -> None:
-        self._last_stream = torch.cuda.current_stream(self.device)
-
+    @override
     def pool_bytes(self) -> int:
         pools = {tuple(pool) for pool in (self._pool, *self._retired_pools) if pool is not None}
         if not pools:
@@ -103,6 +110,7 @@ class CudaDevice:
             if tuple(segment["segment_pool_id"]) in pools
         )
 
+    @override
     def close(self) -> None:
         self._pool = self._given_pool
         self._retired_pools.clear()

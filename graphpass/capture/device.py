@@ -51,11 +51,8 @@ class GraphDevice(Protocol):
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """``outputs`` are no longer valid: another forward replays. Devices that can show it overwrite them."""
 
-    def wait_for_last_forward(self) -> None:
+    def begin_forward(self) -> None:
         """Order the work that follows after the last forward that used the pool, also across streams."""
-
-    def forward_done(self) -> None:
-        """A forward that used the pool has been enqueued."""
 
     def pool_bytes(self) -> int:
         """Bytes the pool holds now."""

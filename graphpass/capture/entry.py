@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class GraphEntry:
     Attributes:
         key: (runtime mode name, descriptor), as shown in errors.
         spec: structure of the arguments at capture.
+        build_result: makes the flat outputs into the structure that the region returns.
         statics: the static inputs that were baked in.
         pool_inputs: (position, address) of inputs in pool memory, written earlier in the same forward.
         constants: (position, value) of arguments that are no tensors.
@@ -65,7 +66,7 @@ class GraphEntry:
     name: str
     key: tuple[str, object]
     spec: Any
-    output_spec: Any
+    build_result: Callable[[list[Any]], Any]
     graph: Graph
     statics: StaticSet
     pool_inputs: tuple[tuple[int, int], ...]
@@ -80,7 +81,7 @@ class GraphEntry:
     def serves(self, leaves: list[Any], spec: Any) -> bool:
         """Whether this entry was captured for these static inputs and this alias pattern."""
         return (
-            spec == self.spec
+            (spec is self.spec or spec == self.spec)
             and self.statics.matches(leaves)
             and alias_pattern(leaves, self.staging.positions) == self.staging.pattern
             and not self._staged_input_is_static(leaves)

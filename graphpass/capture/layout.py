@@ -21,8 +21,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The byte range [first, last) of its storage that a tensor reaches; (0, 0) without elements."""
     if not tensor.numel():
         return (0, 0)
-    first = tensor.storage_offset()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     width = tensor.element_size()
     return (first * width, (first + reach + 1) * width)
 

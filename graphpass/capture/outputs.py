@@ -47,6 +47,7 @@ class OutputPlan:
     pool_storages: frozenset[int]
     viewed_positions: frozenset[int]
     _parts: tuple[Any, ...]
+    _clone_groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(
@@ -86,12 +87,13 @@ class OutputPlan:
             pool_storages=frozenset(map(storage_id, pool)) - {0},
             viewed_positions=frozenset(part.position for part in parts if isinstance(part, _ViewOfInput)),
             _parts=tuple(parts),
+            _clone_groups=_groups_by_storage(parts, frozenset(map(storage_id, pool)) - {0}),
         )
 
     def build(self, leaves: Sequence[Any], *, clone: bool) -> list[Any]:
         """The flat outputs of this replay, for the caller's arguments ``leaves``."""
         built = [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
-        return clone_pool_tensors(built, self.pool_storages) if clone else built
+        return _clone_groups(built, self._clone_groups) if clone else built
 
     def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
         """``built`` with the tensors that the recording returned, which keep their pool memory reserved.
@@ -117,22 +119,29 @@ def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
     """``outputs`` with everything that lies in pool memory cloned, each storage once, views rebuilt on the clone."""
-    by_storage: dict[int, list[int]] = {}
+    return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages))
+
+
+def _groups_by_storage(outputs: Sequence[Any], storages: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """Indices of the tensors that lie in one of ``storages``, grouped by storage."""
+    groups: dict[int, list[int]] = {}
     for index, output in enumerate(outputs):
-        if isinstance(output, torch.Tensor) and storage_id(output) in pool_storages:
-            by_storage.setdefault(storage_id(output), []).append(index)
-    cloned = list(outputs)
-    for indices in by_storage.values():
-        distinct = {id(outputs[index]): outputs[index] for index in indices}
-        copies = _clone_together(distinct)
+        if isinstance(output, torch.Tensor) and storage_id(output) in storages:
+            groups.setdefault(storage_id(output), []).append(index)
+    return tuple(map(tuple, groups.values()))
+
+
+def _clone_groups(outputs: list[Any], groups: Sequence[Sequence[int]]) -> list[Any]:
+    for indices in groups:
+        copies = _clone_together({id(outputs[index]): outputs[index] for index in indices})
         for index in indices:
-            cloned[index] = copies[id(outputs[index])]
-    return cloned
+            outputs[index] = copies[id(outputs[index])]
+    return outputs
 
 
 def _clone_together(views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -148,7 +157,4 @@ def _clone_together(views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor
     memory = torch.empty(0, dtype=torch.uint8, device=any_view.device)
     memory.set_(any_view.untyped_storage(), first, (last - first,), (1,))
     copy = memory.clone()
-    return {
-        key: same_view(copy, view, byte_offset=_first_byte(view) - first)
-        for key, view in views.items()
-    }
+    return {key: same_view(copy, view, byte_offset=_first_byte(view) - first) for key, view in views.items()}

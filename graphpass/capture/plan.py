@@ -15,6 +15,7 @@ from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import AliasPattern, alias_pattern
+from graphpass.errors import StaticInputError
 from graphpass.keys import BatchDescriptor
 
 __all__ = ["ReplayPlan", "replay_of"]
@@ -57,6 +58,11 @@ class ReplayPlan:
         """The plan for calls like ``args``.
 
         Args:
+            name: the callable.
+            descriptor: the key's padded shape.
+            steps: (region, ``replay`` or ``eager``), in order.
+            function: runs the steps.
+            args: flat arguments of the call that was captured.
             static_positions: arguments whose addresses some entry baked in.
             dynamic_positions: all other tensor arguments.
             generation: the runtime's generation that the entries belong to.
@@ -85,9 +91,18 @@ class ReplayPlan:
 
 def replay_of(entry: GraphEntry, runtime: GraphRuntime) -> Callable[..., list[Any]]:
     """The callee of a captured region inside a plan: checks what the plan cannot know, and replays."""
+    mutates = entry.staging.mutates
+    staged, pattern = entry.staging.positions, entry.staging.pattern
 
     def replay(*leaves: Any) -> list[Any]:
         entry.check(leaves)
+        if mutates and alias_pattern(leaves, staged) != pattern:
+            raise StaticInputError(
+                f"inputs of {entry.name} share memory in another way than at capture, and it writes to them",
+                expected=f"the sharing {pattern} among {[entry.names[p] for p in staged]}",
+                found=str(alias_pattern(leaves, staged)),
+                remedy="make the eager region before it return fresh tensors, or always views",
+            )
         return entry.run(leaves, clone=False, before_replay=runtime.before_replay)
 
     return replay

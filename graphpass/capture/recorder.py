@@ -97,7 +97,7 @@ class Recorder:
             name=self.name,
             key=(str(self.mode), context.batch_descriptor),
             spec=self.call.spec,
-            output_spec=runs[-1][1],
+            build_result=compat.builder_of(runs[-1][1]),
             graph=graph,
             statics=StaticSet.of(leaves, sources.static),
             pool_inputs=sources.pool,
@@ -157,5 +157,4 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:
-    """Version counters, which every in-place op bumps; inference tensors have none."""
-    return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None for leaf in leaves]
+    return [compat.version_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]

@@ -53,12 +53,14 @@ class CallableRecord:
         name: ``g0``, ``g1``, ... in the order of compilation.
         regions: (name, kind, reason why eager or None, number of ops).
         artifacts: compiled artifacts it uses.
+        frame: which Python frame it was compiled for; recompiles of one function share it.
         reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
     """
 
     name: str
     regions: tuple[tuple[str, str, str | None, int], ...]
     artifacts: int
+    frame: int | None = None
     reason: str | None = None
 
 
@@ -101,16 +103,16 @@ class CaptureScope:
     stops_at_entry: bool = False
 
 
-class EnteredCallable(Exception):
+class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
     """Control flow, no error: a callable was reached in a scope that stops at entry.
 
     Args:
-        callable: the callable that was reached.
+        reached: the callable.
     """
 
-    def __init__(self, callable: Any) -> None:
-        super().__init__(callable)
-        self.callable = callable
+    def __init__(self, reached: Any) -> None:
+        super().__init__(reached)
+        self.reached = reached
 
 
 class GraphRuntime:
@@ -149,6 +151,26 @@ class GraphRuntime:
     def capturing(self) -> Iterator[CaptureScope]:
         """Let this thread's calls capture keys that have no graph yet, for the body of the ``with``.
 
+        The garbage collector is kept from looking at what is alive now in the midst of captures, and collects after.
+
+        Raises:
+            CaptureError: a scope of this runtime is open already.
+        """
+        freezes = not gc.get_freeze_count()  # a process that froze its own objects keeps them frozen
+        with self.scope_opened() as scope:
+            try:
+                if freezes:
+                    gc.freeze()
+                yield scope
+            finally:
+                if freezes:
+                    gc.unfreeze()
+                gc.collect()
+
+    @contextlib.contextmanager
+    def scope_opened(self) -> Iterator[CaptureScope]:
+        """:meth:`capturing` for one call: without what pays only over many captures.
+
         Raises:
             CaptureError: a scope of this runtime is open already.
         """
@@ -160,18 +182,10 @@ class GraphRuntime:
                 remedy="capture all keys inside one `with runtime.capturing():`",
             )
         self._scope, self._scope_thread = CaptureScope(), threading.get_ident()
-        freezes = not gc.get_freeze_count()  # a process that froze its own objects keeps them frozen
         try:
-            # Objects that are alive now cannot be collected in the middle of a capture, nor be looked at in each one.
-            gc.collect()
-            if freezes:
-                gc.freeze()
             yield self._scope
         finally:
             self._scope = self._scope_thread = None
-            if freezes:
-                gc.unfreeze()
-            gc.collect()
 
     def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:
         """What happened so far, by (region name, mode, descriptor); regions are ``g0.r3``, a whole is ``g0.full``."""
@@ -245,6 +259,10 @@ class GraphRuntime:
         if self._device is not None:
             self._device.close()
 
+    def __reduce__(self) -> tuple[type[GraphRuntime], tuple[()]]:
+        # Graphs cannot be copied: the copy of a compiled model starts with an empty runtime of its own.
+        return (GraphRuntime, ())
+
     def __enter__(self) -> GraphRuntime:
         return self
 
@@ -278,6 +296,26 @@ class GraphRuntime:
     def callables(self) -> tuple[CallableRecord, ...]:
         """The callables registered so far."""
         return tuple(self._callables)
+
+    def recompiled_from(self, name: str, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str | None:
+        """The region that has this key's graph in another compilation of the same function; None when there is none.
+
+        Dynamo may compile a function anew while its keys are being captured, and then serve calls that were captured
+        before with the newer code.
+        """
+        callable_name, _, region = name.partition(".")
+        frames = {record.name: record.frame for record in self._callables if record.frame is not None}
+        for wrapper in self._alive():
+            other, _, its_region = wrapper.name.partition(".")
+            if (
+                other != callable_name
+                and its_region == region
+                and wrapper.mode is mode
+                and frames.get(other, -1) == frames.get(callable_name, -2)
+                and descriptor in wrapper.captured()
+            ):
+                return wrapper.name
+        return None
 
     def note(self, text: str) -> None:
         """Record why something happened that a user may wonder about; logged at its first occurrence."""
@@ -319,7 +357,7 @@ class GraphRuntime:
             )
         return self._device
 
-    def enter_forward(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> GraphDevice:
+    def enter_forward(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> None:
         """Take the pool for ``context``; wait for whoever has it. Paired with :meth:`exit_forward`.
 
         Raises:
@@ -327,16 +365,18 @@ class GraphRuntime:
         """
         device = self.device_for(leaves)
         if self._turn.take(context, who):
-            if self._forward is None or self._forward() is not context:
-                self._forward = weakref.ref(context)
-                self._forward_storages.clear()
-            self._forward_entries.clear()
-            device.wait_for_last_forward()
-        return device
+            try:
+                if self._forward is None or self._forward() is not context:
+                    self._forward = weakref.ref(context)
+                    self._forward_storages.clear()
+                self._forward_entries.clear()
+                device.begin_forward()
+            except BaseException:
+                self._turn.give_back()
+                raise
 
-    def exit_forward(self, device: GraphDevice) -> None:
+    def exit_forward(self) -> None:
         """End what :meth:`enter_forward` began."""
-        device.forward_done()
         self._turn.give_back()
 
     def before_replay(self, entry: GraphEntry) -> None:

@@ -1,7 +1,7 @@
 """Static input buffers: memory graphpass owns, outside the pool, that inputs are copied into before a replay.
 
-A graph reads fixed addresses, so every input whose address is not static gets a buffer here. Inputs that share a storage
-share one buffer, at the same relative offsets; what the region mutates is copied back to the caller's tensor.
+A graph reads fixed addresses, so every input whose address is not static gets a buffer here. Inputs that share a
+storage share one buffer, at the same relative offsets; what the region mutates is copied back to the caller's tensor.
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ class Staging:
             _mutated=tuple(i for i, position in enumerate(positions) if position in mutated),
             _names=tuple(names[position] for position in positions),
         )
+
+    @property
+    def mutates(self) -> bool:
+        """Whether the region writes to one of the staged inputs."""
+        return bool(self._mutated)
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Refuse inputs that a copy would broadcast, convert or not fit.

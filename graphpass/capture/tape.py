@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from graphpass import compat
+from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import distinct_elements, storage_id
 from graphpass.errors import CaptureError
 
@@ -49,11 +50,11 @@ class _Step:
                 target.copy_(distinct_elements(leaves[position], name="a result"))
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(compat.TorchDispatchMode):
     """Records every op that reaches it. Argument tensors are held, so no recorded address is ever reused."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
         self._paused = False
 
@@ -70,8 +71,8 @@ class _Tape(TorchDispatchMode):
                 return compat.call_kernel(func, "CPU", args, kwargs)
         frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
         result = func(*args, **kwargs)
-        mutates = func._schema.is_mutable
-        if func._schema.name in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
+        mutates = compat.is_mutable(func)
+        if compat.schema_name(func) in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
             return result
         targets = _fresh_results(result, (args, kwargs))
         if targets or mutates:
@@ -99,7 +100,11 @@ class _HostReads(TorchFunctionMode):
     """Refuses the host reads that call no op on the CPU, so that no dispatch mode sees them."""
 
     _NAMES: Mapping[Any, str] = MappingProxyType(
-        {torch.Tensor.tolist: "Tensor.tolist", torch.Tensor.numpy: "Tensor.numpy", torch.Tensor.__array__: "numpy.array"}
+        {
+            torch.Tensor.tolist: "Tensor.tolist",
+            torch.Tensor.numpy: "Tensor.numpy",
+            torch.Tensor.__array__: "numpy.array",
+        }
     )
 
     def __torch_function__(
@@ -126,17 +131,19 @@ class _TapeGraph:
         self._steps = ()
 
 
-class TapeDevice:
+class TapeDevice(GraphDevice):
     """Records and replays on the CPU; its pool is the fixed tensors that the tapes hold."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._tape: _Tape | None = None
 
+    @override
     def warm_up(self, body: Callable[[], Any]) -> None:
         with torch.no_grad():
             body()
 
+    @override
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[_TapeGraph, Sequence[Any]]:
@@ -148,6 +155,7 @@ class TapeDevice:
             self._tape = None
         return _TapeGraph(tape.steps), outputs
 
+    @override
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if compat.is_dynamo_compiled(runnable):
             raise CaptureError(
@@ -160,24 +168,26 @@ class TapeDevice:
             return self._tape.call_opaque(runnable, tuple(args), kwargs)
         return runnable(*args, **kwargs)
 
+    @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         for output in outputs:
             with torch.inference_mode(output.is_inference()), torch.no_grad():
                 _fill_with_sentinel(output)
 
-    def wait_for_last_forward(self) -> None:
+    @override
+    def begin_forward(self) -> None:
         """Nothing to order: the CPU is synchronous."""
 
-    def forward_done(self) -> None:
-        """Nothing to order: the CPU is synchronous."""
-
+    @override
     def pool_bytes(self) -> int:
         """0: the tapes' tensors are ordinary CPU memory."""
         return 0
 
+    @override
     def close(self) -> None:
         """Nothing to give back: the tapes own their tensors."""
 
@@ -203,9 +213,7 @@ def _freeze_metadata(values: Any) -> Any:
 
 def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:
     """(position, tensor) of the results that lie in memory of their own; the others are views of an input."""
-    known = {
-        storage_id(leaf) for leaf in compat.tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)
-    }
+    known = {storage_id(leaf) for leaf in compat.tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)}
     fresh = []
     for position, leaf in enumerate(compat.tree_flatten(result)[0]):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
@@ -215,7 +223,7 @@ def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], 
 
 def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
     reads_host = any(tag in func.tags for tag in _HOST_TAGS)
-    name = func._schema.name
+    name = compat.schema_name(func)
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         # index_put_ of one value under a mask is a masked fill, which needs no host read.

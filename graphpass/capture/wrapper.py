@@ -97,6 +97,7 @@ class CUDAGraphWrapper:
         self._tallies: dict[BatchDescriptor, Tally] = {}
         self._death_watch: dict[int, tuple[Any, ...]] = {}
         self._arena = BufferArena()
+        self._flat_spec: Any = None
         runtime.adopt(self)
 
     @property
@@ -117,6 +118,7 @@ class CUDAGraphWrapper:
         return getattr(self._runnable, attribute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, capture or replay, as the context says."""
         context = current_context()
         if context is None:
             return self._runnable(*args, **kwargs)
@@ -124,7 +126,16 @@ class CUDAGraphWrapper:
             return context.capture.call(self._runnable, args, kwargs)
         if context.runtime_mode is not self._mode:
             return self._runnable(*args, **kwargs)
-        return self._under_graph(context, args, kwargs)
+        if len(kwargs) > 1:  # the order in which a caller writes keywords makes no other graph
+            kwargs = dict(sorted(kwargs.items()))
+        leaves, spec = compat.tree_flatten((args, kwargs))
+        return self._under_graph(context, leaves, spec)
+
+    def call_flat(self, context: ForwardContext, args: Sequence[Any]) -> Any:
+        """A call at this wrapper's mode with positional arguments without structure, so that none is looked for."""
+        if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
+            self._flat_spec = compat.tree_flatten((tuple(args), {}))[1]
+        return self._under_graph(context, list(args), self._flat_spec)
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """What happened at each key so far."""
@@ -147,18 +158,16 @@ class CUDAGraphWrapper:
         self._death_watch.clear()
         self._arena.clear()
 
-    def _under_graph(self, context: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(kwargs) > 1:  # the order in which a caller writes keywords makes no other graph
-            kwargs = dict(sorted(kwargs.items()))
-        leaves, spec = compat.tree_flatten((args, kwargs))
+    def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any) -> Any:
         self._refuse_grad(leaves)
         descriptor = context.batch_descriptor
         assert descriptor is not None
-        device = self._runtime.enter_forward(context, leaves, self.name)
+        self._runtime.enter_forward(context, leaves, self.name)
         try:
             entry = next((e for e in self._entries.get(descriptor, ()) if e.serves(leaves, spec)), None)
             recorded: Sequence[Any] | None = None
             if entry is None:
+                args, kwargs = compat.tree_unflatten(leaves, spec)
                 entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles))
             entry.check(leaves)
             clones = self._policy.clones_outputs
@@ -166,8 +175,8 @@ class CUDAGraphWrapper:
             if recorded is not None and not clones:
                 outputs = entry.outputs.owning(outputs, recorded)
         finally:
-            self._runtime.exit_forward(device)
-        return compat.tree_unflatten(outputs, entry.output_spec)
+            self._runtime.exit_forward()
+        return entry.build_result(outputs)
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):
@@ -222,17 +231,32 @@ class CUDAGraphWrapper:
         moved = sorted({p for entry in peers for p in entry.statics.moved(call.leaves)})
         if not moved:
             if not is_open:
-                raise self._not_captured(descriptor)
+                self._permit_recompiled(descriptor)
             self._refuse_lazy_capture_across_ranks(context)
             return call.static
         if self._policy.on_moved_input == "error" and not is_open:
             raise self._moved(peers[0], call, moved[0])
         names = ", ".join(call.names[p] for p in moved[:3])
         if len(peers) < MAX_STATIC_SETS:
-            self._runtime.note(f"{self.name} {descriptor}: static inputs moved ({names}), set {len(peers) + 1} captured")
+            self._runtime.note(
+                f"{self.name} {descriptor}: static inputs moved ({names}), set {len(peers) + 1} captured"
+            )
             return call.static
-        self._runtime.note(f"{self.name} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on")
+        self._runtime.note(
+            f"{self.name} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on"
+        )
         return call.static - set(moved)
+
+    def _permit_recompiled(self, descriptor: BatchDescriptor) -> None:
+        """A key that was captured, before torch.compile made other code that serves it now, is captured once more.
+
+        Raises:
+            CaptureError: the key was never captured, or ``on_moved_input`` is ``error``.
+        """
+        older = self._runtime.recompiled_from(self.name, self._mode, descriptor)
+        if older is None or self._policy.on_moved_input == "error":
+            raise self._not_captured(descriptor)
+        self._runtime.note(f"{self.name} {descriptor}: captured once more, since torch.compile replaced {older}")
 
     def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
         return StaticInputError(

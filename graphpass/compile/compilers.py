@@ -30,6 +30,7 @@ class CompiledRegion:
     opaque: bool
 
     def __call__(self, *args: Any) -> Any:
+        """Run the region."""
         return self.function(*args)
 
 

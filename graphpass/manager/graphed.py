@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +13,15 @@ from tqdm import tqdm
 
 from graphpass import compat
 from graphpass.capture import EnteredCallable, GraphRuntime
-from graphpass.capture.layout import storage_id
 from graphpass.context import set_forward_context
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
-from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
+from graphpass.manager.buffers import BufferSet, KeyInputs
 from graphpass.manager.keyrun import KeyRun, learn_key
 from graphpass.manager.learned import shared_dims
-from graphpass.manager.padding import InputBuffer, PadRule, checked_rule
+from graphpass.manager.padding import PadRule, checked_rule
+from graphpass.manager.signature import CallSignature
 from graphpass.manager.traffic import Traffic
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report
@@ -61,14 +60,6 @@ def graphed(
     return GraphedModel(model, capture_sizes, dynamic_dims, padding=padding, cut=cut, mode=mode, **options)
 
 
-@dataclass(frozen=True, slots=True)
-class _KeyInputs:
-    """The inputs of one key: padded buffers, and arguments that are passed on as they are."""
-
-    buffers: tuple[InputBuffer, ...]
-    arguments: Mapping[str, Any]
-
-
 class GraphedModel:
     """See :func:`graphed`. Call it like the model; it owns its input buffers and, unless given one, its runtime.
 
@@ -103,7 +94,8 @@ class GraphedModel:
         self._settings = Settings.of(given)
         self._dims = self._settings.dynamic_dims
         self._ladders = self._settings.capture_sizes
-        self._signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+        self._signature = CallSignature(model, self._dims, self._ladders)
+        self._signature.refuse_unknown("padding", padding or {})
         self._rules = {name: checked_rule(name, rule) for name, rule in (padding or {}).items()}
         self._cut = dict(cut or {})
         self._model = model
@@ -114,11 +106,9 @@ class GraphedModel:
         self._entry = _entry_of(model)
         self._compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
         self._has_graph_breaks = False
-        self._check_names()
         self._dispatcher = self._new_dispatcher(self._settings.mode)
-        self._shared: dict[str, dict[int, str]] | None = None
-        self._memory: dict[str, torch.Tensor] = {}
-        self._inputs: dict[BatchDescriptor, _KeyInputs] = {}
+        self._buffers: BufferSet | None = None
+        self._inputs: dict[BatchDescriptor, KeyInputs] = {}
         self._runs: dict[tuple[CUDAGraphMode, BatchDescriptor], KeyRun] = {}
         self._traffic = Traffic()
 
@@ -128,13 +118,14 @@ class GraphedModel:
         """Capture every key, largest first, with a progress bar; the example's sizes do not matter.
 
         Args:
-            args, kwargs: an example call; each declared dimension at least 1.
+            *args: an example call, each declared dimension at least 1.
+            **kwargs: the same.
 
         Raises:
             CaptureError: a key could not be captured; it names the key.
         """
         with torch.inference_mode(False), torch.no_grad():
-            given = self._bind(args, kwargs)
+            given = self._signature.bind(args, kwargs)
             self._learn(given)
             plan = [(mode, key) for mode, keys in self._dispatcher.capture_plan() for key in keys]
             with self.runtime.capturing(), tqdm(plan, desc="capturing", unit="graph", leave=False) as progress:
@@ -144,14 +135,15 @@ class GraphedModel:
                         self._capture_key(mode, key, given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments, over a graph where one fits."""
         with torch.inference_mode(False), torch.no_grad():
-            given = self._bind(args, kwargs)
-            sizes = self._sizes(given)
+            given = self._signature.bind(args, kwargs)
+            sizes = self._signature.sizes(given)
             step = self._dispatch(sizes)
             if not step.mode:
                 self._traffic.saw(step, sizes, None)
                 return self._fall_back(step, given)
-            if self._shared is None:
+            if self._buffers is None:
                 self._learn(given)
                 step = self._dispatch(sizes)
             self._traffic.saw(step, sizes, self._dispatcher.fields(step.descriptor))
@@ -165,7 +157,7 @@ class GraphedModel:
         """Drop all graphs and buffers and give the pool back; it can be captured again."""
         self.runtime.close()
         self._inputs.clear()
-        self._memory.clear()
+        self._buffers = None
         self._runs.clear()
         self._dispatcher.forget_captured()
 
@@ -211,82 +203,16 @@ class GraphedModel:
         if self._settings.on_fallback == "warn" and self._traffic.is_first(step.reason):
             _log.warning("%s", text)
         self.runtime.note(text)
-        return self._compiled(**given)
+        with set_forward_context():
+            return self._compiled(**given)
 
-    # -- arguments -------------------------------------------------------------------------------------------------
-
-    def _check_names(self) -> None:
-        parameters = self._signature.parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        for option, names in (("dynamic_dims", self._dims), ("padding", self._rules)):
-            for name in names:
-                if name not in parameters and not takes_any:
-                    raise OptionError(
-                        f"{option} names an argument the model does not have",
-                        expected=f"one of {', '.join(parameters)}",
-                        found=repr(name),
-                        remedy="use the name in the model's forward",
-                    )
-        fields = {field for dims in self._dims.values() for field in dims.values()}
-        if fields != set(self._ladders):
-            raise OptionError(
-                "dynamic_dims and capture_sizes name different key fields",
-                expected=f"the fields of capture_sizes: {sorted(self._ladders)}",
-                found=f"the fields of dynamic_dims: {sorted(fields)}",
-                remedy="give each key field a ladder of sizes and a dimension",
-            )
-
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The call's arguments by name."""
-        bound = self._signature.bind(*args, **kwargs)
-        given: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            kind = self._signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                given.update(value)
-            elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-                raise OptionError(
-                    f"argument {name!r} cannot be passed by name",
-                    expected="a model whose arguments have names",
-                    found=f"{kind.description} argument {name!r}",
-                    remedy="wrap the model in a function with named arguments",
-                )
-            else:
-                given[name] = value
-        return given
-
-    def _sizes(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """The real size of every key field in this call.
-
-        Raises:
-            ShapeError: a declared argument is missing, has no such dimension, or two of them disagree.
-        """
-        sizes: dict[str, int] = {}
-        for name, dims in self._dims.items():
-            tensor = given.get(name)
-            for dim, field in dims.items():
-                if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= dim < tensor.dim():
-                    raise ShapeError(
-                        f"argument {name!r} has no dimension {dim}",
-                        expected=f"a tensor whose dimension {dim} is {field}",
-                        found=f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor),
-                        remedy="pass it as a tensor, or correct dynamic_dims",
-                    )
-                size = tensor.shape[dim]
-                if sizes.setdefault(field, size) != size:
-                    raise ShapeError(
-                        f"arguments disagree on {field}",
-                        expected=f"{field}={sizes[field]}",
-                        found=f"{name!r} has {size} in dimension {dim}",
-                        remedy="pass inputs of one batch",
-                    )
-        return {field: sizes[field] for field in self._ladders}
+    # -- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self, given: Mapping[str, Any]) -> None:
         """Trace once, without running anything, to see which dimensions of which arguments carry a key field."""
-        if self._shared is not None:
+        if self._buffers is not None:
             return
-        sizes = self._sizes(given)
+        sizes = self._signature.sizes(given)
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         traced = dict(given)
         for name, tensor in tensors.items():
@@ -297,11 +223,11 @@ class GraphedModel:
             self._has_graph_breaks = True
             self._compiled = torch.compile(self._entry, backend="cgpass", dynamic=True, options=self._options)
             reached = self._reached_first(traced)
-        sizes = self._sizes(traced)
+        sizes = self._signature.sizes(traced)
         first_inputs = reached.partition.inputs
-        self._shared = shared_dims(
-            first_inputs, self._dims, {name: traced[name] for name in tensors}, sizes
-        )
+        shared = shared_dims(first_inputs, self._dims, {name: traced[name] for name in tensors}, sizes)
+        largest = {field: max(ladder) for field, ladder in self._ladders.items()}
+        self._buffers = BufferSet(shared, largest, self._rules)
         if reached.never_full is not None and self._settings.mode.has_mode(CUDAGraphMode.FULL):
             reason = f"FULL is not possible, PIECEWISE instead: {reached.never_full}"
             if self._settings.on_fallback == "error":
@@ -333,12 +259,12 @@ class GraphedModel:
     def _reached_first(self, traced: Mapping[str, Any]) -> Any:
         largest = max((key for _, keys in self._dispatcher.capture_plan() for key in keys), key=lambda k: k.num_tokens)
         mode = next(iter(self._dispatcher.capture_plan()))[0]
-        with self.runtime.capturing() as scope, set_forward_context(runtime_mode=mode, batch_descriptor=largest):
+        with self.runtime.scope_opened() as scope, set_forward_context(runtime_mode=mode, batch_descriptor=largest):
             scope.stops_at_entry = True
             try:
                 self._compiled(**traced)
             except EnteredCallable as entered:
-                return entered.callable
+                return entered.reached
         raise CaptureError(
             "nothing of the model could be captured",
             expected="a model that torch.compile hands to the backend, called without gradients",
@@ -348,96 +274,58 @@ class GraphedModel:
 
     # -- keys ------------------------------------------------------------------------------------------------------
 
-    def _key_inputs(self, key: BatchDescriptor, given: Mapping[str, Any]) -> _KeyInputs:
+    def _key_inputs(self, key: BatchDescriptor, given: Mapping[str, Any]) -> KeyInputs:
         made = self._inputs.get(key)
-        if made is not None:
-            return made
-        padded = self._dispatcher.fields(key)
-        largest = {field: max(ladder) for field, ladder in self._ladders.items()}
-        buffers, arguments = [], {}
-        for name, value in given.items():
-            if not isinstance(value, torch.Tensor):
-                _refuse_nested_tensors(name, value)
-                arguments[name] = value
-                continue
-            assert self._shared is not None
-            dims = {dim % value.dim(): field for dim, field in self._shared.get(name, {}).items()}
-            shape = _resized(value.shape, dims, padded)
-            if name not in self._memory:
-                size = torch.Size(_resized(value.shape, dims, largest)).numel()
-                self._memory[name] = torch.zeros(size, dtype=value.dtype, device=value.device)
-            rule = self._rules.get(name, 0)
-            buffers.append(InputBuffer.over(self._memory[name], name, shape, dims, rule))
-        made = self._inputs[key] = _KeyInputs(tuple(buffers), arguments)
+        if made is None:
+            assert self._buffers is not None
+            self._signature.check_complete(given)
+            made = self._inputs[key] = self._buffers.inputs(self._dispatcher.fields(key), given)
         return made
-
-    def _fill(self, inputs: _KeyInputs, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding."""
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        others = {name: value for name, value in given.items() if name not in tensors}
-        if set(tensors) != {buffer.name for buffer in inputs.buffers} or others != inputs.arguments:
-            raise ShapeError(
-                "this call has other arguments than the captured one",
-                expected=f"tensors {sorted(b.name for b in inputs.buffers)} and {dict(inputs.arguments)}",
-                found=f"tensors {sorted(tensors)} and {others}",
-                remedy="pass the same arguments in every call, or make another graphed(...) for the other form",
-            )
-        for buffer in inputs.buffers:
-            buffer.check(tensors[buffer.name], sizes)
-        targets = [buffer.real(sizes) for buffer in inputs.buffers]
-        compat.foreach_copy_(targets, [tensors[buffer.name] for buffer in inputs.buffers])
-        for buffer in inputs.buffers:
-            buffer.fill_padding(tensors[buffer.name], sizes)
 
     def _capture_key(self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any]) -> None:
         inputs = self._key_inputs(key, given)
-        padded = dict(self._dispatcher.fields(key))
-        example = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
-        for buffer in inputs.buffers:
-            example[buffer.name] = _stretched(given[buffer.name], buffer)
-        self._fill(inputs, example, padded)
+        inputs.fill(inputs.stretched(given), self._dispatcher.fields(key))
         self._graphed_call(mode, key, inputs)
 
     def _replay(
         self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any], sizes: Mapping[str, int]
     ) -> Any:
         inputs = self._key_inputs(key, given)
-        self._fill(inputs, given, sizes)
+        inputs.fill(given, sizes)
         run = self._runs.get((mode, key))
-        if run is not None and run.direct is not None and run.direct.owned.in_place():
-            with set_forward_context(runtime_mode=mode, batch_descriptor=key):
-                leaves = run.direct.run(self._modules)
-        elif run is not None and run.direct is None:
-            with set_forward_context(runtime_mode=mode, batch_descriptor=key):
-                leaves, spec = compat.tree_flatten(self._compiled(**self._call_arguments(inputs)))
-            if spec != run.spec:
-                raise ShapeError(
-                    "the model returned another structure than at capture",
-                    expected=str(run.spec),
-                    found=str(spec),
-                    remedy="return the same structure in every call",
-                )
-        else:
+        if run is None or (run.direct is not None and not run.direct.holds()):
             with self._capturing():
                 leaves, run = self._graphed_call(mode, key, inputs)
-        return self._finish(leaves, run, inputs, given, sizes)
+        elif run.direct is not None:
+            with set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                leaves = run.direct.run(self._modules)
+        else:
+            leaves = self._through_dynamo(mode, key, inputs, run)
+        return _finished(leaves, run, inputs, given, sizes)
 
-    def _call_arguments(self, inputs: _KeyInputs) -> dict[str, Any]:
-        return {**inputs.arguments, **{buffer.name: buffer.tensor for buffer in inputs.buffers}}
+    def _through_dynamo(self, mode: CUDAGraphMode, key: BatchDescriptor, inputs: KeyInputs, run: KeyRun) -> list[Any]:
+        with set_forward_context(runtime_mode=mode, batch_descriptor=key):
+            leaves, spec = compat.tree_flatten(self._compiled(**inputs.arguments()))
+        if spec != run.spec:
+            raise ShapeError(
+                "the model returned another structure than at capture",
+                expected=str(run.spec),
+                found=str(spec),
+                remedy="return the same structure in every call",
+            )
+        return list(leaves)
 
     def _capturing(self) -> contextlib.AbstractContextManager[Any]:
         scope = self.runtime.scope()
-        return contextlib.nullcontext(scope) if scope is not None else self.runtime.capturing()
+        return contextlib.nullcontext(scope) if scope is not None else self.runtime.scope_opened()
 
-    def _graphed_call(
-        self, mode: CUDAGraphMode, key: BatchDescriptor, inputs: _KeyInputs
-    ) -> tuple[list[Any], KeyRun]:
+    def _graphed_call(self, mode: CUDAGraphMode, key: BatchDescriptor, inputs: KeyInputs) -> tuple[list[Any], KeyRun]:
         """Run a key through Dynamo inside a capture scope, and learn from the callables it reached."""
         scope = self.runtime.scope()
         assert scope is not None
         scope.reached.clear()
         with set_forward_context(runtime_mode=mode, batch_descriptor=key):
-            result = self._compiled(**self._call_arguments(inputs))
+            result = self._compiled(**inputs.arguments())
         if not scope.reached:
             raise CaptureError(
                 f"nothing was captured for {mode} {key}",
@@ -449,7 +337,7 @@ class GraphedModel:
         run = learn_key(
             result,
             scope.reached,
-            {id(buffer.tensor): buffer for buffer in inputs.buffers},
+            {id(buffer.tensor): buffer for buffer in inputs.buffers.values()},
             padded=self._dispatcher.fields(key),
             declared_cuts=self._cut,
             entry=self._entry,
@@ -460,25 +348,24 @@ class GraphedModel:
         self._runs[mode, key] = run
         return compat.tree_flatten(result)[0], run
 
-    def _finish(
-        self, leaves: Sequence[Any], run: KeyRun, inputs: _KeyInputs, given: Mapping[str, Any], sizes: Mapping[str, int]
-    ) -> Any:
-        """Cut outputs to the real sizes, hand back the caller's own tensors, copy mutated inputs back."""
-        own = {storage_id(buffer.tensor): buffer for buffer in inputs.buffers}
-        finished = []
-        for leaf, dims in zip(leaves, run.cuts, strict=True):
-            owner = own.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None
-            if owner is not None and leaf is owner.tensor:
-                finished.append(given[owner.name])
-                continue
-            for dim, field in dims.items():
-                leaf = leaf.narrow(dim, 0, sizes[field])
-            # The buffer is filled anew by the next call, so a view of it cannot leave.
-            finished.append(leaf.clone() if owner is not None else leaf)
-        for buffer in inputs.buffers:
-            if buffer.name in run.mutated:
-                given[buffer.name].copy_(buffer.real(sizes))
-        return compat.tree_unflatten(finished, run.spec)
+
+def _finished(
+    leaves: list[Any], run: KeyRun, inputs: KeyInputs, given: Mapping[str, Any], sizes: Mapping[str, int]
+) -> Any:
+    """Cut outputs to the real sizes, hand back the caller's own tensors, copy mutated inputs back."""
+    for index, (leaf, dims, owner) in enumerate(zip(leaves, run.cuts, run.owners, strict=True)):
+        if owner is not None and leaf is owner.tensor:
+            leaves[index] = given[owner.name]
+            continue
+        cut = leaf
+        for dim, field in dims.items():
+            if cut.shape[dim] != sizes[field]:
+                cut = cut.narrow(dim, 0, sizes[field])
+        # The buffer is filled anew by the next call, so a view of it cannot leave.
+        leaves[index] = cut.clone() if owner is not None else cut
+    for name in run.mutated:
+        given[name].copy_(inputs.buffers[name].real(sizes))
+    return run.build_result(leaves)
 
 
 def _modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
@@ -487,17 +374,6 @@ def _modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
 
 def _model_itself(model: Any) -> Any:
     return model
-
-
-def _refuse_nested_tensors(name: str, value: Any) -> None:
-    """A tensor inside a list or dict has no name to be padded and buffered by."""
-    if any(isinstance(leaf, torch.Tensor) for leaf in compat.tree_flatten(value)[0]):
-        raise OptionError(
-            f"argument {name!r} holds tensors inside a {type(value).__name__}",
-            expected="tensors as arguments, and other values that stay the same",
-            found=f"a {type(value).__name__} of tensors",
-            remedy="wrap the model in a function that takes each tensor as an argument of its own",
-        )
 
 
 def _entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -512,15 +388,3 @@ def _entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(
         call_model.__code__.replace(), call_model.__globals__, "call_model", None, call_model.__closure__
     )
-
-
-def _resized(shape: Sequence[int], dims: Mapping[int, str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[dims[dim]] if dim in dims else size for dim, size in enumerate(shape))
-
-
-def _stretched(value: torch.Tensor, buffer: InputBuffer) -> torch.Tensor:
-    """An example at the buffer's size: the given rows, repeated or cut, so that every value is a valid one."""
-    for dim in buffer.dims:
-        rows = torch.arange(buffer.tensor.shape[dim], device=value.device) % value.shape[dim]
-        value = value.index_select(dim, rows)
-    return value

@@ -6,7 +6,8 @@ compared before each direct call; parameters are looked up where the module keep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from graphpass.errors import CaptureError
 
-__all__ = ["AmbientState", "OwnedTensors"]
+__all__ = ["AmbientState", "GuardedValues", "OwnedTensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class AmbientState:
         """The state as it is."""
         return cls(
             autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in ("cpu", "cuda")
             ),
             matmul_precision=torch.get_float32_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
@@ -103,3 +105,55 @@ class OwnedTensors:
             if owner.get(name) is not kept:
                 return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedValues:
+    """Python values that Dynamo guarded (a scale, a config flag), read where the model keeps them."""
+
+    _read: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]]
+    _locals: Mapping[str, Any]
+    _globals: Mapping[str, Any]
+    _values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, expressions: Sequence[str], entry: Callable[..., Any]) -> GuardedValues:
+        """Read the values now.
+
+        Args:
+            expressions: over ``L`` and ``G``, as Dynamo writes the sources of its guards.
+            entry: the function that was compiled; its closure is what ``L`` names besides arguments.
+        """
+        here = inspect.getclosurevars(entry).nonlocals
+        scope = entry.__globals__
+        readable = []
+        for expression in expressions:
+            # Train and eval are compared, by name, as ambient state.
+            if expression.startswith("L['arguments']") or expression.endswith(".training"):
+                continue
+            try:
+                value = _reader([expression])(here, scope)[0]
+            except (AttributeError, KeyError, IndexError, TypeError):
+                continue
+            if isinstance(value, _CONSTANTS):
+                readable.append(expression)
+        read = _reader(readable)
+        return cls(read, here, scope, read(here, scope))
+
+    def unchanged(self) -> bool:
+        """Whether every value is what it was."""
+        try:
+            return self._read(self._locals, self._globals) == self._values
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return False
+
+
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, tuple)
+
+
+def _reader(expressions: Sequence[str]) -> Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]]:
+    # The expressions are torch's own, from its guards; compat lets only chains of attributes and items through.
+    reader: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]] = eval(
+        f"lambda L, G: ({''.join(f'{expression}, ' for expression in expressions)})"
+    )
+    return reader

@@ -11,8 +11,9 @@ import sympy
 import torch
 
 from graphpass import compat
+from graphpass.capture.layout import storage_id
 from graphpass.errors import ShapeError
-from graphpass.manager.guards import AmbientState, OwnedTensors
+from graphpass.manager.guards import AmbientState, GuardedValues, OwnedTensors
 from graphpass.manager.padding import InputBuffer
 
 __all__ = ["DirectCall", "KeyRun", "learn_key"]
@@ -29,7 +30,8 @@ class DirectCall:
         callable: the callable that the compiled model reached.
         args: its arguments at this key: buffers, sizes, parameters.
         owned: where the model keeps the parameters among them.
-        ambient: what Dynamo's guards would have compared.
+        ambient: process-wide settings that Dynamo's guards would have compared.
+        guarded: Python values of the model that they would have compared.
         leaf_sources: for each leaf of the result, the callable's flat output it is, or the buffer of the argument that
             the model returns as it is; None for None.
     """
@@ -38,7 +40,12 @@ class DirectCall:
     args: tuple[Any, ...]
     owned: OwnedTensors
     ambient: AmbientState
+    guarded: GuardedValues
     leaf_sources: tuple[int | InputBuffer | None, ...]
+
+    def holds(self) -> bool:
+        """Whether the model still has the parameters and values of the capture."""
+        return self.owned.in_place() and self.guarded.unchanged()
 
     def run(self, modules: Sequence[torch.nn.Module]) -> list[Any]:
         """Call it under the forward context that is set; the leaves of the result.
@@ -47,7 +54,8 @@ class DirectCall:
             CaptureError: an ambient setting changed since capture.
         """
         self.ambient.refuse_change(modules)
-        outputs = compat.tree_flatten(self.callable.call(self.args))[0]
+        returned = self.callable.call(self.args)
+        outputs = returned if self.callable.returns_flat else compat.tree_flatten(returned)[0]
         return [
             outputs[source] if isinstance(source, int) else None if source is None else source.tensor
             for source in self.leaf_sources
@@ -60,14 +68,18 @@ class KeyRun:
 
     Attributes:
         cuts: for each leaf of the result, {dimension: key field} to cut to the real size.
+        owners: for each leaf, the input buffer that it lies in, None elsewhere.
         spec: the result's structure.
+        build_result: makes leaves into that structure.
         mutated: names of the arguments that the model writes to.
         direct: the call past Dynamo, None where one is not safe.
         why_not_direct: why, where ``direct`` is None.
     """
 
     cuts: tuple[Dims, ...]
+    owners: tuple[InputBuffer | None, ...]
     spec: Any
+    build_result: Callable[[list[Any]], Any]
     mutated: frozenset[str]
     direct: DirectCall | None
     why_not_direct: str | None
@@ -118,13 +130,15 @@ def learn_key(
         if id(args[position]) in buffers
     )
     direct, why_not = _direct(leaves, reached, buffers, entry, modules)
-    return KeyRun(tuple(cuts), spec, mutated, direct, why_not)
+    memory = {storage_id(buffer.tensor): buffer for buffer in buffers.values() if storage_id(buffer.tensor)}
+    owners = tuple(memory.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+    return KeyRun(tuple(cuts), owners, spec, compat.builder_of(spec), mutated, direct, why_not)
 
 
 def _trace_dims(
     reached: Reached, buffers: Mapping[int, InputBuffer], padded: Mapping[str, int]
 ) -> tuple[dict[int, dict[int, str]], dict[int, str]]:
-    """id of a tensor -> {dimension: key field}, followed through the graphs by their symbols; and why not, where not."""
+    """Id of a tensor -> {dimension: key field}, followed through the graphs by symbol; and why not, where not."""
     known: dict[int, dict[int, str]] = {key: dict(buffer.dims) for key, buffer in buffers.items()}
     unclear: dict[int, str] = {}
     for callable_, args, outputs in reached:
@@ -143,7 +157,7 @@ def _trace_dims(
 def _symbols(
     callable_: Any, args: Sequence[Any], known: Mapping[int, Mapping[int, str]], padded: Mapping[str, int]
 ) -> tuple[dict[sympy.Symbol, str], list[str]]:
-    """Symbol -> key field in one graph; and the fields that the graph fixes at a size, so that no symbol carries them."""
+    """Symbol -> key field in one graph; and the fields that the graph fixes at a size, so that none carries them."""
     symbols: dict[sympy.Symbol, str] = {}
     fixed = []
     for given, value in zip(callable_.partition.inputs, args, strict=True):
@@ -166,7 +180,10 @@ def _dims_by_symbol(
         elif isinstance(size, sympy.Expr) and size.free_symbols:
             return {}, f"dimension {dim} has size {size}, which mixes real and padded rows or is no key field"
     if fixed and shape:
-        return {}, f"the model fixes {', '.join(sorted(set(fixed)))}, so that no symbol tells which dimension carries it"
+        return (
+            {},
+            f"the model fixes {', '.join(sorted(set(fixed)))}, so that no symbol tells which dimension carries it",
+        )
     return dims, None
 
 
@@ -239,4 +256,5 @@ def _direct(
     effects = compat.writes_python_state(entry)
     if effects is not None:
         return None, effects
-    return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), tuple(sources)), None
+    guarded = GuardedValues.of(callable_.guarded, entry)
+    return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), guarded, tuple(sources)), None

@@ -14,7 +14,7 @@ from graphpass.errors import OptionError, ShapeError
 __all__ = ["InputBuffer", "PadRule", "checked_rule"]
 
 PadRule = float | int | bool | Literal["repeat"] | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""What fills the padding: a value, ``"repeat"`` (the last real slice), or ``f(real, padded_shape) -> padded tensor``."""
+"""What fills the padding: a value, ``"repeat"`` (the last real slice), or ``f(real, padded_shape) -> padded``."""
 
 
 def checked_rule(name: str, rule: Any) -> PadRule:
@@ -65,33 +65,30 @@ class InputBuffer:
         """The part of the buffer that holds real values, for the real size of each key field."""
         view = self.tensor
         for dim, field in self.dims.items():
-            view = view.narrow(dim, 0, sizes[field])
+            if view.shape[dim] != sizes[field]:
+                view = view.narrow(dim, 0, sizes[field])
         return view
 
-    def check(self, value: Any, sizes: Mapping[str, int]) -> None:
-        """Refuse a value that a copy would broadcast, convert or move.
+    def check(self, value: Any, real: torch.Tensor) -> None:
+        """Refuse a value that a copy into the ``real`` part would broadcast, convert or move.
 
         Raises:
             ShapeError: not a tensor of the captured dtype and device, or of the real shape.
         """
-        expected = self.real(sizes)
         if (
-            not isinstance(value, torch.Tensor)
-            or value.shape != expected.shape
-            or value.dtype != expected.dtype
-            or value.device != expected.device
+            isinstance(value, torch.Tensor)
+            and value.shape == real.shape
+            and value.dtype == real.dtype
+            and value.device == real.device
         ):
-            found = (
-                f"{tuple(value.shape)} {value.dtype} on {value.device}"
-                if isinstance(value, torch.Tensor)
-                else repr(value)
-            )
-            raise ShapeError(
-                f"input {self.name!r} does not fit its buffer",
-                expected=f"{tuple(expected.shape)} {expected.dtype} on {expected.device}",
-                found=found,
-                remedy="pass what the model was captured with, or make another graphed(...) for other inputs",
-            )
+            return
+        tensor = isinstance(value, torch.Tensor)
+        raise ShapeError(
+            f"input {self.name!r} does not fit its buffer",
+            expected=f"{tuple(real.shape)} {real.dtype} on {real.device}",
+            found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value),
+            remedy="pass what the model was captured with, or make another graphed(...) for other inputs",
+        )
 
     def fill_padding(self, value: torch.Tensor, sizes: Mapping[str, int]) -> None:
         """Fill what lies outside the real part; the real part is copied by the caller, fused with other inputs."""
@@ -118,7 +115,7 @@ class InputBuffer:
                 # The real part is in the buffer by now, so its last slice can be read from there.
                 rest.copy_(inside.narrow(dim, real - 1, 1).expand_as(rest))
             else:
-                rest.fill_(self.rule)  # type: ignore[arg-type]
+                rest.fill_(self.rule)
             if self.rule != "repeat":
                 inside = inside.narrow(dim, 0, real)
 

@@ -43,7 +43,9 @@ class Traffic:
                 str(hits),
                 str(self._real[mode, key, reason]),
                 str(self._padded[mode, key, reason]),
-                f"{100 * (1 - self._real[mode, key, reason] / self._padded[mode, key, reason]):.1f} %" if self._padded[mode, key, reason] else "",
+                f"{100 * (1 - self._real[mode, key, reason] / self._padded[mode, key, reason]):.1f} %"
+                if self._padded[mode, key, reason]
+                else "",
             )
             for (mode, key, reason), hits in sorted(self._hits.items())
         )

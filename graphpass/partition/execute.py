@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpass import compat
 
@@ -122,14 +120,14 @@ def _call_method(tensor: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
         device = "cuda" if name == "cuda" else next(iter(args), kwargs.get("device"))
         if name not in ("to", "cuda") or not isinstance(device, (str, torch.device)):
             raise
-        return torch.ops.aten._to_copy.default(tensor, device=torch.device(device))
+        return compat.copied_to(tensor, torch.device(device))
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        return compat.map_tensors(torch.Tensor.detach, value)
     return value
 
 
@@ -145,7 +143,7 @@ class _FunctionLog(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _DispatchLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DispatchLog(compat.TorchDispatchMode):
     """Notes every operator that reaches the dispatcher, and the storages of the arguments that it writes."""
 
     def __init__(self) -> None:

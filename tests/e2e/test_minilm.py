@@ -63,7 +63,9 @@ def test_graphed_agrees_with_eager_at_every_size(minilm: Any, mode: str) -> None
         found = fast(**batch)
         for one, other in zip(found, expected, strict=True):
             assert minilm.difference(one, other) < minilm.tolerance
-        calls[next(n for n in LADDER["num_reqs"] if n >= size[0]), next(s for s in LADDER["seq_len"] if s >= size[1])] += 1
+        calls[
+            next(n for n in LADDER["num_reqs"] if n >= size[0]), next(s for s in LADDER["seq_len"] if s >= size[1])
+        ] += 1
     counts = fast.runtime.counts()
     num_regions = 7 if mode == "PIECEWISE" else 1
     assert len(counts) == num_regions * 4

@@ -77,14 +77,14 @@ def test_entries_are_found_by_region(rig: Any, entry: GraphEntry) -> None:
 def test_a_plans_replay_checks_what_the_plan_cannot_know(rig: Any, entry: GraphEntry) -> None:
     replay = replay_of(entry, rig.runtime)
     with set_forward_context(runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=KEY) as context:
-        device = rig.runtime.enter_forward(context, [X], "g0")
+        rig.runtime.enter_forward(context, [X], "g0")
         (got,) = replay(X * 2, 3)
         assert torch.equal(got, X * 6)
         with pytest.raises(ShapeError, match="does not fit"):
             replay(X[:3], 3)
         with pytest.raises(CaptureError, match="baked"):
             replay(X, 4)
-        rig.runtime.exit_forward(device)
+        rig.runtime.exit_forward()
     assert rig.counts(rig.kept).replayed == 2
     assert rig.runtime.is_current_forward(context)
 

@@ -99,7 +99,7 @@ def test_one_context_takes_the_pool_as_often_as_it_likes(rig: Any) -> None:
     with rig.runtime.capturing(), set_forward_context(runtime_mode=FULL, batch_descriptor=key) as context:
         rig.runtime.enter_forward(context, [X], "whole")
         assert torch.equal(outer(inner(X)), (X + 1) * 2)
-        rig.runtime.exit_forward(rig.runtime.device_for([X]))
+        rig.runtime.exit_forward()
     assert torch.equal(rig.call(outer, X), X * 2)
 
 

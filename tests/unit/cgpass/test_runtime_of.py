@@ -131,7 +131,6 @@ def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRun
     torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
 
 
-@pytest.mark.xfail(raises=TypeError, reason="GraphRuntime holds a lock and has no __reduce__")
 @pytest.mark.parametrize("give_runtime", [False, True])
 def test_a_compiled_model_can_be_copied_and_starts_without_graphs(at_key: Run, give_runtime: bool) -> None:
     runtime = GraphRuntime()

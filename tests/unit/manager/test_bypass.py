@@ -173,7 +173,6 @@ def test_a_tensor_the_model_keeps_elsewhere_goes_through_dynamo() -> None:
     assert any("neither arguments, parameters nor buffers" in what for _, what in fast.report()["Notes"].rows)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="calls past Dynamo do not compare the Python values it guarded on")
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_python_attribute_that_changes_is_not_frozen(mode: str) -> None:
     class Scaled(nn.Module):

@@ -209,9 +209,6 @@ def test_buffers_count_calls(mode: str) -> None:
     assert model.steps.item() == 4
 
 
-@pytest.mark.xfail(
-    raises=AssertionError, reason="Dynamo's object_setattr_ignore_descriptor is not seen as a side effect"
-)
 def test_python_side_effects_keep_working() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

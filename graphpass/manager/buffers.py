@@ -1,0 +1,134 @@
+"""The input buffers of all keys: one memory an input, as large as the largest key needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.errors import OptionError, ShapeError
+from graphpass.manager.padding import InputBuffer, PadRule
+
+__all__ = ["BufferSet", "KeyInputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInputs:
+    """The inputs of one key.
+
+    Attributes:
+        buffers: padded tensors, by argument.
+        others: arguments that are no tensors, passed on as they are; the same in every call.
+    """
+
+    buffers: Mapping[str, InputBuffer]
+    others: Mapping[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """What the model is called with at this key."""
+        return {**self.others, **{name: buffer.tensor for name, buffer in self.buffers.items()}}
+
+    def fill(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding.
+
+        Raises:
+            ShapeError: arguments are missing, new, or do not fit their buffer.
+        """
+        buffers = self.buffers
+        targets, sources = [], []
+        for name, value in given.items():
+            buffer = buffers.get(name)
+            if buffer is None:
+                if name not in self.others or isinstance(value, torch.Tensor) or value != self.others[name]:
+                    raise self._other_arguments(given)
+                continue
+            target = buffer.real(sizes)
+            buffer.check(value, target)
+            targets.append(target)
+            sources.append(value)
+        if len(given) != len(buffers) + len(self.others):
+            raise self._other_arguments(given)
+        compat.foreach_copy_(targets, sources)
+        for name, buffer in buffers.items():
+            if buffer.dims:
+                buffer.fill_padding(given[name], sizes)
+
+    def _other_arguments(self, given: Mapping[str, Any]) -> ShapeError:
+        tensors = sorted(name for name, value in given.items() if isinstance(value, torch.Tensor))
+        return ShapeError(
+            "this call has other arguments than the captured one",
+            expected=f"tensors {sorted(self.buffers)} and {dict(self.others)}",
+            found=f"tensors {tensors} and { {name: value for name, value in given.items() if name not in tensors} }",
+            remedy="pass the same arguments in every call, or make another graphed(...) for the other form",
+        )
+
+    def stretched(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """An example at this key's sizes: the given rows, repeated or cut, so that every value is a valid one."""
+        example = dict(self.others)
+        for name, buffer in self.buffers.items():
+            value = given[name]
+            for dim in buffer.dims:
+                rows = torch.arange(buffer.tensor.shape[dim], device=value.device) % value.shape[dim]
+                value = value.index_select(dim, rows)
+            example[name] = value
+        return example
+
+
+class BufferSet:
+    """Makes the inputs of each key over shared memory, and owns that memory.
+
+    Args:
+        shared: {argument: {dimension: key field}} for every tensor argument.
+        largest: the largest size of each key field.
+        rules: {argument: padding rule}; zeros where nothing is said.
+    """
+
+    def __init__(
+        self, shared: Mapping[str, Mapping[int, str]], largest: Mapping[str, int], rules: Mapping[str, PadRule]
+    ) -> None:
+        self._shared = shared
+        self._largest = largest
+        self._rules = rules
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def inputs(self, padded: Mapping[str, int], given: Mapping[str, Any]) -> KeyInputs:
+        """The inputs of the key with these padded sizes, for calls with arguments like ``given``.
+
+        Raises:
+            OptionError: an argument holds tensors inside a list or dict.
+        """
+        buffers, others = {}, {}
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor):
+                _refuse_nested_tensors(name, value)
+                others[name] = value
+                continue
+            dims = {dim % value.dim(): field for dim, field in self._shared.get(name, {}).items()}
+            if name not in self._memory:
+                size = torch.Size(_resized(value.shape, dims, self._largest)).numel()
+                self._memory[name] = torch.zeros(size, dtype=value.dtype, device=value.device)
+            shape = _resized(value.shape, dims, padded)
+            buffers[name] = InputBuffer.over(self._memory[name], name, shape, dims, self._rules.get(name, 0))
+        return KeyInputs(buffers, others)
+
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+
+def _refuse_nested_tensors(name: str, value: Any) -> None:
+    """A tensor inside a list or dict has no name to be padded and buffered by."""
+    if any(isinstance(leaf, torch.Tensor) for leaf in compat.tree_flatten(value)[0]):
+        raise OptionError(
+            f"argument {name!r} holds tensors inside a {type(value).__name__}",
+            expected="tensors as arguments, and other values that stay the same",
+            found=f"a {type(value).__name__} of tensors",
+            remedy="wrap the model in a function that takes each tensor as an argument of its own",
+        )
+
+
+def _resized(shape: Sequence[int], dims: Mapping[int, str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[dims[dim]] if dim in dims else size for dim, size in enumerate(shape))
