@@ -44,9 +44,9 @@ class Call:
     module_owned: frozenset[int]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles) -> Call:
-        """Sort out one call."""
-        leaves, spec = compat.tree_flatten((tuple(args), dict(kwargs)))
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
+        """Sort out one call; ``spec`` is its structure, the object that later calls are compared with first."""
+        leaves, _ = compat.tree_flatten((tuple(args), dict(kwargs)))
         tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
         marked = {p for p in tensors if compat.has_static_address(leaves[p])}

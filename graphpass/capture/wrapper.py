@@ -168,7 +168,7 @@ class CUDAGraphWrapper:
             recorded: Sequence[Any] | None = None
             if entry is None:
                 args, kwargs = compat.tree_unflatten(leaves, spec)
-                entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles))
+                entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
             entry.check(leaves)
             clones = self._policy.clones_outputs
             outputs = entry.run(leaves, clone=clones, before_replay=self._runtime.before_replay)

@@ -7,6 +7,7 @@ compared before each direct call; parameters are looked up where the module keep
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ import torch
 from graphpass.errors import CaptureError
 
 __all__ = ["AmbientState", "GuardedValues", "OwnedTensors"]
+
+
+_TRAINING = operator.attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class AmbientState:
             matmul_precision=torch.get_float32_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            training=tuple([module.training for module in modules]),
+            training=tuple(map(_TRAINING, modules)),
         )
 
     def refuse_change(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -70,12 +74,14 @@ def _shown(name: str, state: AmbientState, modules: Sequence[torch.nn.Module]) -
 
 @dataclass(frozen=True, slots=True)
 class OwnedTensors:
-    """Where a model keeps the tensors that a captured call was given: (owner's dict, name, tensor or module).
+    """Where a model keeps the tensors that a captured call was given: the n-th owner's n-th name is the n-th kept.
 
     The modules on the way to a tensor are among the places: replacing one replaces the tensor.
     """
 
-    places: tuple[tuple[dict[str, Any], str, Any], ...]
+    owners: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    kept: tuple[Any, ...]
 
     @classmethod
     def locate(cls, modules: Sequence[torch.nn.Module], wanted: Iterable[torch.Tensor]) -> OwnedTensors | None:
@@ -97,14 +103,18 @@ class OwnedTensors:
             if here:
                 owners.add(id(module))
             places += here
-        return cls(tuple(places)) if missing == found else None
+        if missing != found:
+            return None
+        return cls(
+            owners=tuple(owner for owner, _, _ in places),
+            names=tuple(name for _, name, _ in places),
+            kept=tuple(kept for _, _, kept in places),
+        )
 
     def in_place(self) -> bool:
         """Whether the model still keeps the same tensors in the same modules."""
-        for owner, name, kept in self.places:  # noqa: SIM110 - a generator costs twice as much here
-            if owner.get(name) is not kept:
-                return False
-        return True
+        # All of it in C: hundreds of look-ups stand in every direct call.
+        return all(map(operator.is_, map(dict.get, self.owners, self.names), self.kept))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from graphpass.dispatch import Dispatch, DispatchReason
+from graphpass.keys import BatchDescriptor
 from graphpass.tables import Table
 
 __all__ = ["Traffic"]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What one dispatch decision was given so far; elements are the product of the key fields."""
+
+    step: Dispatch
+    hits: int = 0
+    real_elements: int = 0
+    padded_elements: int = 0
+
+    def cells(self) -> tuple[str, ...]:
+        padding = 1 - self.real_elements / self.padded_elements if self.padded_elements else 0.0
+        return (
+            str(self.step.mode),
+            str(self.step.descriptor),
+            str(self.step.reason),
+            str(self.hits),
+            str(self.real_elements),
+            str(self.padded_elements),
+            f"{100 * padding:.1f} %",
+        )
 
 
 class Traffic:
     """Counts dispatches by mode, key and reason, with real and padded sizes."""
 
     def __init__(self) -> None:
-        self._hits: Counter[tuple[str, str, str]] = Counter()
-        self._real: Counter[tuple[str, str, str]] = Counter()
-        self._padded: Counter[tuple[str, str, str]] = Counter()
+        self._rows: dict[tuple[BatchDescriptor, str], _Row] = {}
         self._reasons: set[DispatchReason] = set()
 
     def saw(self, step: Dispatch, sizes: Mapping[str, int], padded: Mapping[str, int] | None) -> None:
         """Count one dispatch; ``padded`` is None where nothing replays."""
-        row = (str(step.mode), str(step.descriptor), str(step.reason))
-        self._hits[row] += 1
-        self._real[row] += _product(sizes)
-        self._padded[row] += _product(padded if padded is not None else sizes)
+        # A mode's keys differ from another's, so descriptor and reason name the row.
+        key = (step.descriptor, step.reason.value)
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(step)
+        row.hits += 1
+        row.real_elements += math.prod(sizes.values())
+        row.padded_elements += math.prod((sizes if padded is None else padded).values())
 
     def is_first(self, reason: DispatchReason) -> bool:
         """Whether this reason for a fallback comes up for the first time."""
@@ -34,27 +60,6 @@ class Traffic:
         return first
 
     def tables(self) -> tuple[Table, ...]:
-        """The dispatch table: elements are the product of the key fields, summed over the hits."""
-        rows = tuple(
-            (
-                mode,
-                key,
-                reason,
-                str(hits),
-                str(self._real[mode, key, reason]),
-                str(self._padded[mode, key, reason]),
-                f"{100 * (1 - self._real[mode, key, reason] / self._padded[mode, key, reason]):.1f} %"
-                if self._padded[mode, key, reason]
-                else "",
-            )
-            for (mode, key, reason), hits in sorted(self._hits.items())
-        )
+        """The dispatch table."""
         columns = ("mode", "key", "reason", "hits", "real elements", "padded elements", "padding")
-        return (Table("Dispatches", columns, rows),)
-
-
-def _product(sizes: Mapping[str, int]) -> int:
-    product = 1
-    for size in sizes.values():
-        product *= size
-    return product
+        return (Table("Dispatches", columns, tuple(sorted(row.cells() for row in self._rows.values()))),)

@@ -329,7 +329,9 @@ def test_stats_are_totals(rig: Any) -> None:
 def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     runtime = rig.runtime
     runtime.register(
-        CallableRecord("g0", (("r0", "captured", None, 3), ("r1", "eager", "host read", 1)), 1, "graph break: print")
+        CallableRecord(
+            "g0", (("r0", "captured", None, 3), ("r1", "eager", "host read", 1)), 1, reason="graph break: print"
+        )
     )
     wrapper = rig.wrap(plus_one, name="g0.full")
     rig.capture(wrapper, X)
