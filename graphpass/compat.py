@@ -7,7 +7,6 @@ import dis
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -476,15 +475,12 @@ def _dynamo_callback(compiled: Any) -> Any | None:
     return inspect.getclosurevars(function).nonlocals.get("callback")
 
 
-def specialize_wrapped_floats(graph_module: fx.GraphModule) -> tuple[str, ...]:
+def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
     """Replace Python floats that Dynamo passes as 0-d CPU tensors by their values, guarded by Dynamo.
 
     With dynamic shapes, a float attribute (a dropout rate, an epsilon) arrives as a tensor and an ``item()``: a host
     read in every layer. Reading the symbolic float's value makes Dynamo guard on it, so another value recompiles.
-
-    Returns the expressions over ``L`` and ``G`` that say where the floats come from.
     """
-    origins = set()
     for node in list(graph_module.graph.find_nodes(op="call_method", target="item")):
         value = node.meta.get("example_value")
         (source,) = node.all_input_nodes
@@ -492,9 +488,7 @@ def specialize_wrapped_floats(graph_module: fx.GraphModule) -> tuple[str, ...]:
         if isinstance(value, torch.SymFloat) and getattr(argument, "pass_arg_as_tensor", False):
             node.replace_all_uses_with(float(value))
             graph_module.graph.erase_node(node)
-            origins.add(source_text(source) or "")
     graph_module.recompile()
-    return tuple(sorted(origin for origin in origins if _PLAIN_CHAIN.fullmatch(origin)))
 
 
 def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
@@ -543,11 +537,25 @@ def writes_python_state(function: Any) -> str | None:
     if not entries:
         return "Dynamo's code for it was not found"
     for entry in entries:
-        for instruction in dis.get_instructions(entry.code):
+        instructions = list(dis.get_instructions(entry.code))
+        for position, instruction in enumerate(instructions):
             called = str(instruction.argval)
-            if instruction.opname in _STORES or called in _MUTATING_METHODS or "setattr" in called:
-                return f"it changes Python state ({instruction.opname} {instruction.argval})"
+            if "setattr" in called:
+                return f"it sets the attribute {_last_text_before_call(instructions[position:])!r}"
+            if instruction.opname in _STORES or called in _MUTATING_METHODS:
+                return f"it changes Python state ({instruction.opname} {called})"
     return None
+
+
+def _last_text_before_call(instructions: Sequence[dis.Instruction]) -> str:
+    """The attribute's name in the call of a ``setattr(object, name, value)``."""
+    text = ""
+    for instruction in instructions:
+        if instruction.opname.startswith("CALL"):
+            break
+        if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
+            text = instruction.argval
+    return text
 
 
 _STORES = frozenset(
@@ -556,20 +564,15 @@ _STORES = frozenset(
 _MUTATING_METHODS = frozenset({"append", "extend", "insert", "update", "clear", "pop", "add", "remove"})
 
 
-def guarded_constants() -> tuple[str, ...]:
-    """Expressions over ``L`` and ``G`` (locals, globals) of Python values that Dynamo guards while it calls a backend.
+def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dict[str, Any]], bool] | None:
+    """The guards of the code that Dynamo would run now for ``function`` with these local variables.
 
-    Only plain chains of attributes and items, such as ``L['model']._modules['drop'].p``: the values a model's owner can
-    change between calls.
+    A check over local variables, closure variables among them, like ``local_values``. None where no code of Dynamo's
+    would run, or where the code it would run only leads to functions that are guarded by themselves.
     """
-    context = torch._guards.TracingContext.try_get()
-    guards = () if context is None else context.guards_context.dynamo_guards
-    names = {
-        guard.name if isinstance(guard.name, str) else guard.name()
-        for guard in guards
-        if guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
-    }
-    return tuple(sorted(name for name in names if _PLAIN_CHAIN.fullmatch(name)))
-
-
-_PLAIN_CHAIN = re.compile(r"[LG]\['\w+'\](?:\.\w+|\['[^']*'\]|\[\d+\])*")
+    for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__):
+        if entry.guard_manager.check(local_values):
+            called = {str(instruction.argval) for instruction in dis.get_instructions(entry.code)}
+            is_whole = any("__compiled_fn" in name for name in called) and not any("__resume" in n for n in called)
+            return entry.guard_manager.check if is_whole else None
+    return None

@@ -27,7 +27,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "fuzz",
-    max_examples=5000,
+    max_examples=1000,
     derandomize=False,
     deadline=None,
     print_blob=True,

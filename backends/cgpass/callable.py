@@ -42,7 +42,6 @@ class GraphedCallable:
         runtime: owner of graphs and statistics.
         settings: the backend's options.
         ends_early: why the graph ends before the model does (a graph break), or None.
-        guarded: expressions over ``L`` and ``G`` of the Python values that Dynamo guards.
         returns_flat: the graph returns a tuple or list of values, without structure inside.
         taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
     """
@@ -57,12 +56,10 @@ class GraphedCallable:
         *,
         taken: Sequence[int],
         ends_early: str | None,
-        guarded: Sequence[str],
         returns_flat: bool,
     ) -> None:
         self.name = name
         self.ends_early = ends_early
-        self.guarded = tuple(guarded)
         self.returns_flat = returns_flat
         self.partition = partition
         self.runtime = runtime

@@ -62,7 +62,7 @@ def backend(
     if _needs_autograd(example_inputs):
         return _training(name, graph_module, example_inputs, runtime, settings)
     whole = _own_copy(graph_module)
-    floats = compat.specialize_wrapped_floats(whole)
+    compat.specialize_wrapped_floats(whole)
     taken = _drop_unread_inputs(whole)
     parts = partition(whole, settings.splitting_ops)
     compiled = _compile_regions(parts, settings.compiler)
@@ -86,7 +86,6 @@ def backend(
         settings,
         taken=taken,
         ends_early=ends_early,
-        guarded=(*compat.guarded_constants(), *floats),
         returns_flat=_returns_flat(whole),
     )
 

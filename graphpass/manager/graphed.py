@@ -293,12 +293,12 @@ class GraphedModel:
         inputs = self._key_inputs(key, given)
         inputs.fill(given, sizes)
         run = self._runs.get((mode, key))
-        if run is None or (run.direct is not None and not run.direct.holds()):
+        if run is None or (run.direct is not None and not run.direct.holds(self._modules)):
             with self._capturing():
                 leaves, run = self._graphed_call(mode, key, inputs)
         elif run.direct is not None:
             with set_forward_context(runtime_mode=mode, batch_descriptor=key):
-                leaves = run.direct.run(self._modules)
+                leaves = run.direct.run()
         else:
             leaves = self._through_dynamo(mode, key, inputs, run)
         return _finished(leaves, run, inputs, given, sizes)
@@ -341,6 +341,7 @@ class GraphedModel:
             padded=self._dispatcher.fields(key),
             declared_cuts=self._cut,
             entry=self._entry,
+            arguments=inputs.arguments(),
             modules=self._modules,
         )
         if run.direct is None:

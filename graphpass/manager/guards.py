@@ -1,7 +1,8 @@
 """What Dynamo's guards guarded, for calls that go past Dynamo.
 
-A direct call of a captured callable skips Dynamo's guards. The ambient state they compare is recorded at capture and
-compared before each direct call; parameters are looked up where the module keeps them, so that a replaced one is seen.
+A direct call of a captured callable skips Dynamo's code and not its guards, which see what no record of ours would: a
+longer list, another activation function, a hook. What ought to be refused by name (ambient state at capture) is
+compared before them, and parameters, whose identity they leave open, are looked up where the module keeps them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
+from graphpass import compat
 from graphpass.errors import CaptureError
 
-__all__ = ["AmbientState", "GuardedValues", "OwnedTensors"]
+__all__ = ["AmbientState", "DynamoGuards", "OwnedTensors"]
 
 
 _TRAINING = operator.attrgetter("training")
@@ -118,52 +120,24 @@ class OwnedTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class GuardedValues:
-    """Python values that Dynamo guarded (a scale, a config flag), read where the model keeps them."""
+class DynamoGuards:
+    """Dynamo's own guards of the code that a direct call goes past: all that tracing the model relied on."""
 
-    _read: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]]
-    _locals: Mapping[str, Any]
-    _globals: Mapping[str, Any]
-    _values: tuple[Any, ...]
+    _check: Callable[[dict[str, Any]], bool]
+    _locals: dict[str, Any]
 
     @classmethod
-    def of(cls, expressions: Sequence[str], entry: Callable[..., Any]) -> GuardedValues:
-        """Read the values now.
+    def of(cls, entry: Callable[..., Any], arguments: Mapping[str, Any]) -> DynamoGuards | None:
+        """The guards that hold now; None where Dynamo's code for ``entry`` is more, or less, than one graph.
 
         Args:
-            expressions: over ``L`` and ``G``, as Dynamo writes the sources of its guards.
-            entry: the function that was compiled; its closure is what ``L`` names besides arguments.
+            entry: the function that was compiled; its closure is what it reads besides arguments.
+            arguments: what it was called with, by name.
         """
-        here = inspect.getclosurevars(entry).nonlocals
-        scope = entry.__globals__
-        readable = []
-        for expression in expressions:
-            # Train and eval are compared, by name, as ambient state.
-            if expression.startswith("L['arguments']") or expression.endswith(".training"):
-                continue
-            try:
-                value = _reader([expression])(here, scope)[0]
-            except (AttributeError, KeyError, IndexError, TypeError):
-                continue
-            if isinstance(value, _CONSTANTS):
-                readable.append(expression)
-        read = _reader(readable)
-        return cls(read, here, scope, read(here, scope))
+        here = {**inspect.getclosurevars(entry).nonlocals, "arguments": dict(arguments)}
+        check = compat.holding_guards(entry, here)
+        return None if check is None else cls(check, here)
 
-    def unchanged(self) -> bool:
-        """Whether every value is what it was."""
-        try:
-            return self._read(self._locals, self._globals) == self._values
-        except (AttributeError, KeyError, IndexError, TypeError):
-            return False
-
-
-_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, tuple)
-
-
-def _reader(expressions: Sequence[str]) -> Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]]:
-    # The expressions are torch's own, from its guards; compat lets only chains of attributes and items through.
-    reader: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]] = eval(
-        f"lambda L, G: ({''.join(f'{expression}, ' for expression in expressions)})"
-    )
-    return reader
+    def hold(self) -> bool:
+        """Whether Dynamo would run the same code again."""
+        return self._check(self._locals)

@@ -13,7 +13,7 @@ import torch
 from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.errors import ShapeError
-from graphpass.manager.guards import AmbientState, GuardedValues, OwnedTensors
+from graphpass.manager.guards import AmbientState, DynamoGuards, OwnedTensors
 from graphpass.manager.padding import InputBuffer
 
 __all__ = ["DirectCall", "KeyRun", "learn_key"]
@@ -31,7 +31,7 @@ class DirectCall:
         args: its arguments at this key: buffers, sizes, parameters.
         owned: where the model keeps the parameters among them.
         ambient: process-wide settings that Dynamo's guards would have compared.
-        guarded: Python values of the model that they would have compared.
+        guards: Dynamo's own, for everything else that tracing the model relied on.
         leaf_sources: for each leaf of the result, the callable's flat output it is, or the buffer of the argument that
             the model returns as it is; None for None.
     """
@@ -40,20 +40,20 @@ class DirectCall:
     args: tuple[Any, ...]
     owned: OwnedTensors
     ambient: AmbientState
-    guarded: GuardedValues
+    guards: DynamoGuards
     leaf_sources: tuple[int | InputBuffer | None, ...]
 
-    def holds(self) -> bool:
-        """Whether the model still has the parameters and values of the capture."""
-        return self.owned.in_place() and self.guarded.unchanged()
-
-    def run(self, modules: Sequence[torch.nn.Module]) -> list[Any]:
-        """Call it under the forward context that is set; the leaves of the result.
+    def holds(self, modules: Sequence[torch.nn.Module]) -> bool:
+        """Whether the model still has the parameters of the capture, and is what Dynamo traced.
 
         Raises:
             CaptureError: an ambient setting changed since capture.
         """
         self.ambient.refuse_change(modules)
+        return self.owned.in_place() and self.guards.hold()
+
+    def run(self) -> list[Any]:
+        """Call it under the forward context that is set; the leaves of the result."""
         returned = self.callable.call(self.args)
         outputs = returned if self.callable.returns_flat else compat.tree_flatten(returned)[0]
         return [
@@ -93,6 +93,7 @@ def learn_key(
     padded: Mapping[str, int],
     declared_cuts: Mapping[int | str, Dims],
     entry: Callable[..., Any],
+    arguments: Mapping[str, Any],
     modules: Sequence[torch.nn.Module],
 ) -> KeyRun:
     """Learn from one graphed call.
@@ -104,6 +105,7 @@ def learn_key(
         padded: padded size of each key field.
         declared_cuts: what the user said about cutting outputs.
         entry: the function that was compiled.
+        arguments: what it was called with, by name.
         modules: all modules of the model.
 
     Raises:
@@ -129,7 +131,7 @@ def learn_key(
         for position in callable_.partition.mutated_inputs
         if id(args[position]) in buffers
     )
-    direct, why_not = _direct(leaves, reached, buffers, entry, modules)
+    direct, why_not = _direct(leaves, reached, buffers, entry, arguments, modules)
     memory = {storage_id(buffer.tensor): buffer for buffer in buffers.values() if storage_id(buffer.tensor)}
     owners = tuple(memory.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
     return KeyRun(tuple(cuts), owners, spec, compat.builder_of(spec), mutated, direct, why_not)
@@ -229,6 +231,7 @@ def _direct(
     reached: Reached,
     buffers: Mapping[int, InputBuffer],
     entry: Callable[..., Any],
+    arguments: Mapping[str, Any],
     modules: Sequence[torch.nn.Module],
 ) -> tuple[DirectCall | None, str | None]:
     """The call past Dynamo, or why there is none."""
@@ -256,5 +259,7 @@ def _direct(
     effects = compat.writes_python_state(entry)
     if effects is not None:
         return None, effects
-    guarded = GuardedValues.of(callable_.guarded, entry)
-    return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), guarded, tuple(sources)), None
+    guards = DynamoGuards.of(entry, arguments)
+    if guards is None:
+        return None, "Dynamo's code for it is more than one graph, or its guards hold for one call only"
+    return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), guards, tuple(sources)), None
