@@ -41,7 +41,11 @@ napoleon_numpy_docstring = False
 
 # Names of graphpass and cgpass have to resolve; other projects' pages are not fetched, so theirs are not looked up.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"^(?!graphpass\.|cgpass\.).*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"^(?!graphpass\.|cgpass\.).*"),
+    # In signatures of private attributes only.
+    (r"py:class", r"graphpass\.capture\.runtime\._Wrapper|graphpass\.partition\.stitch\.Stitching"),
+]
 
 
 def find_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: TextElement) -> Element | None:

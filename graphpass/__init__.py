@@ -4,7 +4,7 @@
 :class:`GraphRuntime`, a :class:`CudagraphDispatcher` and :func:`set_forward_context` are the parts it is made of.
 """
 
-from graphpass.capture import Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.capture import CapturePolicy, CaptureScope, Counts, CUDAGraphWrapper, GraphRuntime, RuntimeStats
 from graphpass.capture.lookup import runtime_of
 from graphpass.context import (
     ForwardContext,
@@ -34,7 +34,7 @@ from graphpass.errors import (
 )
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.partition import DEFAULT_RULES, Partition, Region, SplitReason, SplitRule, partition
+from graphpass.partition import DEFAULT_RULES, GraphInput, Partition, Region, SplitReason, SplitRule, partition
 from graphpass.tables import Report, Table
 
 # isort: split
@@ -48,6 +48,8 @@ __all__ = [
     "CUDAGraphMode",
     "CUDAGraphWrapper",
     "CaptureError",
+    "CapturePolicy",
+    "CaptureScope",
     "ContextError",
     "Counts",
     "CudagraphDispatcher",
@@ -56,6 +58,7 @@ __all__ = [
     "DispatchError",
     "DispatchReason",
     "ForwardContext",
+    "GraphInput",
     "GraphRuntime",
     "GraphedModel",
     "GraphpassError",
@@ -66,6 +69,7 @@ __all__ = [
     "PoolBusyError",
     "Region",
     "Report",
+    "RuntimeStats",
     "ShapeError",
     "SplitReason",
     "SplitRule",

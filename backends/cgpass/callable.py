@@ -68,7 +68,7 @@ class GraphedCallable:
         self._clones = settings.policy.clones_outputs
         self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
-        self._static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
+        self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
         self._staged = tuple(
             p
             for p, given in enumerate(partition.inputs)
@@ -79,8 +79,8 @@ class GraphedCallable:
             CUDAGraphMode.FULL,
             runtime=runtime,
             name=f"{name}.full",
-            static_inputs=self._static,
-            module_inputs=[p for p in self._static if partition.inputs[p].source_name is None],
+            static_inputs=self.static,
+            module_inputs=[p for p in self.static if partition.inputs[p].source_name is None],
             mutated_inputs=partition.mutated_inputs,
             input_names=[given.source_name or given.name for given in partition.inputs],
             policy=settings.policy,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass import compat
+from graphpass.capture.layout import storage_id
 from graphpass.errors import OptionError, ShapeError
 from graphpass.manager.padding import InputBuffer, PadRule
 
@@ -31,6 +32,28 @@ class KeyInputs:
         """What the model is called with at this key."""
         return {**self.others, **{name: buffer.tensor for name, buffer in self.buffers.items()}}
 
+    def versions(self) -> dict[str, int | None]:
+        """The version of each buffer's contents: whoever writes to one counts it up."""
+        return {name: compat.version_of(buffer.tensor) for name, buffer in self.buffers.items()}
+
+    def refuse_shared_memory(self, given: Mapping[str, Any], mutated: Set[str]) -> None:
+        """Refuse arguments that share memory with one that the model writes to: their buffers share none.
+
+        Raises:
+            ShapeError: naming both.
+        """
+        owners: dict[int, str] = {}
+        for name in self.buffers if mutated else ():
+            memory = storage_id(given[name])
+            other = owners.setdefault(memory, name) if memory else name
+            if other != name and not mutated.isdisjoint((name, other)):
+                raise ShapeError(
+                    f"arguments {other!r} and {name!r} share memory, and the model writes to it",
+                    expected="memory of its own for every argument that the model writes to",
+                    found="two views of one storage",
+                    remedy=f"pass {name}.clone(), or call the model itself",
+                )
+
     def fill(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding.
 
@@ -42,7 +65,7 @@ class KeyInputs:
         for name, value in given.items():
             buffer = buffers.get(name)
             if buffer is None:
-                if name not in self.others or isinstance(value, torch.Tensor) or value != self.others[name]:
+                if name not in self.others or not _same_constant(value, self.others[name]):
                     raise self._other_arguments(given)
                 continue
             target = buffer.real(sizes)
@@ -117,6 +140,16 @@ class BufferSet:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(memory.nbytes for memory in self._memory.values())
+
+
+def _same_constant(value: Any, captured: Any) -> bool:
+    """Whether two values trace alike: 2, 2.0 and True are equal and make other graphs."""
+    if isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, (int, float, str, bytes, type(None))):
+        return type(value) is type(captured) and value == captured
+    types = [[type(leaf) for leaf in compat.tree_flatten(v)[0]] for v in (value, captured)]
+    return value is captured or (types[0] == types[1] and bool(value == captured))
 
 
 def _refuse_nested_tensors(name: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -111,6 +112,8 @@ class GraphedModel:
         self._inputs: dict[BatchDescriptor, KeyInputs] = {}
         self._runs: dict[tuple[CUDAGraphMode, BatchDescriptor], KeyRun] = {}
         self._traffic = Traffic()
+        # The buffers are filled before the runtime hands out the pool, so calls of one model take turns from the start.
+        self._turn = threading.RLock()
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class GraphedModel:
         Raises:
             CaptureError: a key could not be captured; it names the key.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with self._turn, torch.inference_mode(False), torch.no_grad():
             given = self._signature.bind(args, kwargs)
             self._learn(given)
             plan = [(mode, key) for mode, keys in self._dispatcher.capture_plan() for key in keys]
@@ -136,7 +139,7 @@ class GraphedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments, over a graph where one fits."""
-        with torch.inference_mode(False), torch.no_grad():
+        with self._turn, torch.inference_mode(False), torch.no_grad():
             given = self._signature.bind(args, kwargs)
             sizes = self._signature.sizes(given)
             step = self._dispatch(sizes)
@@ -155,11 +158,12 @@ class GraphedModel:
 
     def close(self) -> None:
         """Drop all graphs and buffers and give the pool back; it can be captured again."""
-        self.runtime.close()
-        self._inputs.clear()
-        self._buffers = None
-        self._runs.clear()
-        self._dispatcher.forget_captured()
+        with self._turn:
+            self.runtime.close()
+            self._inputs.clear()
+            self._buffers = None
+            self._runs.clear()
+            self._dispatcher.forget_captured()
 
     def __getattr__(self, name: str) -> Any:
         # What it does not have itself (state_dict, parameters, config) is the model's.
@@ -293,9 +297,12 @@ class GraphedModel:
         inputs = self._key_inputs(key, given)
         inputs.fill(given, sizes)
         run = self._runs.get((mode, key))
+        if run is not None:
+            inputs.refuse_shared_memory(given, run.mutated)
         if run is None or (run.direct is not None and not run.direct.holds(self._modules)):
             with self._capturing():
                 leaves, run = self._graphed_call(mode, key, inputs)
+            inputs.refuse_shared_memory(given, run.mutated)
         elif run.direct is not None:
             with set_forward_context(runtime_mode=mode, batch_descriptor=key):
                 leaves = run.direct.run()
@@ -324,6 +331,7 @@ class GraphedModel:
         scope = self.runtime.scope()
         assert scope is not None
         scope.reached.clear()
+        versions = inputs.versions()
         with set_forward_context(runtime_mode=mode, batch_descriptor=key):
             result = self._compiled(**inputs.arguments())
         if not scope.reached:
@@ -342,6 +350,7 @@ class GraphedModel:
             declared_cuts=self._cut,
             entry=self._entry,
             arguments=inputs.arguments(),
+            written=[name for name, version in inputs.versions().items() if version != versions[name]],
             modules=self._modules,
         )
         if run.direct is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,7 @@ def learn_key(
     declared_cuts: Mapping[int | str, Dims],
     entry: Callable[..., Any],
     arguments: Mapping[str, Any],
+    written: Collection[str],
     modules: Sequence[torch.nn.Module],
 ) -> KeyRun:
     """Learn from one graphed call.
@@ -106,6 +107,7 @@ def learn_key(
         declared_cuts: what the user said about cutting outputs.
         entry: the function that was compiled.
         arguments: what it was called with, by name.
+        written: names of the arguments that the call wrote to, between graphs too.
         modules: all modules of the model.
 
     Raises:
@@ -114,23 +116,25 @@ def learn_key(
     leaves, spec = compat.tree_flatten(result)
     dims_of, unclear = _trace_dims(reached, buffers, padded)
     by_user = _declared_by_leaf(result, declared_cuts)
+    numbers = _numbers_of_sizes(reached, padded)
     cuts = []
     for index, leaf in enumerate(leaves):
         if index in by_user:
             cuts.append(dict(by_user[index]))
         elif not isinstance(leaf, torch.Tensor):
             _refuse_unknown_structure(index, leaf)
+            _refuse_padded_number(index, leaf, numbers)
             cuts.append({})
         elif id(leaf) in dims_of:
             cuts.append(dims_of[id(leaf)])
         else:
             raise _unclear(index, leaf, unclear.get(id(leaf), "it is made outside of the captured graphs"))
-    mutated = frozenset(
+    mutated = frozenset(written) | {
         buffers[id(args[position])].name
         for callable_, args, _ in reached
         for position in callable_.partition.mutated_inputs
         if id(args[position]) in buffers
-    )
+    }
     direct, why_not = _direct(leaves, reached, buffers, entry, arguments, modules)
     memory = {storage_id(buffer.tensor): buffer for buffer in buffers.values() if storage_id(buffer.tensor)}
     owners = tuple(memory.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
@@ -144,6 +148,8 @@ def _trace_dims(
     known: dict[int, dict[int, str]] = {key: dict(buffer.dims) for key, buffer in buffers.items()}
     unclear: dict[int, str] = {}
     for callable_, args, outputs in reached:
+        # Parameters and buffers have the sizes they have; a model may return them.
+        known.update({id(args[p]): {} for p in callable_.static if id(args[p]) not in known})
         symbols, fixed = _symbols(callable_, args, known, padded)
         for output, shape in zip(outputs, callable_.partition.output_shapes, strict=True):
             if not isinstance(output, torch.Tensor) or id(output) in known:
@@ -168,6 +174,12 @@ def _symbols(
             if isinstance(expression, sympy.Symbol) and symbols.setdefault(expression, field) == field:
                 continue
             if padded[field] > 1:
+                fixed.append(field)
+    for given, value in zip(callable_.partition.inputs, args, strict=True):
+        # Sizes that are equal by chance can be one symbol, which then tells nothing.
+        for dim, size in enumerate(given.value.shape if id(value) in known else ()):
+            field = symbols.get(compat.expression_of(size))
+            if field is not None and dim not in known[id(value)]:
                 fixed.append(field)
     return symbols, fixed
 
@@ -221,6 +233,25 @@ def _refuse_unknown_structure(index: int, leaf: Any) -> None:
         remedy=f"return a dict, register the class (torch.export.register_dataclass), leave it out of the result "
         f"(use_cache=False), or pass cut={{{index}: {{}}}} if it holds nothing padded",
     )
+
+
+def _numbers_of_sizes(reached: Reached, padded: Mapping[str, int]) -> list[Any]:
+    """Values of this key's padded sizes, and of the numbers that the graphs compute from them."""
+    if all(size == 1 for size in padded.values()):  # nothing smaller could be padded to it
+        return []
+    computed = [outputs[p] for callable_, _, outputs in reached for p in callable_.partition.symbolic_numbers]
+    return [*computed, *(size for size in padded.values() if size > 1)]
+
+
+def _refuse_padded_number(index: int, leaf: Any, numbers: Sequence[Any]) -> None:
+    """A number that may come from a padded size would be another one without padding."""
+    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and leaf in numbers:
+        raise ShapeError(
+            f"output {index} is a number that comes from the padded size, or equals it",
+            expected="sizes left to the caller, who knows the real ones",
+            found=repr(leaf),
+            remedy=f"leave it out of the result, or pass cut={{{index}: {{}}}} if it is the same for every size",
+        )
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)

@@ -36,6 +36,7 @@ class Partition:
         mutated_inputs: positions in ``inputs`` of the tensors whose storage a run writes to.
         source: the Python that ``stitched`` was made from.
         output_shapes: symbolic shape of each output leaf in pytree order; None for leaves that are no tensors.
+        symbolic_numbers: positions of the output leaves that are numbers computed from symbolic sizes.
     """
 
     regions: tuple[Region, ...]
@@ -44,6 +45,7 @@ class Partition:
     mutated_inputs: tuple[int, ...]
     source: str
     output_shapes: tuple[tuple[sympy.Expr | int, ...] | None, ...]
+    symbolic_numbers: tuple[int, ...]
     _stitching: Stitching
     _outputs: Any
 
@@ -98,6 +100,7 @@ def partition(
         mutated_inputs=written_positions(placeholders, written),
         source=stitching.source,
         output_shapes=_output_shapes(outputs),
+        symbolic_numbers=_symbolic_numbers(outputs),
         _stitching=stitching,
         _outputs=outputs,
     )
@@ -121,6 +124,11 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _output_shapes(outputs: Any) -> tuple[tuple[sympy.Expr | int, ...] | None, ...]:
     return tuple(_shape(leaf) for leaf in compat.tree_flatten(_values(outputs))[0])
+
+
+def _symbolic_numbers(outputs: Any) -> tuple[int, ...]:
+    leaves = compat.tree_flatten(_values(outputs))[0]
+    return tuple(p for p, leaf in enumerate(leaves) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)))
 
 
 def _values(outputs: Any) -> Any:
