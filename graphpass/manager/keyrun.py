@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,11 +150,11 @@ def _trace_dims(
     for callable_, args, outputs in reached:
         # Parameters and buffers have the sizes they have; a model may return them.
         known.update({id(args[p]): {} for p in callable_.static if id(args[p]) not in known})
-        symbols, fixed = _symbols(callable_, args, known, padded)
+        symbols, fixed, unpadded = _symbols(callable_, args, known, padded)
         for output, shape in zip(outputs, callable_.partition.output_shapes, strict=True):
             if not isinstance(output, torch.Tensor) or id(output) in known:
                 continue
-            dims, problem = _dims_by_symbol(shape or (), symbols, fixed)
+            dims, problem = _dims_by_symbol(shape or (), symbols, fixed, unpadded)
             if problem is None:
                 known[id(output)] = dims
             else:
@@ -164,10 +164,11 @@ def _trace_dims(
 
 def _symbols(
     callable_: Any, args: Sequence[Any], known: Mapping[int, Mapping[int, str]], padded: Mapping[str, int]
-) -> tuple[dict[sympy.Symbol, str], list[str]]:
-    """Symbol -> key field in one graph; and the fields that the graph fixes at a size, so that none carries them."""
+) -> tuple[dict[sympy.Symbol, str], list[str], set[sympy.Symbol]]:
+    """Symbol -> key field in one graph; the fields that no symbol tells, as it fixes them; symbols of no field."""
     symbols: dict[sympy.Symbol, str] = {}
     fixed = []
+    unpadded: set[sympy.Symbol] = set()
     for given, value in zip(callable_.partition.inputs, args, strict=True):
         for dim, field in known.get(id(value), {}).items():
             expression = compat.expression_of(given.value.shape[dim])
@@ -178,20 +179,24 @@ def _symbols(
     for given, value in zip(callable_.partition.inputs, args, strict=True):
         # Sizes that are equal by chance can be one symbol, which then tells nothing.
         for dim, size in enumerate(given.value.shape if id(value) in known else ()):
-            field = symbols.get(compat.expression_of(size))
-            if field is not None and dim not in known[id(value)]:
-                fixed.append(field)
-    return symbols, fixed
+            expression = compat.expression_of(size)
+            if dim in known[id(value)]:
+                continue
+            if expression in symbols:
+                fixed.append(symbols[expression])
+            elif isinstance(expression, sympy.Symbol):
+                unpadded.add(expression)
+    return symbols, fixed, unpadded
 
 
 def _dims_by_symbol(
-    shape: Sequence[Any], symbols: Mapping[sympy.Symbol, str], fixed: Sequence[str]
+    shape: Sequence[Any], symbols: Mapping[sympy.Symbol, str], fixed: Sequence[str], unpadded: Set[sympy.Symbol]
 ) -> tuple[dict[int, str], str | None]:
     dims = {}
     for dim, size in enumerate(shape):
         if size in symbols:
             dims[dim] = symbols[size]
-        elif isinstance(size, sympy.Expr) and size.free_symbols:
+        elif isinstance(size, sympy.Expr) and size.free_symbols - unpadded:
             return {}, f"dimension {dim} has size {size}, which mixes real and padded rows or is no key field"
     if fixed and shape:
         return (

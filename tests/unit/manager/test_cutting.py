@@ -227,7 +227,7 @@ def test_python_side_effects_keep_working() -> None:
             x = torch.randn(3, 6)
             torch.testing.assert_close(fast(x), x * 2)
             assert model.calls == call
-    assert any("changes Python state" in what for _, what in fast.report()["Notes"].rows)
+    assert any("sets the attribute" in what for _, what in fast.report()["Notes"].rows)
 
 
 def test_a_graph_break_runs_through_dynamo_and_is_right() -> None:
