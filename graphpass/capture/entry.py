@@ -92,6 +92,10 @@ class GraphEntry:
         storages = self.statics.storages
         return bool(storages) and any(storage_id(leaves[p]) in storages for p in self.staging.positions)
 
+    def reads_pool_at(self, leaves: Sequence[Any]) -> bool:
+        """Whether the inputs that come from the pool lie where they lay at capture."""
+        return all(leaves[position].data_ptr() == address for position, address in self.pool_inputs)
+
     def check(self, leaves: Sequence[Any]) -> None:
         """Refuse arguments that the graph cannot read as it was captured.
 

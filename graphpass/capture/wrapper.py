@@ -164,7 +164,7 @@ class CUDAGraphWrapper:
         assert descriptor is not None
         self._runtime.enter_forward(context, leaves, self.name)
         try:
-            entry = next((e for e in self._entries.get(descriptor, ()) if e.serves(leaves, spec)), None)
+            entry = self._entry_for(descriptor, leaves, spec)
             recorded: Sequence[Any] | None = None
             if entry is None:
                 args, kwargs = compat.tree_unflatten(leaves, spec)
@@ -177,6 +177,16 @@ class CUDAGraphWrapper:
         finally:
             self._runtime.exit_forward()
         return entry.build_result(outputs)
+
+    def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
+        """The entry that serves these arguments; None where one has to be captured."""
+        serving = [e for e in self._entries.get(descriptor, ()) if e.serves(leaves, spec)]
+        for entry in serving:
+            if entry.reads_pool_at(leaves):
+                return entry
+        # An earlier region was captured anew, so its output moved. Where capture is closed, check() names the input.
+        is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
+        return serving[0] if serving and not is_open else None
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):

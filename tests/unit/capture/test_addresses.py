@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from graphpass import compat
-from graphpass.capture import Counts
+from graphpass.capture import CapturePolicy, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, StaticInputError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
 
 X = torch.arange(8.0)
 
@@ -287,3 +290,22 @@ def test_an_input_that_now_lies_inside_a_static_input_is_noticed(rig: Any) -> No
         rig.call(wrapper, cache, cache[1:3])
     assert torch.equal(cache, torch.zeros(4, 3))
     assert rig.counts(wrapper).replayed == 1
+
+
+def test_a_region_follows_an_earlier_one_that_was_captured_anew() -> None:
+    """The earlier region's output moved within the pool, so the later one is captured once more, not refused."""
+    policy = CapturePolicy(outputs="view", lazy_capture=True)
+    with GraphRuntime() as runtime:
+        first = CUDAGraphWrapper(torch.add, "PIECEWISE", runtime=runtime, name="first", policy=policy)
+        second = CUDAGraphWrapper(lambda z: z * 2, "PIECEWISE", runtime=runtime, name="second", policy=policy)
+        a, b = torch.rand(4), torch.rand(4)
+        for left, right in ((a, b), (a, a), (a, b), (a, a)):
+            context = set_forward_context(
+                runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=BatchDescriptor(num_tokens=4)
+            )
+            with torch.no_grad(), context:
+                assert torch.equal(second(first(left, right)), (left + right) * 2)
+        counts = {name: record for (name, _, _), record in runtime.counts().items()}
+        assert (counts["first"].captured, counts["second"].captured) == (2, 2)
+        assert counts["second"].replayed == 4
+        assert counts["second"].copied == 0
