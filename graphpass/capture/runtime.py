@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["CallableRecord", "CaptureScope", "EnteredCallable", "GraphRuntime", "RuntimeStats"]
 
 _log = logging.getLogger("graphpass")
+# Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
+_FROZEN_BY_PYTHON = 10_000
 
 
 class _Wrapper(Protocol):
@@ -156,7 +158,8 @@ class GraphRuntime:
         Raises:
             CaptureError: a scope of this runtime is open already.
         """
-        freezes = not gc.get_freeze_count()  # a process that froze its own objects keeps them frozen
+        # A process that froze its own objects keeps them frozen.
+        freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
         with self.scope_opened() as scope:
             try:
                 if freezes:
