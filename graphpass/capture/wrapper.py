@@ -180,13 +180,15 @@ class CUDAGraphWrapper:
 
     def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
         """The entry that serves these arguments; None where one has to be captured."""
-        serving = [e for e in self._entries.get(descriptor, ()) if e.serves(leaves, spec)]
-        for entry in serving:
-            if entry.reads_pool_at(leaves):
-                return entry
+        elsewhere: GraphEntry | None = None
+        for entry in self._entries.get(descriptor, ()):
+            if entry.serves(leaves, spec):
+                if entry.reads_pool_at(leaves):
+                    return entry
+                elsewhere = elsewhere or entry
         # An earlier region was captured anew, so its output moved. Where capture is closed, check() names the input.
         is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
-        return serving[0] if serving and not is_open else None
+        return None if is_open else elsewhere
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):

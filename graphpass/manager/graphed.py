@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -179,9 +180,7 @@ class GraphedModel:
 
     def _new_dispatcher(self, mode: CUDAGraphMode) -> CudagraphDispatcher:
         sizes = self._ladders["num_tokens"] if set(self._ladders) == {"num_tokens"} else self._ladders
-        largest = 1
-        for ladder in self._ladders.values():
-            largest *= max(ladder)
+        largest = math.prod(max(ladder) for ladder in self._ladders.values())
         return CudagraphDispatcher(mode, sizes, max_num_reqs=largest, lazy=True)
 
     def _dispatch(self, sizes: Mapping[str, int]) -> Dispatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,7 +55,7 @@ class InputBuffer:
         cls, memory: torch.Tensor, name: str, shape: tuple[int, ...], dims: Mapping[int, str], rule: PadRule
     ) -> InputBuffer:
         """A buffer of ``shape`` at the start of ``memory``, a flat tensor as large as the largest key needs."""
-        view = memory[: _numel(shape)].view(shape)
+        view = memory[: math.prod(shape)].view(shape)
         compat.mark_static_address(view)
         for dim in dims:
             # Whatever makes Dynamo compile anew later (train mode, another attribute), sizes stay symbols.
@@ -118,10 +119,3 @@ class InputBuffer:
                 rest.fill_(self.rule)
             if self.rule != "repeat":
                 inside = inside.narrow(dim, 0, real)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
