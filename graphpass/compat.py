@@ -7,7 +7,7 @@ import dis
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,84 @@ def guards_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
     return tuple(dict.fromkeys(guard.expr for guard in shape_env.guards))
 
 
+def facts_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
+    """All that ``shape_env`` holds for true and may reason with: its guards, and the divisions known to be exact."""
+    if shape_env is None:
+        return ()
+    divisible = (sympy.Eq(remainder, 0) for remainder in sorted(getattr(shape_env, "divisible", ()), key=str))
+    return tuple(dict.fromkeys((*guards_of(shape_env), *divisible)))
+
+
+def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
+    """Let the graph being traced guard on ``conditions``; False, and no guard, if one does not hold for its sizes."""
+    hints = _hints_of(shape_env)
+    if any(condition.xreplace(hints) != sympy.true for condition in conditions):
+        return False
+    for condition in conditions:
+        shape_env.evaluate_expr(condition)
+    return True
+
+
+def _hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
+    """The size that each symbol had in the call being traced."""
+    for name in ("backed_var_to_val", "var_to_val"):
+        hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
+        if hints is not None:
+            return hints
+    return {}
+
+
+def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None) -> Any:
+    """A symbol of ``shape_env`` within bounds, or the size itself where the bounds leave one."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    if lowest is not None and lowest == highest:
+        return sympy.Integer(lowest)
+    least = max(lowest or 0, 2)
+    upper = sympy.Integer(highest) if highest is not None else ValueRanges.unknown().upper
+    bounds = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(sympy.Integer(least), upper))
+    hint = least if highest is None else highest
+    return shape_env.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC, bounds)
+
+
+def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]) -> Any:
+    """The size that ``expression`` is over the ``symbols`` of ``shape_env``: an int or a SymInt."""
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    renamed = expression.xreplace(dict(symbols))
+    hint = int(renamed.xreplace(_hints_of(shape_env)))
+    return shape_env.create_symintnode(renamed, hint=hint)
+
+
+@contextlib.contextmanager
+def tracing_with(fake_mode: Any) -> Iterator[None]:
+    """Within the body compilers see ``fake_mode`` as that of the graph, and none of what Dynamo traces now."""
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+def compiler_settings() -> tuple[Any, ...]:
+    """Everything ambient that a compiler reads: modes, precision, and the configuration of its parts."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config as inductor_config
+
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    return (
+        autocast,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        inductor_config.get_hash(),
+        aot_config.get_hash(),
+    )
+
+
 def bounds_of(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
     """The least and greatest value of ``symbol``; None where there is no bound that a tensor could reach."""
     value_range = shape_env.var_to_range.get(symbol)
@@ -119,6 +197,13 @@ def source_text(node: fx.Node) -> str | None:
     name = getattr(getattr(grapharg, "source", None), "name", None)
     text = name() if callable(name) else name
     return text if isinstance(text, str) else None
+
+
+def marked_dims(node: fx.Node) -> frozenset[int]:
+    """The dimensions of a placeholder's tensor that the user marked with ``mark_dynamic`` or ``maybe_mark_dynamic``."""
+    example = getattr(node.meta.get("grapharg"), "example", None)
+    names = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    return frozenset[int]().union(*(getattr(example, name, ()) for name in names))
 
 
 def is_static_address(node: fx.Node) -> bool:
@@ -243,8 +328,13 @@ def mode_switches() -> tuple[Any, ...]:
 
 def is_mode_op(target: Any) -> bool:
     """Whether ``target`` enters, leaves or sets a mode; it touches no tensor."""
-    modes = (*(function for pair in mode_pairs() for function in pair), *mode_switches())
-    return any(target is function for function in modes)
+    return id(target) in _mode_op_ids()
+
+
+@functools.cache
+def _mode_op_ids() -> frozenset[int]:
+    """Identities of all mode functions, which torch keeps for ever: one look-up for each node of a graph."""
+    return frozenset(map(id, (*(function for pair in mode_pairs() for function in pair), *mode_switches())))
 
 
 def autocast_pair() -> tuple[Any, Any]:
@@ -290,6 +380,19 @@ def _data_ptrs_equal_in_python(
 _data_ptrs_equal: Callable[..., bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _data_ptrs_equal_in_python
 )
+
+
+def any_overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether any two of these tensors, all in one storage, have an element in common; asks as AOTAutograd does.
+
+    Fake tensors are asked at the sizes they were traced with, without a guard.
+    """
+    overlapping = getattr(_torch_attribute("_C._dynamo.guards"), "compute_overlapping_tensors", None)
+    if overlapping is None:
+        return True
+    numbers = [number for t in tensors for number in (*t.shape, *t.stride(), t.storage_offset())]
+    with quiet_shapes(fake_mode_of(tensors)):
+        return bool(overlapping(tensors, symbolic=any(isinstance(number, torch.SymInt) for number in numbers)))
 
 
 def schema_name(op: torch._ops.OpOverload) -> str:

@@ -21,6 +21,7 @@ from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.partition import GraphInput, Partition
+from graphpass.partition.symbols import layout_inputs
 
 __all__ = ["GraphedCallable"]
 
@@ -82,6 +83,7 @@ class GraphedCallable:
             static_inputs=self.static,
             module_inputs=[p for p in self.static if partition.inputs[p].source_name is None],
             mutated_inputs=partition.mutated_inputs,
+            layout_inputs=partition.layout_inputs,
             input_names=[given.source_name or given.name for given in partition.inputs],
             policy=settings.policy,
         )
@@ -249,6 +251,7 @@ def _wrapped_regions(
             static_inputs=static,
             module_inputs=[p for p in static if given[region.inputs[p]].source_name is None],
             mutated_inputs=region.mutated_inputs,
+            layout_inputs=layout_inputs(region.graph_module.graph),
             input_names=region.inputs,
             policy=inner,
         )

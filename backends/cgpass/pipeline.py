@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from cgpass.callable import GraphedCallable
+from cgpass.keysizes import KeySizes
 from cgpass.settings import Settings
 from graphpass import compat
-from graphpass.capture import CallableRecord, GraphRuntime
+from graphpass.capture import CallableRecord, CompileSeconds, GraphRuntime
 from graphpass.capture.lookup import runtime_of_compiler
-from graphpass.compile import CompiledRegion, compile_region, compile_training
+from graphpass.compile import RegionCompiler, compile_training
 from graphpass.errors import DeviceError, OptionError
 from graphpass.partition import Partition, partition
-from graphpass.partition.symbols import GuardedSymbols, symbol_of_dim
 
 __all__ = ["backend"]
 
@@ -64,39 +64,37 @@ def backend(
     whole = _own_copy(graph_module)
     compat.specialize_wrapped_floats(whole)
     taken = _drop_unread_inputs(whole)
+    start_s = time.perf_counter()
     parts = partition(whole, settings.splitting_ops)
-    compiled = _compile_regions(parts, settings.compiler)
+    partition_s = time.perf_counter() - start_s
+    sizes = KeySizes.of(parts, whole, settings)
+    compiled = runtime.owned(RegionCompiler).compile(
+        [region for region in parts.regions if region.kind == "captured"], settings.compiler, sizes.compiled_apart()
+    )
     _dump(name, parts, settings)
     ends_early = compat.graph_break_reason(graph_module)
     runtime.register(
         CallableRecord(
             name=name,
             regions=tuple((r.name, r.kind, r.reason, len(r.graph_module.graph.nodes)) for r in parts.regions),
-            artifacts=len(compiled),
+            artifacts=compiled.num_new,
             frame=compat.frame_id(),
             reason=ends_early,
+            seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s),
         )
     )
-    _list_excluded_sizes(name, whole, parts, runtime, settings)
+    for problem in sizes.problems():
+        runtime.note(f"{name}: {problem}")
     return GraphedCallable(
         name,
         parts,
-        compiled,
+        compiled.by_name,
         runtime,
         settings,
         taken=taken,
         ends_early=ends_early,
         returns_flat=_returns_flat(whole),
     )
-
-
-def _compile_regions(parts: Partition, compiler: str) -> dict[str, CompiledRegion]:
-    compiled = {}
-    for region in parts.regions:
-        if region.kind == "captured":
-            inputs = [compat.example_value(node) for node in region.graph_module.graph.find_nodes(op="placeholder")]
-            compiled[region.name] = compile_region(region.graph_module, inputs, compiler)
-    return compiled
 
 
 def _training(
@@ -156,23 +154,3 @@ def _dump(name: str, parts: Partition, settings: Settings) -> None:
     if settings.dump_dir is not None:
         settings.dump_dir.mkdir(parents=True, exist_ok=True)
         (settings.dump_dir / f"{name}.txt").write_text(parts.dump(), encoding="utf-8")
-
-
-def _list_excluded_sizes(
-    name: str, graph_module: fx.GraphModule, parts: Partition, runtime: GraphRuntime, settings: Settings
-) -> None:
-    """Say which capture sizes this graph's guards exclude: they are compiled as graphs of their own."""
-    if not settings.capture_sizes or not settings.dynamic_dims:
-        return
-    guards = GuardedSymbols.from_graph(graph_module)
-    named = {given.source_name for given in parts.inputs}
-    for source, dims in settings.dynamic_dims.items():
-        for dim, field in dims.items() if source in named else ():
-            symbol = symbol_of_dim(parts.inputs, source, dim)
-            if not isinstance(symbol, sympy.Symbol):
-                runtime.note(f"{name}: dimension {dim} of {source!r} is fixed at {symbol}: other sizes compile anew")
-                continue
-            for size in settings.capture_sizes.get(field, ()):
-                constraint = guards.excluded_by({symbol: size})
-                if constraint is not None:
-                    runtime.note(f"{name}: {field}={size} is outside this graph's guards ({constraint})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ class Settings:
         capture_sizes: padded sizes that will be captured, {key field: sizes}; empty when unknown.
         dynamic_dims: {input: {dimension: key field}}.
         compiler: what compiles a captured region.
+        compile_sizes: sizes compiled each by itself, {key field: sizes}; one field at most.
+        compile_ranges: ranges of sizes compiled each by itself, {key field: ((least, greatest), ...)}; the same field.
         policy: what wrappers return, when they capture, what they do about moved inputs.
         on_fallback: what happens where a graph was asked for and cannot be had.
         dump_dir: a directory for the partition's text, one file a graph.
@@ -38,6 +41,8 @@ class Settings:
     capture_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     dynamic_dims: DynamicDims = field(default_factory=dict)
     compiler: str = "inductor"
+    compile_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    compile_ranges: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     policy: CapturePolicy = field(default_factory=CapturePolicy)
     on_fallback: Literal["warn", "error", "silent"] = "warn"
     dump_dir: Path | None = None
@@ -72,6 +77,16 @@ class Settings:
             raise _bad_value("on_fallback", "'warn', 'error' or 'silent'", self.on_fallback)
         if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
             raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
+        if len({*self.compile_sizes, *self.compile_ranges}) > 1:
+            fields = sorted({*self.compile_sizes, *self.compile_ranges})
+            raise _bad_value("compile_sizes", "one key field in compile_sizes and compile_ranges", fields)
+
+    def size_ranges(self) -> tuple[str, tuple[tuple[int, int], ...]] | None:
+        """The key field that is compiled by size, and its ranges, single sizes first; None when nothing is."""
+        for name in (*self.compile_sizes, *self.compile_ranges):
+            single = tuple((size, size) for size in self.compile_sizes.get(name, ()))
+            return name, single + self.compile_ranges.get(name, ())
+        return None
 
     def runtime_modes(self) -> frozenset[CUDAGraphMode]:
         """The runtime modes a context may carry to a callable built with these settings."""
@@ -110,14 +125,40 @@ def _splitting_ops(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _capture_sizes(value: Any) -> dict[str, tuple[int, ...]]:
-    ladders = dict(value) if isinstance(value, Mapping) else {"num_tokens": value}
+def _sizes(option: str, value: Any) -> dict[str, tuple[int, ...]]:
+    ladders = _by_field(value)
     for name, sizes in ladders.items():
         if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Sequence) or not sizes:
-            raise _bad_value("capture_sizes", "a list of sizes, or {key field: list of sizes}", value)
-        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-            raise _bad_value("capture_sizes", f"integers of at least 1 for {name}", value)
+            raise _bad_value(option, "a list of sizes, or {key field: list of sizes}", value)
+        if not all(map(_is_size, sizes)):
+            raise _bad_value(option, f"integers of at least 1 for {name}", value)
     return {name: tuple(sorted(set(sizes))) for name, sizes in ladders.items()}
+
+
+def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
+    expected = "a list of pairs (least, greatest), both included, that do not overlap"
+    ranges = {}
+    for name, given in _by_field(value).items():
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence) or not given:
+            raise _bad_value("compile_ranges", expected, value)
+        if not all(isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_size, pair)) for pair in given):
+            raise _bad_value("compile_ranges", expected, value)
+        pairs = sorted((least, greatest) for least, greatest in given)
+        ends = [0, *(end for pair in pairs for end in pair)]
+        if any(least > greatest for least, greatest in pairs) or any(
+            ends[i] >= ends[i + 1] for i in range(0, len(ends) - 1, 2)
+        ):
+            raise _bad_value("compile_ranges", expected, value)
+        ranges[name] = tuple(pairs)
+    return ranges
+
+
+def _by_field(value: Any) -> dict[str, Any]:
+    return {str(name): given for name, given in value.items()} if isinstance(value, Mapping) else {"num_tokens": value}
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
@@ -138,7 +179,9 @@ _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "mode": CUDAGraphMode.parse,
     "splitting_ops": _splitting_ops,
-    "capture_sizes": _capture_sizes,
+    "capture_sizes": partial(_sizes, "capture_sizes"),
+    "compile_sizes": partial(_sizes, "compile_sizes"),
+    "compile_ranges": _compile_ranges,
     "dynamic_dims": _dynamic_dims,
     "dump_dir": lambda value: None if value is None else Path(value),
 }

@@ -1,7 +1,8 @@
 """Capture and replay: devices, pool, static buffers, wrapper. Knows no FX."""
 
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.runtime import CallableRecord, CaptureScope, EnteredCallable, GraphRuntime, RuntimeStats
+from graphpass.capture.records import CallableRecord, CaptureScope, CompileSeconds, EnteredCallable, RuntimeStats
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.tally import Counts
 from graphpass.capture.wrapper import CUDAGraphWrapper
 
@@ -10,6 +11,7 @@ __all__ = [
     "CallableRecord",
     "CapturePolicy",
     "CaptureScope",
+    "CompileSeconds",
     "Counts",
     "EnteredCallable",
     "GraphRuntime",

@@ -20,6 +20,7 @@ class InputRoles:
     static: frozenset[int | str]
     mutated: frozenset[int | str]
     module_owned: frozenset[int | str]
+    layout: frozenset[int | str]
     names: tuple[str, ...]
 
 
@@ -34,6 +35,7 @@ class Call:
         static: positions whose address a graph may bake in.
         mutated: positions the region writes to.
         module_owned: static positions that a module owns, held weakly.
+        layout: positions of numbers that only say how tensors lie in memory.
     """
 
     leaves: Sequence[Any]
@@ -42,6 +44,7 @@ class Call:
     static: frozenset[int]
     mutated: frozenset[int]
     module_owned: frozenset[int]
+    layout: frozenset[int]
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
@@ -58,7 +61,12 @@ class Call:
             static=frozenset((_positions(args, kwargs, roles.static) & tensors) | owned | marked),
             mutated=frozenset(_positions(args, kwargs, roles.mutated) & tensors),
             module_owned=frozenset(owned),
+            layout=frozenset(_positions(args, kwargs, roles.layout)),
         )
+
+    def owner_ids(self) -> tuple[int, ...]:
+        """Ids of the tensors that a module owns: which instance of a class is calling."""
+        return tuple(id(self.leaves[position]) for position in sorted(self.module_owned))
 
 
 def _positions(args: Sequence[Any], kwargs: Mapping[str, Any], selected: Collection[int | str]) -> set[int]:

@@ -60,6 +60,8 @@ class GraphEntry:
         constants: (position, value) of arguments that are no tensors.
         staging: buffers of all other inputs.
         outputs: how to build results.
+        owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture; the entry goes when
+            one of these tensors dies, so that no other comes by its id.
         held: (position, memory) of static inputs that nothing else keeps alive, in the layout they had at capture.
     """
 
@@ -75,6 +77,7 @@ class GraphEntry:
     outputs: OutputPlan
     tally: Tally
     names: tuple[str, ...]
+    owner_ids: tuple[int, ...]
     held: tuple[tuple[int, torch.Tensor], ...] = field(repr=False)
     viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
 

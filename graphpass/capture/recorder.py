@@ -106,6 +106,7 @@ class Recorder:
             outputs=plan,
             tally=tally,
             names=self.call.names,
+            owner_ids=self.call.owner_ids(),
             held=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
             viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
         )
@@ -118,7 +119,9 @@ class Recorder:
         static, pool, staged, constants = set(self.baked), [], [], []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                constants.append((position, leaf))
+                # The copies lie as the inputs did at capture, whatever a later call says of its own.
+                if position not in self.call.layout:
+                    constants.append((position, leaf))
                 continue
             if leaf.device != device:
                 raise DeviceError(

@@ -9,14 +9,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import GraphDevice
+from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
 from graphpass.capture.tally import Counts
 from graphpass.capture.tape import TapeDevice
 from graphpass.capture.turn import PoolTurn
@@ -29,9 +29,10 @@ from graphpass.tables import Report, Table
 if TYPE_CHECKING:
     from graphpass.capture.entry import GraphEntry
 
-__all__ = ["CallableRecord", "CaptureScope", "EnteredCallable", "GraphRuntime", "RuntimeStats"]
+__all__ = ["GraphRuntime"]
 
 _log = logging.getLogger("graphpass")
+_Owned = TypeVar("_Owned")
 # Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
 _FROZEN_BY_PYTHON = 10_000
 
@@ -45,76 +46,6 @@ class _Wrapper(Protocol):
     def captured(self) -> list[BatchDescriptor]: ...
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CallableRecord:
-    """One callable that a compiler registered, for reports.
-
-    Attributes:
-        name: ``g0``, ``g1``, ... in the order of compilation.
-        regions: (name, kind, reason why eager or None, number of ops).
-        artifacts: compiled artifacts it uses.
-        frame: which Python frame it was compiled for; recompiles of one function share it.
-        reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
-    """
-
-    name: str
-    regions: tuple[tuple[str, str, str | None, int], ...]
-    artifacts: int
-    frame: int | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeStats:
-    """Totals over all callables of a runtime.
-
-    Attributes:
-        callables: graphs that Dynamo handed over.
-        artifacts: compiled artifacts.
-        captured: graphs captured so far.
-        replayed: replays so far.
-        copied: inputs copied into static buffers so far.
-        pool_bytes: bytes of the graph pool, 0 on the CPU tape.
-        buffer_bytes: bytes of static input buffers.
-    """
-
-    callables: int
-    artifacts: int
-    captured: int
-    replayed: int
-    copied: int
-    pool_bytes: int
-    buffer_bytes: int
-
-
-@dataclass(slots=True)
-class CaptureScope:
-    """What was reached inside one ``with runtime.capturing():``.
-
-    Attributes:
-        reached: (callable, its flat arguments, its flat outputs), in the order of the calls.
-        plans: the replay plan of each callable and key captured in the scope.
-        stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
-            callable a compiled call reaches, without its effects.
-    """
-
-    reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
-    plans: list[Any] = field(default_factory=list)
-    stops_at_entry: bool = False
-
-
-class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
-    """Control flow, no error: a callable was reached in a scope that stops at entry.
-
-    Args:
-        reached: the callable.
-    """
-
-    def __init__(self, reached: Any) -> None:
-        super().__init__(reached)
-        self.reached = reached
 
 
 class GraphRuntime:
@@ -134,6 +65,7 @@ class GraphRuntime:
         self._turn = PoolTurn()
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
+        self._owned: dict[type, Any] = {}
         self._notes: Counter[str] = Counter()
         self._sizes_seen: Counter[int] = Counter()
         self._scope: CaptureScope | None = None
@@ -295,6 +227,13 @@ class GraphRuntime:
     def register(self, record: CallableRecord) -> None:
         """Enter a compiled callable into the report."""
         self._callables.append(record)
+
+    def owned(self, kind: type[_Owned]) -> _Owned:
+        """The one ``kind()`` that lives as long as this runtime: what a compiler shares among its callables."""
+        found = self._owned.get(kind)
+        if found is None:
+            found = self._owned[kind] = kind()
+        return found
 
     def callables(self) -> tuple[CallableRecord, ...]:
         """The callables registered so far."""

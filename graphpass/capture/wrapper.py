@@ -23,6 +23,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.arguments import Call, InputRoles
+from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
@@ -55,6 +56,8 @@ class CUDAGraphWrapper:
         mutated_inputs: arguments that ``runnable`` writes to.
         module_inputs: static arguments that a module owns; graphs hold them weakly and go when one of them dies, as
             they do with parameters. Other static inputs are held.
+        layout_inputs: numbers among the arguments that only say how the tensors lie in memory: graphs read copies, which
+            lie as the tensors did at capture, so that these may differ from call to call.
         input_names: a name for each positional argument, for errors.
         policy: what to return, when to capture, what to do about moved inputs.
 
@@ -72,6 +75,7 @@ class CUDAGraphWrapper:
         static_inputs: Collection[int | str] = (),
         mutated_inputs: Collection[int | str] = (),
         module_inputs: Collection[int | str] = (),
+        layout_inputs: Collection[int | str] = (),
         input_names: Sequence[str] = (),
         policy: CapturePolicy | None = None,
     ) -> None:
@@ -90,10 +94,11 @@ class CUDAGraphWrapper:
             static=frozenset(static_inputs),
             mutated=frozenset(mutated_inputs),
             module_owned=frozenset(module_inputs),
+            layout=frozenset(layout_inputs),
             names=tuple(input_names),
         )
         self._policy = policy or CapturePolicy()
-        self._entries: dict[BatchDescriptor, list[GraphEntry]] = {}
+        self._entries = EntryTable()
         self._tallies: dict[BatchDescriptor, Tally] = {}
         self._death_watch: dict[int, tuple[Any, ...]] = {}
         self._arena = BufferArena()
@@ -143,7 +148,7 @@ class CUDAGraphWrapper:
 
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
-        return [key for key, entries in self._entries.items() if entries]
+        return self._entries.descriptors()
 
     def buffer_bytes(self) -> int:
         """Bytes of the static buffers."""
@@ -151,10 +156,8 @@ class CUDAGraphWrapper:
 
     def close(self) -> None:
         """Drop all graphs and buffers; the wrapper can capture again."""
-        for entries in self._entries.values():
-            for entry in entries:
-                entry.graph.reset()
-        self._entries.clear()
+        for entry in self._entries.clear():
+            entry.graph.reset()
         self._death_watch.clear()
         self._arena.clear()
 
@@ -181,7 +184,7 @@ class CUDAGraphWrapper:
     def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
         """The entry that serves these arguments; None where one has to be captured."""
         elsewhere: GraphEntry | None = None
-        for entry in self._entries.get(descriptor, ()):
+        for entry in self._entries.candidates(descriptor, leaves):
             if entry.serves(leaves, spec):
                 if entry.reads_pool_at(leaves):
                     return entry
@@ -225,7 +228,7 @@ class CUDAGraphWrapper:
                 remedy="run it eagerly to see whether the region itself fails; list an op that cannot be captured in "
                 "splitting_ops; capture fewer or smaller sizes when memory ran out",
             ) from error
-        self._entries.setdefault(descriptor, []).append(entry)
+        self._entries.add(descriptor, call, entry)
         drop = functools.partial(_drop_entry, weakref.ref(self), descriptor, id(entry))
         owned = [p for p in entry.statics.positions if p in call.module_owned]
         self._death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
@@ -234,13 +237,18 @@ class CUDAGraphWrapper:
     def _permit_capture(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
         """Whether this key may be captured now, and which inputs the new graph may bake in.
 
-        An input that moved makes the key be captured once more, for the new set of static inputs; with more sets than
-        :data:`MAX_STATIC_SETS`, what keeps moving is staged.
+        An input that moved makes the key be captured once more, for the new set of static inputs; with more sets of one
+        module instance than :data:`MAX_STATIC_SETS`, what keeps moving is staged. Instances are not counted together:
+        none of 24 blocks has moved.
         """
         is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
-        existing = self._entries.get(descriptor, [])
-        peers = [e for e in existing if e.spec == call.spec and call.static >= set(e.statics.positions)]
-        moved = sorted({p for entry in peers for p in entry.statics.moved(call.leaves)})
+        peers = [
+            entry
+            for entry in self._entries.at(descriptor)
+            if entry.spec == call.spec and call.static >= set(entry.statics.positions)
+        ]
+        own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
+        moved = sorted({p for entry in own or peers for p in entry.statics.moved(call.leaves)})
         if not moved:
             if not is_open:
                 self._permit_recompiled(descriptor)
@@ -249,7 +257,7 @@ class CUDAGraphWrapper:
         if self._policy.on_moved_input == "error" and not is_open:
             raise self._moved(peers[0], call, moved[0])
         names = ", ".join(call.names[p] for p in moved[:3])
-        if len(peers) < MAX_STATIC_SETS:
+        if len(own) < MAX_STATIC_SETS:
             self._runtime.note(
                 f"{self.name} {descriptor}: static inputs moved ({names}), set {len(peers) + 1} captured"
             )
@@ -291,7 +299,7 @@ class CUDAGraphWrapper:
     def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
         captured = ", ".join(sorted(str(key) for key in self.captured())) or "nothing"
         found = f"captured at {self._mode}: {captured}"
-        if self._entries.get(descriptor):
+        if self._entries.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
         return CaptureError(
             f"{self.name} has no graph for {self._mode} {descriptor}, and capture is closed",
@@ -301,19 +309,15 @@ class CUDAGraphWrapper:
         )
 
     def _static_sets(self, descriptor: BatchDescriptor) -> int:
-        return len({tuple(entry.statics.addresses) for entry in self._entries.get(descriptor, ())})
+        return len({tuple(entry.statics.addresses) for entry in self._entries.at(descriptor)})
 
 
 def _drop_entry(owner: weakref.ref[CUDAGraphWrapper], descriptor: BatchDescriptor, entry_id: int, _dead: Any) -> None:
     wrapper = owner()
     if wrapper is None or wrapper._death_watch.pop(entry_id, None) is None:
         return
-    kept = []
-    for entry in wrapper._entries.get(descriptor, []):
-        if id(entry) == entry_id:
-            entry.graph.reset()
-            wrapper._runtime.entries_dropped()
-            wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")
-        else:
-            kept.append(entry)
-    wrapper._entries[descriptor] = kept
+    entry = wrapper._entries.drop(descriptor, entry_id)
+    if entry is not None:
+        entry.graph.reset()
+        wrapper._runtime.entries_dropped()
+        wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")

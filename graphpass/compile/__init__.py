@@ -1,5 +1,7 @@
-"""A region becomes a callable: through Inductor, AOTAutograd alone, or as it is."""
+"""A region becomes a callable, once for each structure: through Inductor, AOTAutograd alone, or as it is."""
 
-from graphpass.compile.compilers import COMPILERS, CompiledRegion, compile_region, compile_training
+from graphpass.compile.compilers import COMPILERS, compile_training
+from graphpass.compile.once import CompiledRegions, RegionCompiler, SizeRanges
+from graphpass.compile.region import CompiledRegion
 
-__all__ = ["COMPILERS", "CompiledRegion", "compile_region", "compile_training"]
+__all__ = ["COMPILERS", "CompiledRegion", "CompiledRegions", "RegionCompiler", "SizeRanges", "compile_training"]

@@ -12,63 +12,54 @@ from torch import fx
 from graphpass import compat
 from graphpass.errors import OptionError
 
-__all__ = ["COMPILERS", "CompiledRegion", "compile_region", "compile_training"]
-
-Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+__all__ = ["COMPILERS", "compile_training", "compiler_named"]
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledRegion:
-    """A region as one callable: flat arguments in, a flat tuple out.
+class Compiler:
+    """One compiler.
 
     Attributes:
-        function: what runs.
-        opaque: whether its kernels bypass torch's dispatcher, so that a recorder has to treat a call as one op.
+        compile: takes a graph whose output is a flat tuple, which it may change, and fake tensors and symbolic sizes,
+            one a placeholder. Inductor's own CUDA graphs are off whatever the user set: the wrapper around the region
+            captures.
+        opaque: its kernels bypass torch's dispatcher, so that a recorder has to treat a call as one op.
+        functionalizes: it rewrites what a region writes to its inputs, and relies on which of them share memory.
     """
 
-    function: Callable[..., Any]
+    compile: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
     opaque: bool
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the region."""
-        return self.function(*args)
+    functionalizes: bool
 
 
 def _as_it_is(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     return graph_module.forward
 
 
-_COMPILERS: Mapping[str, tuple[Compiler, bool]] = MappingProxyType(
+_COMPILERS: Mapping[str, Compiler] = MappingProxyType(
     {
-        "inductor": (compat.inductor, True),
-        "aot_eager": (compat.aot_eager, False),
-        "eager": (_as_it_is, False),
+        "inductor": Compiler(compat.inductor, opaque=True, functionalizes=True),
+        "aot_eager": Compiler(compat.aot_eager, opaque=False, functionalizes=True),
+        "eager": Compiler(_as_it_is, opaque=False, functionalizes=False),
     }
 )
 COMPILERS = tuple(_COMPILERS)
 """Names of the compilers a region can go through."""
 
 
-def compile_region(graph_module: fx.GraphModule, example_inputs: Sequence[Any], compiler: str) -> CompiledRegion:
-    """Compile one region for inference.
-
-    Args:
-        graph_module: the region; its output is a flat tuple. Ownership goes to the compiler.
-        example_inputs: fake tensors and symbolic sizes, one a placeholder.
-        compiler: one of :data:`COMPILERS`. Inductor's own CUDA graphs are off whatever the user set: the wrapper
-            around the region is the one that captures.
+def compiler_named(name: str) -> Compiler:
+    """The compiler of that name.
 
     Raises:
         OptionError: no such compiler.
     """
-    if compiler not in _COMPILERS:
+    if name not in _COMPILERS:
         raise OptionError(
-            "unknown compiler", expected=f"one of {', '.join(COMPILERS)}", found=repr(compiler), remedy="leave it out"
+            "unknown compiler", expected=f"one of {', '.join(COMPILERS)}", found=repr(name), remedy="leave it out"
         )
-    function, opaque = _COMPILERS[compiler]
-    return CompiledRegion(function(graph_module, example_inputs), opaque)
+    return _COMPILERS[name]
 
 
 def compile_training(graph_module: fx.GraphModule, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
     """Compile a whole graph that autograd runs through: the compiler's ordinary work, never captured."""
-    return compile_region(graph_module, example_inputs, compiler).function
+    return compiler_named(compiler).compile(graph_module, example_inputs)

@@ -20,7 +20,7 @@ from graphpass.partition.passes import run_passes, sizes_as_symbols, tuples_stay
 from graphpass.partition.regions import Region, build_regions, written_positions
 from graphpass.partition.rules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.partition.stitch import Stitching, stitch
-from graphpass.partition.symbols import GraphInput, graph_inputs
+from graphpass.partition.symbols import GraphInput, graph_inputs, layout_inputs
 
 __all__ = ["Partition", "partition"]
 
@@ -34,6 +34,7 @@ class Partition:
         stitched: runs the regions' graph modules; takes and returns what the partitioned graph module does.
         inputs: the graph's inputs, in the order of the arguments.
         mutated_inputs: positions in ``inputs`` of the tensors whose storage a run writes to.
+        layout_inputs: positions in ``inputs`` of the numbers that only say how tensors lie in memory.
         source: the Python that ``stitched`` was made from.
         output_shapes: symbolic shape of each output leaf in pytree order; None for leaves that are no tensors.
         symbolic_numbers: positions of the output leaves that are numbers computed from symbolic sizes.
@@ -43,6 +44,7 @@ class Partition:
     stitched: Callable[..., Any]
     inputs: tuple[GraphInput, ...]
     mutated_inputs: tuple[int, ...]
+    layout_inputs: tuple[int, ...]
     source: str
     output_shapes: tuple[tuple[sympy.Expr | int, ...] | None, ...]
     symbolic_numbers: tuple[int, ...]
@@ -98,6 +100,7 @@ def partition(
         stitched=stitching.bind({region.name: region.graph_module for region in regions}),
         inputs=graph_inputs(whole.graph),
         mutated_inputs=written_positions(placeholders, written),
+        layout_inputs=layout_inputs(whole.graph),
         source=stitching.source,
         output_shapes=_output_shapes(outputs),
         symbolic_numbers=_symbolic_numbers(outputs),
@@ -119,7 +122,14 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
-    return fx.GraphModule(gm, graph)
+    return _Uncompiled(gm, graph)
+
+
+class _Uncompiled(fx.GraphModule):
+    """A graph that is cut up and never run: no Python is generated for it."""
+
+    def recompile(self) -> Any:
+        return None
 
 
 def _output_shapes(outputs: Any) -> tuple[tuple[sympy.Expr | int, ...] | None, ...]:

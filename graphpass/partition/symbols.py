@@ -13,9 +13,9 @@ from torch import fx
 
 from graphpass import compat
 from graphpass.errors import PartitionError
-from graphpass.partition.execute import value_of
+from graphpass.partition.execute import tensors_in, value_of
 
-__all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "symbol_of_dim"]
+__all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,18 +27,22 @@ class GraphInput:
         source_name: the argument it came from (``x`` for Dynamo's ``L['x']`` and ``L['kwargs']['x']``), else None.
         is_static: a parameter, a buffer, or marked with ``mark_static_address``: its address may be baked in.
         value: its metadata: a fake tensor, a symbolic size, or a plain value.
+        marked_dims: dimensions that the user marked as dynamic.
     """
 
     name: str
     source_name: str | None
     is_static: bool
     value: Any
+    marked_dims: frozenset[int] = frozenset()
 
 
 def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
     """The inputs of a graph, in order."""
     return tuple(
-        GraphInput(node.name, _source_name(node), compat.is_static_address(node), value_of(node))
+        GraphInput(
+            node.name, _source_name(node), compat.is_static_address(node), value_of(node), compat.marked_dims(node)
+        )
         for node in graph.nodes
         if node.op == "placeholder"
     )
@@ -51,6 +55,57 @@ def _source_name(node: fx.Node) -> str | None:
         return None if "grapharg" in node.meta else str(node.target).lstrip("*")
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []
     return parts[-1] if parts and all(part.isidentifier() for part in parts) else None
+
+
+def key_symbols(
+    inputs: Sequence[GraphInput], dynamic_dims: Mapping[str, Mapping[int, str]]
+) -> dict[str, sympy.Expr | int]:
+    """Key field -> what its size is in this graph: a symbol, an expression over symbols, or a fixed int.
+
+    The declared dimensions say it. Without any, ``num_tokens`` is the one symbol among the dimensions marked with
+    ``mark_dynamic``, else the one symbol of all inputs; where there are several, nothing tells and nothing is guessed.
+
+    Args:
+        inputs: the graph's inputs.
+        dynamic_dims: {input: {dimension: key field}}; inputs of other graphs of the model are passed over.
+
+    Raises:
+        PartitionError: a declared input has no such dimension.
+    """
+    named = {given.source_name for given in inputs if isinstance(given.value, torch.Tensor)}
+    declared = {
+        field: symbol_of_dim(inputs, source, dim)
+        for source, dims in dynamic_dims.items()
+        if source in named
+        for dim, field in dims.items()
+    }
+    if dynamic_dims:
+        return declared
+    sizes = [(dim in given.marked_dims, size) for given in inputs for dim, size in enumerate(_shape(given.value))]
+    marked = {size for is_marked, size in sizes if is_marked and not isinstance(size, int)}
+    symbols = marked or {symbol for _, size in sizes for symbol in getattr(size, "free_symbols", ())}
+    return {"num_tokens": symbols.pop()} if len(symbols) == 1 else {}
+
+
+def layout_inputs(graph: fx.Graph) -> tuple[int, ...]:
+    """Positions of the numbers among a graph's inputs that only say how input tensors lie in memory.
+
+    They are strides and offsets of views: no node computes with them, and no tensor's size depends on them. A copy of
+    the tensors in another layout has other such numbers and gives the same results.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    values = [value_of(node) for node in graph.nodes]
+    sizes = [_shape(tensor) for value in values for tensor in tensors_in(value)]
+    in_sizes = {symbol for shape in sizes for size in shape for symbol in getattr(size, "free_symbols", ())}
+    return tuple(
+        position
+        for position, node in enumerate(placeholders)
+        if not node.users and compat.expression_of(value_of(node)) not in (None, *in_sizes)
+    )
+
+
+def _shape(value: Any) -> list[Any]:
+    return [compat.expression_of(size) for size in value.shape] if isinstance(value, torch.Tensor) else []
 
 
 def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> sympy.Expr | int:
@@ -106,6 +161,22 @@ class GuardedSymbols:
         symbols = sorted(shape_env.var_to_range, key=str)
         ranges = {symbol: compat.bounds_of(shape_env, symbol) for symbol in symbols}
         return cls(MappingProxyType(ranges), compat.guards_of(shape_env))
+
+    def excludes(self, expression: sympy.Expr | int, size: int) -> str | None:
+        """Why ``expression``, a dimension of this graph, cannot be ``size``; None if the guards admit it."""
+        if isinstance(expression, (int, sympy.Integer)):
+            return None if expression == size else f"fixed at {expression}"
+        if isinstance(expression, sympy.Symbol):
+            return self.excluded_by({expression: size})
+        if len(expression.free_symbols) != 1:
+            return None
+        (symbol,) = expression.free_symbols
+        solutions = sympy.solve(expression - size, symbol)
+        whole = [int(value) for value in solutions if value.is_integer and value > 0]
+        if not whole:
+            return f"{expression} == {size} has no solution"
+        reasons = [self.excluded_by({symbol: value}) for value in whole]
+        return None if None in reasons else reasons[0]
 
     def excluded_by(self, sizes: Mapping[sympy.Symbol, int]) -> str | None:
         """The first constraint that ``sizes`` violates, as text (``s0 >= 2``), or None if the guards admit them.

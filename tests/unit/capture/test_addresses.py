@@ -160,6 +160,29 @@ def test_each_set_of_static_inputs_has_its_graph(rig: Any) -> None:
         assert f"static inputs moved (weight), set {number} captured" in rig.notes()
 
 
+def test_module_instances_are_not_moved_inputs(rig: Any) -> None:
+    weights = [torch.nn.Parameter(torch.full((8,), float(n)), requires_grad=False) for n in range(7)]
+    wrapper = rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"))
+    for _ in range(3):
+        for weight in weights:
+            with rig.runtime.capturing():
+                assert torch.equal(rig.call(wrapper, X, weight), X * weight)
+    assert rig.counts(wrapper) == Counts(warmed=7, captured=7, replayed=21, copied=21, static_sets=7)
+
+
+def test_a_weight_that_keeps_moving_is_staged_for_its_instance_alone(rig: Any) -> None:
+    moving, steady = (torch.nn.Parameter(torch.ones(8), requires_grad=False) for _ in range(2))
+    wrapper = rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"))
+    rig.capture(wrapper, X, steady)
+    for n in range(12):
+        moving.data = torch.full((8,), float(n))
+        assert torch.equal(rig.call(wrapper, X, moving), X * n)
+        assert torch.equal(rig.call(wrapper, X, steady), X)
+    # One graph for the steady instance; four sets and one graph that copies the weight for the other.
+    assert rig.counts(wrapper).captured == 6
+    assert "1 static inputs keep moving (weight), copied from now on" in rig.notes()
+
+
 def test_what_keeps_moving_is_staged(rig: Any) -> None:
     wrapper = rig.wrap(lambda x, w, v: x * w + v, static_inputs=[1, 2], input_names=("x", "w", "v"))
     steady = torch.ones(8)

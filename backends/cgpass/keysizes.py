@@ -1,0 +1,66 @@
+"""What one graph makes of the sizes that the options name: which it admits, which are compiled apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import fx
+
+from cgpass.settings import Settings
+from graphpass.compile import SizeRanges
+from graphpass.partition import Partition
+from graphpass.partition.symbols import GuardedSymbols, key_symbols
+
+__all__ = ["KeySizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeySizes:
+    """The key fields of one graph.
+
+    Attributes:
+        symbols: key field -> what its size is in this graph.
+        guards: which sizes the graph admits.
+        settings: the backend's options.
+    """
+
+    symbols: Mapping[str, Any]
+    guards: GuardedSymbols
+    settings: Settings
+
+    @classmethod
+    def of(cls, parts: Partition, graph_module: fx.GraphModule, settings: Settings) -> KeySizes:
+        """Read them off the inputs of a partitioned graph."""
+        return cls(key_symbols(parts.inputs, settings.dynamic_dims), GuardedSymbols.from_graph(graph_module), settings)
+
+    def compiled_apart(self) -> SizeRanges | None:
+        """The symbol that the regions are compiled by, and the ranges that the graph admits; None for neither."""
+        wanted = self.settings.size_ranges()
+        symbol = self.symbols.get(wanted[0]) if wanted is not None else None
+        if wanted is None or not isinstance(symbol, sympy.Symbol):
+            return None
+        ranges = [pair for pair in wanted[1] if None in map(self.guards.excludes, (symbol, symbol), pair)]
+        return symbol, tuple(ranges)
+
+    def problems(self) -> Iterator[str]:
+        """Which of the named sizes the graph does not serve, and why: those are compiled as graphs of their own."""
+        for field, sizes in self.settings.capture_sizes.items():
+            if field in self.symbols:
+                yield from self._excluded(field, sizes)
+        wanted = self.settings.size_ranges()
+        if wanted is not None and not isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
+            found = self.symbols.get(wanted[0], "no symbol that the inputs tell")
+            yield f"nothing is compiled by size: {wanted[0]} is {found}"
+
+    def _excluded(self, field: str, sizes: tuple[int, ...]) -> Iterator[str]:
+        symbol = self.symbols[field]
+        if not getattr(symbol, "free_symbols", None):
+            yield f"{field} is fixed at {symbol}: other sizes compile anew"
+            return
+        for size in sizes:
+            constraint = self.guards.excludes(symbol, size)
+            if constraint is not None:
+                yield f"{field}={size} is outside this graph's guards ({constraint})"

@@ -1,0 +1,95 @@
+"""Records about a runtime's callables, for reports and for whoever drives its captures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["CallableRecord", "CaptureScope", "CompileSeconds", "EnteredCallable", "RuntimeStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSeconds:
+    """Where the seconds went that the backend spent on one graph.
+
+    Attributes:
+        partition: splitting the graph and generating the stitched code.
+        key: structural keys of the regions.
+        compile: the compiler, over the distinct regions.
+    """
+
+    partition: float = 0.0
+    key: float = 0.0
+    compile: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallableRecord:
+    """One callable that a compiler registered, for reports.
+
+    Attributes:
+        name: ``g0``, ``g1``, ... in the order of compilation.
+        regions: (name, kind, reason why eager or None, number of ops).
+        artifacts: artifacts compiled for it; what it shares with earlier callables is counted there.
+        frame: which Python frame it was compiled for; recompiles of one function share it.
+        reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
+        seconds: what compiling it took.
+    """
+
+    name: str
+    regions: tuple[tuple[str, str, str | None, int], ...]
+    artifacts: int
+    frame: int | None = None
+    reason: str | None = None
+    seconds: CompileSeconds = CompileSeconds()
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStats:
+    """Totals over all callables of a runtime.
+
+    Attributes:
+        callables: graphs that Dynamo handed over.
+        artifacts: compiled artifacts.
+        captured: graphs captured so far.
+        replayed: replays so far.
+        copied: inputs copied into static buffers so far.
+        pool_bytes: bytes of the graph pool, 0 on the CPU tape.
+        buffer_bytes: bytes of static input buffers.
+    """
+
+    callables: int
+    artifacts: int
+    captured: int
+    replayed: int
+    copied: int
+    pool_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(slots=True)
+class CaptureScope:
+    """What was reached inside one ``with runtime.capturing():``.
+
+    Attributes:
+        reached: (callable, its flat arguments, its flat outputs), in the order of the calls.
+        plans: the replay plan of each callable and key captured in the scope.
+        stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
+            callable a compiled call reaches, without its effects.
+    """
+
+    reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
+    plans: list[Any] = field(default_factory=list)
+    stops_at_entry: bool = False
+
+
+class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
+    """Control flow, no error: a callable was reached in a scope that stops at entry.
+
+    Args:
+        reached: the callable.
+    """
+
+    def __init__(self, reached: Any) -> None:
+        super().__init__(reached)
+        self.reached = reached

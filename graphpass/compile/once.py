@@ -1,0 +1,162 @@
+"""Compile-once: each structure goes through the compiler a single time, however many regions have it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import sympy
+from torch import fx
+
+from graphpass import compat
+from graphpass.compile.compilers import Compiler, compiler_named
+from graphpass.compile.region import CompiledRegion, SizedArtifact, WrittenInputs
+from graphpass.compile.specialize import inputs_within
+from graphpass.compile.structure import Structure, structure_of
+
+__all__ = ["CompiledRegions", "RegionCompiler", "SizeRanges"]
+
+SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
+"""A symbol, and the ranges of its sizes, ends included, that get artifacts of their own; first come, first served."""
+
+
+class _Region(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def graph_module(self) -> fx.GraphModule: ...
+    @property
+    def mutated_inputs(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRegions:
+    """The compiled regions of one graph.
+
+    Attributes:
+        by_name: region name -> what runs it.
+        num_new: artifacts that had to be compiled; the others were there.
+        key_s: seconds spent on structural keys.
+        compile_s: seconds spent in the compiler.
+    """
+
+    by_name: Mapping[str, CompiledRegion]
+    num_new: int
+    key_s: float
+    compile_s: float
+
+
+class RegionCompiler:
+    """Compiles regions and remembers what it compiled, for as long as some callable uses it."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[tuple[Any, ...], CompiledRegion] = weakref.WeakValueDictionary()
+
+    def compile(
+        self, regions: Sequence[_Region], compiler: str, size_ranges: SizeRanges | None = None
+    ) -> CompiledRegions:
+        """Compile ``regions`` of one graph, structurally identical ones once.
+
+        Args:
+            regions: regions whose nodes carry fake tensors and symbolic sizes.
+            compiler: one of :data:`graphpass.compile.COMPILERS`.
+            size_ranges: sizes of one symbol that get artifacts of their own. A region without that symbol has none.
+
+        Raises:
+            OptionError: no such compiler.
+        """
+        chosen = compiler_named(compiler)
+        start_s = time.perf_counter()
+        # All keys before the first compilation: what compiling one region adds to the guards is no part of another.
+        structures = [structure_of(region.graph_module, compiler) for region in regions]
+        keyed_s = time.perf_counter()
+        found: dict[str, CompiledRegion] = {}
+        num_new = 0
+        for region, structure in zip(regions, structures, strict=True):
+            wanted = _ranges_of(structure, size_ranges)
+            key = (structure.key, *wanted)
+            artifact = self._known.get(key)
+            if artifact is None or not _assume(structure, artifact):
+                artifact = self._known[key] = _Compilation(region, structure, wanted, chosen).run()
+                num_new += artifact.num_artifacts()
+            found[region.name] = artifact
+        return CompiledRegions(MappingProxyType(found), num_new, keyed_s - start_s, time.perf_counter() - keyed_s)
+
+
+def _ranges_of(structure: Structure, size_ranges: SizeRanges | None) -> tuple[Any, ...]:
+    """(number of the symbol in the key, ranges); empty for a region without the symbol."""
+    if size_ranges is None or size_ranges[0] not in structure.symbols:
+        return ()
+    return (structure.symbols.index(size_ranges[0]), tuple(size_ranges[1]))
+
+
+def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
+    """Let the graph guard on what the artifact assumed of its symbols; False where that does not hold."""
+    return compat.guard_on(structure.shape_env, structure.own(artifact.guards))
+
+
+@dataclass(frozen=True, slots=True)
+class _Compilation:
+    """One region on its way to an artifact."""
+
+    region: _Region
+    structure: Structure
+    wanted: tuple[Any, ...]
+    compiler: Compiler
+
+    def run(self) -> CompiledRegion:
+        graph_module = self.region.graph_module
+        examples = [compat.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+        written = WrittenInputs.of(examples, self.region.mutated_inputs) if self.compiler.functionalizes else None
+        if written is not None and written.overlap(examples):
+            return CompiledRegion.as_traced(graph_module.forward)
+        shape_env = self.structure.shape_env
+        known = compat.facts_of(shape_env)
+        function = self.compiler.compile(_own_copy(graph_module), examples)
+        added = [guard for guard in compat.facts_of(shape_env) if guard not in set(known)]
+        position, sized = self._sized(examples)
+        return CompiledRegion(
+            function=function,
+            opaque=self.compiler.opaque,
+            uncompiled=graph_module.forward,
+            written_inputs=written,
+            size_position=position,
+            sized=sized,
+            guards=self.structure.canonical(added),
+            _chosen={},
+        )
+
+    def _sized(self, examples: Sequence[Any]) -> tuple[int | None, tuple[SizedArtifact, ...]]:
+        if not self.wanted:
+            return None, ()
+        symbol = self.structure.symbols[self.wanted[0]]
+        position = next((p for p, value in enumerate(examples) if compat.expression_of(value) == symbol), None)
+        if position is None:
+            return None, ()
+        artifacts = []
+        for lowest, highest in self.wanted[1]:
+            inputs = inputs_within(examples, {symbol: (lowest, highest)})
+            if inputs is None:
+                continue
+            with compat.tracing_with(inputs.fake_mode):
+                function = self.compiler.compile(_own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
+            artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], inputs.guards()))
+        return position, tuple(artifacts)
+
+
+def _own_copy(graph_module: fx.GraphModule, *, keep_shapes: bool = True) -> fx.GraphModule:
+    """A copy for the compiler to change, its values named by position: Inductor's caches go by such names too."""
+    left_out = () if keep_shapes else ("example_value", "val")
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(graph_module.graph.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: copies[argument])
+        name = f"v{number}"
+        target = name if node.op == "placeholder" else node.target
+        copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
+        copies[node].meta = {key: value for key, value in node.meta.items() if key not in left_out}
+    return fx.GraphModule(graph_module, graph)

@@ -1,0 +1,93 @@
+"""The inputs of a region once more, with some symbols fixed or kept within a range.
+
+They live in a shape environment of their own: what compiling for these sizes assumes is no guard of the graph, and is
+asked of the sizes themselves instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass import compat
+
+__all__ = ["SpecializedInputs", "inputs_within"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecializedInputs:
+    """Example inputs for one compilation.
+
+    Attributes:
+        values: fake tensors and sizes, one an input.
+        fake_mode: their mode.
+        symbols: symbol of the region -> its name in the new shape environment, or its fixed value.
+    """
+
+    values: list[Any]
+    fake_mode: Any
+    symbols: Mapping[sympy.Symbol, Any]
+
+    def guards(self) -> tuple[sympy.Basic, ...]:
+        """What compiling has assumed of the symbols."""
+        return compat.facts_of(self.fake_mode.shape_env)
+
+
+def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> SpecializedInputs | None:
+    """Inputs like ``examples`` whose symbols lie within ``bounds``; None for layouts that cannot be made anew.
+
+    Args:
+        examples: a region's fake tensors and sizes.
+        bounds: symbol -> least and greatest size; equal ends fix it.
+    """
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
+        return None
+    fake_mode = compat.new_fake_mode()
+    env = fake_mode.shape_env
+    symbols: dict[sympy.Symbol, Any] = {}
+    for value in examples:
+        for symbol in _symbols_of(value):
+            if symbol not in symbols:
+                low, high = bounds.get(symbol) or compat.bounds_of(compat.shape_env_of(examples), symbol)
+                symbols[symbol] = compat.new_symbol(env, str(symbol), low, high)
+    storages: dict[int, torch.Tensor] = {}
+    values = []
+    with fake_mode, torch.no_grad():
+        for value in examples:
+            if isinstance(value, torch.Tensor):
+                values.append(_like(value, env, symbols, storages))
+            else:
+                values.append(compat.size_of(env, compat.expression_of(value), symbols))
+    return SpecializedInputs(values, fake_mode, symbols)
+
+
+def _symbols_of(value: Any) -> list[sympy.Symbol]:
+    numbers = [value]
+    if isinstance(value, torch.Tensor):
+        numbers = [*value.shape, *value.stride(), value.storage_offset()]
+    expressions = [compat.expression_of(number) for number in numbers]
+    found = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
+    return sorted(found, key=str)
+
+
+def _like(
+    tensor: torch.Tensor, env: Any, symbols: Mapping[sympy.Symbol, Any], storages: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """``tensor`` with its sizes over the new symbols; tensors that shared a storage share one again."""
+
+    def sizes(values: Sequence[Any]) -> list[Any]:
+        return [compat.size_of(env, compat.expression_of(value), symbols) for value in values]
+
+    shape, strides, (offset,) = sizes(tensor.shape), sizes(tensor.stride()), sizes([tensor.storage_offset()])
+    key = compat.storage_id(tensor)
+    assert key is not None, "strided tensors have a storage"
+    if key not in storages:
+        (num_bytes,) = sizes([tensor.untyped_storage().nbytes()])
+        storages[key] = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(storages[key].untyped_storage(), offset, shape, strides)

@@ -1,0 +1,210 @@
+"""What makes two regions one: the structural key, equal for regions that one artifact can serve.
+
+Regions of identical decoder layers differ in names only. The key holds everything a compiler may rely on and nothing
+else: ops with their constants, the layout of every input and output, which inputs share memory, and what is known of
+each symbol. Symbols are renamed in the order in which they occur, so that a region over ``s0`` and one over ``s7`` are
+alike if the same is known of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass import compat
+
+__all__ = ["StructuralKey", "Structure", "structure_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralKey:
+    """The parts of a region's structure; equal keys share one artifact.
+
+    Attributes:
+        compiler: what compiles it, and every ambient setting that it reads.
+        ops: one entry a node: kind, target and arguments, constants among them.
+        inputs: dtype, shape, strides, offset, device and flags of each input.
+        outputs: the same of each output.
+        sharing: for each tensor input the first input whose storage it shares.
+        symbols: for each symbol its range, and the guards that hold over it.
+    """
+
+    compiler: tuple[Any, ...]
+    ops: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    sharing: tuple[int | None, ...]
+    symbols: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A region's key, and its own names for the key's symbols.
+
+    Attributes:
+        key: equal for regions that are alike.
+        symbols: the region's symbols in the order in which the key numbers them.
+        shape_env: the shape environment of its symbols, None without symbols.
+    """
+
+    key: StructuralKey
+    symbols: tuple[sympy.Symbol, ...]
+    shape_env: Any
+
+    def canonical(self, expressions: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
+        """``expressions`` over the key's symbols instead of this region's."""
+        names = {symbol: _canonical(symbol, number) for number, symbol in enumerate(self.symbols)}
+        return tuple(expression.xreplace(names) for expression in expressions)
+
+    def own(self, expressions: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
+        """What :meth:`canonical` gave, over this region's symbols."""
+        names = {_canonical(symbol, number): symbol for number, symbol in enumerate(self.symbols)}
+        return tuple(expression.xreplace(names) for expression in expressions)
+
+
+def structure_of(
+    graph_module: fx.GraphModule, compiler: str, bounds: Mapping[sympy.Symbol, tuple[int, int]] | None = None
+) -> Structure:
+    """The structure of a region whose nodes carry fake tensors and symbolic sizes.
+
+    Args:
+        graph_module: the region.
+        compiler: what will compile it.
+        bounds: narrower ranges of some symbols, for an artifact that serves only these.
+    """
+    return _Reader(graph_module).read(compiler, bounds or {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Itself:
+    """An object that is equal to itself only; holds it, so that no other object comes by its identity."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Reader:
+    """Reads one region; owns the numbers of its nodes and symbols while it does."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._owner = graph_module
+        self._numbers: dict[fx.Node, int] = {}
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def read(self, compiler: str, bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> Structure:
+        graph = self._owner.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        values = [compat.example_value(node) for node in placeholders]
+        inputs = tuple(map(self._layout, values))
+        ops = self._ops(graph)
+        outputs = tuple(self._layout(compat.example_value(node)) for node in graph.output_node().all_input_nodes)
+        shape_env = compat.shape_env_of(values)
+        own = tuple(self._symbols)
+        key = StructuralKey(
+            compiler=(compiler, *compat.compiler_settings()),
+            ops=ops,
+            inputs=inputs,
+            outputs=outputs,
+            sharing=sharing_of(values),
+            symbols=self._known_of_symbols(shape_env, bounds),
+        )
+        return Structure(key, own, shape_env)
+
+    def _ops(self, graph: fx.Graph) -> tuple[Any, ...]:
+        found: list[tuple[Any, ...]] = []
+        for number, node in enumerate(graph.nodes):
+            self._numbers[node] = number
+            if node.op == "get_attr":
+                found.append((node.op, self._attribute(str(node.target))))
+            elif node.op == "call_module":
+                found.append((node.op, _Itself(self._owner.get_submodule(str(node.target))), self._arguments(node)))
+            elif node.op != "placeholder":
+                target = node.target if isinstance(node.target, str) else _Itself(node.target)
+                found.append((node.op, target, self._arguments(node)))
+        return tuple(found)
+
+    def _arguments(self, node: fx.Node) -> Any:
+        return (self._constant(node.args), self._constant(node.kwargs), repr(node.meta.get("custom")))
+
+    def _attribute(self, path: str) -> Any:
+        """A subgraph of a higher-order op by its structure, anything else (a constant tensor) as itself."""
+        value: Any = self._owner
+        for name in path.split("."):
+            value = getattr(value, name)
+        if not isinstance(value, fx.GraphModule):
+            return _Itself(value)
+        inner = _Reader(value)
+        inner._symbols = self._symbols
+        return inner._ops(value.graph)
+
+    def _constant(self, value: Any) -> Any:
+        """A hashable stand-in, different for everything that may compile differently: 1, 1.0 and True, 0.0 and -0.0."""
+        if isinstance(value, fx.Node):
+            return ("node", self._numbers[value])
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(self._constant, value))
+        if isinstance(value, Mapping):
+            return (type(value), *((key, self._constant(item)) for key, item in value.items()))
+        if isinstance(value, slice):
+            return (slice, *map(self._constant, (value.start, value.stop, value.step)))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        if isinstance(value, (float, complex)):
+            return (type(value), repr(value))
+        if isinstance(value, (int, str, bytes, type(None), torch.dtype, torch.device, torch.layout)):
+            return (type(value), value)
+        return _Itself(value)
+
+    def _layout(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._constant(value)
+        flags = (value.is_conj(), value.is_neg(), value.requires_grad, isinstance(value, torch.nn.Parameter))
+        place = (value.dtype, value.layout, value.device, type(value), flags)
+        shape = tuple(map(self._size, value.shape))
+        if value.layout is not torch.strided:
+            return (*place, shape)
+        return (*place, shape, tuple(map(self._size, value.stride())), self._size(value.storage_offset()))
+
+    def _size(self, size: Any) -> Any:
+        expression = compat.expression_of(size)
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        for symbol in sorted(expression.free_symbols, key=str):
+            self._symbols.setdefault(symbol, _canonical(symbol, len(self._symbols)))
+        return expression.xreplace(self._symbols)
+
+    def _known_of_symbols(self, shape_env: Any, bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> tuple[Any, ...]:
+        if shape_env is None:
+            return ()
+        ranges = tuple(bounds.get(symbol) or compat.bounds_of(shape_env, symbol) for symbol in self._symbols)
+        facts = frozenset(
+            fact.xreplace(self._symbols)
+            for fact in compat.facts_of(shape_env)
+            if not fact.free_symbols.isdisjoint(self._symbols)
+        )
+        unbacked = tuple(_Itself(symbol) for symbol in self._symbols if compat.is_unbacked(symbol))
+        return (ranges, facts, unbacked)
+
+
+def sharing_of(values: Sequence[Any]) -> tuple[int | None, ...]:
+    """For each tensor the position of the first one in the same storage; None for what is no tensor."""
+    first: dict[int, int] = {}
+    found: list[int | None] = []
+    for position, value in enumerate(values):
+        storage = compat.storage_id(value) if isinstance(value, torch.Tensor) else None
+        found.append(None if storage is None else first.setdefault(storage, position))
+    return tuple(found)
+
+
+def _canonical(symbol: sympy.Symbol, number: int) -> sympy.Symbol:
+    return sympy.Symbol(f"z{number}", **symbol.assumptions0)
