@@ -667,6 +667,14 @@ _STORES = frozenset(
 _MUTATING_METHODS = frozenset({"append", "extend", "insert", "update", "clear", "pop", "add", "remove"})
 
 
+def is_past_recompile_limit(function: Any, local_values: dict[str, Any]) -> bool:
+    """Whether Dynamo would run ``function`` uncompiled for these local variables, as it has compiled it too often."""
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    if len(entries) < torch._dynamo.config.recompile_limit:
+        return False
+    return not any(entry.guard_manager.check(local_values) for entry in entries)
+
+
 def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dict[str, Any]], bool] | None:
     """The guards of the code that Dynamo would run now for ``function`` with these local variables.
 

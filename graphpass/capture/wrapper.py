@@ -56,8 +56,8 @@ class CUDAGraphWrapper:
         mutated_inputs: arguments that ``runnable`` writes to.
         module_inputs: static arguments that a module owns; graphs hold them weakly and go when one of them dies, as
             they do with parameters. Other static inputs are held.
-        layout_inputs: numbers among the arguments that only say how the tensors lie in memory: graphs read copies, which
-            lie as the tensors did at capture, so that these may differ from call to call.
+        layout_inputs: numbers among the arguments that only say how the tensors lie in memory. They may differ from
+            call to call: graphs read copies, which lie as the tensors did at capture.
         input_names: a name for each positional argument, for errors.
         policy: what to return, when to capture, what to do about moved inputs.
 

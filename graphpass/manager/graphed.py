@@ -8,6 +8,7 @@ import math
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.buffers import BufferSet, KeyInputs
+from graphpass.manager.guards import local_values
 from graphpass.manager.keyrun import KeyRun, learn_key
 from graphpass.manager.learned import shared_dims
 from graphpass.manager.padding import PadRule, checked_rule
@@ -144,12 +146,15 @@ class GraphedModel:
             given = self._signature.bind(args, kwargs)
             sizes = self._signature.sizes(given)
             step = self._dispatch(sizes)
-            if not step.mode:
-                self._traffic.saw(step, sizes, None)
-                return self._fall_back(step, given)
-            if self._buffers is None:
+            if step.mode and self._buffers is None:
                 self._learn(given)
                 step = self._dispatch(sizes)
+            if not step.mode:
+                self._traffic.saw(step, sizes, None)
+                return self._without_key(step, given)
+            if self._is_out_of_reach(step.mode, step.descriptor, given):
+                self._traffic.saw(replace(step, mode=CUDAGraphMode.NONE), sizes, None)
+                return self._without_graph(given)
             self._traffic.saw(step, sizes, self._dispatcher.fields(step.descriptor))
             return self._replay(step.mode, step.descriptor, given, sizes)
 
@@ -192,20 +197,55 @@ class GraphedModel:
             extra=tuple((name, size) for name, size in sizes.items() if name not in ("num_tokens", "num_reqs")),
         )
 
-    def _fall_back(self, step: Dispatch, given: Mapping[str, Any]) -> Any:
+    # -- where there is no graph -----------------------------------------------------------------------------------
+
+    def _without_key(self, step: Dispatch, given: Mapping[str, Any]) -> Any:
         if step.reason is DispatchReason.EMPTY:
             return self._model(**given)
-        text = f"no graph for {step.descriptor}: {step.reason}; it runs compiled, without a graph"
-        if self._settings.on_fallback == "error":
-            raise CaptureError(
+        self._report_fallback(
+            f"no graph for {step.descriptor}: {step.reason}; it runs compiled, without a graph",
+            CaptureError(
                 "this batch has no graph, and on_fallback is 'error'",
                 expected=f"sizes within {dict(self._ladders)}",
                 found=f"{step.descriptor} ({step.reason})",
                 remedy="add a larger capture size, or set on_fallback='warn'",
-            )
-        if self._settings.on_fallback == "warn" and self._traffic.is_first(step.reason):
+            ),
+            once_for=str(step.reason),
+        )
+        return self._without_graph(given)
+
+    def _is_out_of_reach(self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any]) -> bool:
+        """Whether Dynamo, at its recompile limit, would run the model past the backend: nothing could be captured."""
+        if (mode, key) in self._runs:
+            return False
+        arguments = local_values(self._entry, self._key_inputs(key, given).arguments())
+        if not compat.is_past_recompile_limit(self._entry, arguments):
+            return False
+        self._report_fallback(
+            f"no graph for {key}: Dynamo is at its recompile limit and no longer calls the backend",
+            CaptureError(
+                f"{mode} {key} cannot be captured, and on_fallback is 'error'",
+                expected="at most torch._dynamo.config.recompile_limit compilations of the model",
+                found="one more, past Dynamo's recompile limit: it would run the model as it is",
+                remedy="give dynamic_dims every dimension that varies, raise the limit, or set on_fallback='warn'",
+            ),
+            once_for="recompile limit",
+        )
+        return True
+
+    def _report_fallback(self, text: str, error: CaptureError, *, once_for: str) -> None:
+        """Do what ``on_fallback`` says where a graph was asked for and cannot be had.
+
+        Raises:
+            CaptureError: ``error``, where that is what the option says.
+        """
+        if self._settings.on_fallback == "error":
+            raise error
+        if self._settings.on_fallback == "warn" and self._traffic.is_first(once_for):
             _log.warning("%s", text)
         self.runtime.note(text)
+
+    def _without_graph(self, given: Mapping[str, Any]) -> Any:
         with set_forward_context():
             return self._compiled(**given)
 
@@ -232,17 +272,16 @@ class GraphedModel:
         largest = {field: max(ladder) for field, ladder in self._ladders.items()}
         self._buffers = BufferSet(shared, largest, self._rules)
         if reached.never_full is not None and self._settings.mode.has_mode(CUDAGraphMode.FULL):
-            reason = f"FULL is not possible, PIECEWISE instead: {reached.never_full}"
-            if self._settings.on_fallback == "error":
-                raise CaptureError(
+            self._report_fallback(
+                f"FULL is not possible, PIECEWISE instead: {reached.never_full}",
+                CaptureError(
                     "the model cannot be captured as a whole, and on_fallback is 'error'",
                     expected="a model without such an op, or mode='PIECEWISE'",
                     found=reached.never_full,
                     remedy="pass mode='PIECEWISE', or set on_fallback='warn'",
-                )
-            if self._settings.on_fallback == "warn":
-                _log.warning("%s", reason)
-            self.runtime.note(reason)
+                ),
+                once_for="never full",
+            )
             self._dispatcher = self._new_dispatcher(CUDAGraphMode.PIECEWISE)
 
     def _traceable(self, name: str, tensor: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -286,6 +325,8 @@ class GraphedModel:
         return made
 
     def _capture_key(self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any]) -> None:
+        if self._is_out_of_reach(mode, key, given):
+            return
         inputs = self._key_inputs(key, given)
         inputs.fill(inputs.stretched(given), self._dispatcher.fields(key))
         self._graphed_call(mode, key, inputs)

@@ -18,7 +18,7 @@ import torch
 from graphpass import compat
 from graphpass.errors import CaptureError
 
-__all__ = ["AmbientState", "DynamoGuards", "OwnedTensors"]
+__all__ = ["AmbientState", "DynamoGuards", "OwnedTensors", "local_values"]
 
 
 _TRAINING = operator.attrgetter("training")
@@ -119,6 +119,11 @@ class OwnedTensors:
         return all(map(operator.is_, map(dict.get, self.owners, self.names), self.kept))
 
 
+def local_values(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What Dynamo's guards of ``entry`` look at when it is called with these arguments: they and its closure."""
+    return {**inspect.getclosurevars(entry).nonlocals, "arguments": dict(arguments)}
+
+
 @dataclass(frozen=True, slots=True)
 class DynamoGuards:
     """Dynamo's own guards of the code that a direct call goes past: all that tracing the model relied on."""
@@ -134,7 +139,7 @@ class DynamoGuards:
             entry: the function that was compiled; its closure is what it reads besides arguments.
             arguments: what it was called with, by name.
         """
-        here = {**inspect.getclosurevars(entry).nonlocals, "arguments": dict(arguments)}
+        here = local_values(entry, arguments)
         check = compat.holding_guards(entry, here)
         return None if check is None else cls(check, here)
 

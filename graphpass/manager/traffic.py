@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphpass.dispatch import Dispatch, DispatchReason
+from graphpass.dispatch import Dispatch
 from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Table
 
 __all__ = ["Traffic"]
@@ -39,13 +40,12 @@ class Traffic:
     """Counts dispatches by mode, key and reason, with real and padded sizes."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[BatchDescriptor, str], _Row] = {}
-        self._reasons: set[DispatchReason] = set()
+        self._rows: dict[tuple[CUDAGraphMode, BatchDescriptor, str], _Row] = {}
+        self._reasons: set[str] = set()
 
     def saw(self, step: Dispatch, sizes: Mapping[str, int], padded: Mapping[str, int] | None) -> None:
         """Count one dispatch; ``padded`` is None where nothing replays."""
-        # A mode's keys differ from another's, so descriptor and reason name the row.
-        key = (step.descriptor, step.reason.value)
+        key = (step.mode, step.descriptor, step.reason.value)
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = _Row(step)
@@ -53,7 +53,7 @@ class Traffic:
         row.real_elements += math.prod(sizes.values())
         row.padded_elements += math.prod((sizes if padded is None else padded).values())
 
-    def is_first(self, reason: DispatchReason) -> bool:
+    def is_first(self, reason: str) -> bool:
         """Whether this reason for a fallback comes up for the first time."""
         first = reason not in self._reasons
         self._reasons.add(reason)

@@ -6,6 +6,7 @@ on fake tensors, and runs an op that may write to its arguments once to see whic
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,7 +261,7 @@ def is_known_pure(node: fx.Node) -> bool:
     if hasattr(target, "overloadpacket"):
         return not _writes_by_schema(target)
     packets = packets_of(node)
-    return bool(packets) and not any(_writes_by_schema(overload) for p in packets for overload in _functional(p))
+    return bool(packets) and not any(_may_write(packet, tuple(packet.overloads())) for packet in packets)
 
 
 def _is_torch_function(node: fx.Node) -> bool:
@@ -275,10 +276,15 @@ def _is_torch_function(node: fx.Node) -> bool:
     return target.__module__ in ("torch.nn.functional", "torch.functional", "torch._tensor") and not flagged
 
 
-def _functional(packet: Any) -> list[Any]:
-    """The overloads of a packet that a call without ``out=`` can resolve to."""
-    overloads = compat.overloads_of(packet)
-    return [o for o in overloads if not any(argument.is_out for argument in compat.schema_of(o).arguments)]
+@functools.cache
+def _may_write(packet: Any, overload_names: tuple[str, ...]) -> bool:
+    """Whether an overload of ``packet`` that a call without ``out=`` can resolve to writes to an argument.
+
+    Overloads can be registered later, so that their names are part of the question.
+    """
+    overloads = (getattr(packet, name) for name in overload_names)
+    functional = (o for o in overloads if not any(argument.is_out for argument in compat.schema_of(o).arguments))
+    return any(map(_writes_by_schema, functional))
 
 
 def _writes_by_schema(overload: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -158,7 +159,7 @@ def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     return spans
 
 
-Runs = list[tuple[Literal["captured", "eager"], list[fx.Node]]]
+Runs = list[tuple[Literal["captured", "eager"], deque[fx.Node]]]
 
 
 def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, ...]]) -> Runs:
@@ -166,7 +167,7 @@ def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, 
     for node in body:
         kind: Literal["captured", "eager"] = "eager" if node in reasons else "captured"
         if not runs or runs[-1][0] != kind:
-            runs.append((kind, []))
+            runs.append((kind, deque()))
         runs[-1][1].append(node)
     return runs
 
@@ -195,37 +196,48 @@ def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
     They read no tensor's contents, so that no write can come between.
     """
     run_of = {node: position for position, (_, nodes) in enumerate(runs) for node in nodes}
+    neighbours = _captured_neighbours(runs, trivial)
     for position, (_, nodes) in enumerate(runs):
         if not trivial[position]:
             continue
-        for node in [n for n in nodes if _is_allocation(n)]:
-            target = _neighbour(node, position, runs, trivial, run_of)
+        waiting = tuple(nodes)
+        nodes.clear()
+        for node in waiting:
+            target = _joined_run(node, *neighbours[position], run_of) if _is_allocation(node) else None
             if target is None:
+                nodes.append(node)
                 continue
-            nodes.remove(node)
             _move(node, runs[target][1], at_end=target < position)
             run_of[node] = target
     return runs
 
 
-def _neighbour(
-    node: fx.Node, position: int, runs: Runs, trivial: Sequence[bool], run_of: Mapping[fx.Node, int]
-) -> int | None:
-    """The nearest captured run that an allocation can join: all its inputs are there, or all its users."""
-    captured = [i for i, (kind, _) in enumerate(runs) if kind == "captured" and not trivial[i]]
-    before = max((i for i in captured if i < position), default=None)
+def _captured_neighbours(runs: Runs, trivial: Sequence[bool]) -> list[tuple[int | None, int | None]]:
+    """For each run the positions of the nearest runs before and after it that will be captured."""
+    before: list[int | None] = []
+    after: list[int | None] = []
+    for found, order in ((before, range(len(runs))), (after, range(len(runs) - 1, -1, -1))):
+        nearest: int | None = None
+        for position in order:
+            found.append(nearest)
+            if runs[position][0] == "captured" and not trivial[position]:
+                nearest = position
+    return list(zip(before, reversed(after), strict=True))
+
+
+def _joined_run(node: fx.Node, before: int | None, after: int | None, run_of: Mapping[fx.Node, int]) -> int | None:
+    """The captured run that an allocation can join: one that all its inputs reach, or one that all its users follow."""
     if before is not None and all(run_of.get(argument, -1) <= before for argument in node.all_input_nodes):
         return before
-    after = min((i for i in captured if i > position), default=None)
-    if after is not None and all(run_of.get(user, len(runs)) >= after for user in node.users):
+    if after is not None and all(run_of.get(user, after) >= after for user in node.users):
         return after
     return None
 
 
-def _move(node: fx.Node, nodes: list[fx.Node], *, at_end: bool) -> None:
+def _move(node: fx.Node, nodes: deque[fx.Node], *, at_end: bool) -> None:
     if at_end:
         nodes[-1].append(node)
         nodes.append(node)
     else:
         nodes[0].prepend(node)
-        nodes.insert(0, node)
+        nodes.appendleft(node)

@@ -108,7 +108,7 @@ class _Names:
             expected = expected * compat.expression_of(size)
         actual = [compat.expression_of(stride) for stride in reversed(value.stride())]
         same = all(
-            sympy.simplify(a - e) == 0 or size == 1
+            size == 1 or a == e or sympy.simplify(a - e) == 0
             for a, e, size in zip(actual, strides, map(compat.expression_of, reversed(value.shape)), strict=True)
         )
         return place if same else f"{place} strides {self._sizes(value.stride())}"

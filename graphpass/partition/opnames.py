@@ -17,7 +17,8 @@ form in the graph                   names
 ``x[0] = y``, ``x[mask] = y``       ``aten::copy_``, ``aten::index_put_`` (and without the underscore)
 ``torch.cond``                      ``higher_order::cond``
 a module that stays a call          the names of its class, and of the functions its forward calls
-any other function                  itself only
+any other function                  itself, and every node that Dynamo traced inside it
+a module class                      every node that was traced inside one of its instances
 ==================================  =============================================================
 
 An in-place form answers to the plain name too, the plain form never to the in-place name. A name with an overload
@@ -27,9 +28,12 @@ matches the overload that the call resolves to.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -44,6 +48,7 @@ __all__ = ["OpMatcher", "display_name", "matcher_of", "names_of", "packets_of"]
 OpMatcher = Callable[[fx.Node], bool]
 
 CALLED = "graphpass_called"
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 # Operators whose aten name is another one; an in-place operator is its plain name with an "i" in front.
 OPERATOR_NAMES: Mapping[str, str] = {
@@ -219,18 +224,39 @@ def _matcher_of_name(name: str) -> OpMatcher:
 
 def _matcher_of_callable(op: Any) -> OpMatcher:
     op = compat.custom_op_overload(op) or op
+    if isinstance(op, type) and issubclass(op, torch.nn.Module):
+        return functools.partial(_in_module, kind=op)
     if hasattr(op, "overloadpacket"):
         if len(op.overloadpacket.overloads()) > 1:
             return functools.partial(_calls_overload, overload=op)
         return _by_names(frozenset({_canonical(_qualified(op.overloadpacket))}))
-    if isinstance(op, type) and issubclass(op, torch.nn.Module):
-        return lambda node: node.op == "call_module" and isinstance(_module_of(node), op)
     names = _callable_names(op)
     if not names:
-        return lambda node: node.op == "call_function" and node.target is op
+        return functools.partial(_in_function, function=op, code=getattr(inspect.unwrap(op), "__code__", None))
     in_place = frozenset(name for name in names if name.endswith("_"))
     wanted = in_place or names
     return lambda node: node.target is op or bool(wanted & names_of(node))
+
+
+def _in_module(node: fx.Node, *, kind: type[torch.nn.Module]) -> bool:
+    """Whether a node calls a module of this class, or was traced inside the forward of one."""
+    if node.op == "call_module" and isinstance(_module_of(node), kind):
+        return True
+    return any(outer is kind for _, outer in node.meta.get("nn_module_stack", {}).values())
+
+
+def _in_function(node: fx.Node, *, function: Any, code: CodeType | None) -> bool:
+    """Whether a node calls this Python function, or was traced inside it: Dynamo inlines what it can."""
+    if node.op == "call_function" and node.target is function:
+        return True
+    trace = node.meta.get("stack_trace") or ""
+    if code is None or code.co_filename not in trace:
+        return False
+    last_line = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return any(
+        file == code.co_filename and name == code.co_name and code.co_firstlineno <= int(line) <= last_line
+        for file, line, name in _FRAME.findall(trace)
+    )
 
 
 def _by_names(wanted: frozenset[str]) -> OpMatcher:
@@ -292,6 +318,7 @@ def _callable_names(target: Any) -> frozenset[str]:
     return found
 
 
+@functools.cache
 def _operator_names(name: str) -> frozenset[str]:
     plain = OPERATOR_NAMES.get(name)
     if plain is not None:
@@ -303,6 +330,7 @@ def _operator_names(name: str) -> frozenset[str]:
     return frozenset({f"operator.{name}"})
 
 
+@functools.cache
 def _method_names(name: str) -> frozenset[str]:
     if name.startswith("__") and name.endswith("__"):
         inner = name.strip("_")
@@ -314,6 +342,7 @@ def _method_names(name: str) -> frozenset[str]:
     return _names_of_dotted(f"torch.Tensor.{name}")
 
 
+@functools.cache
 def _names_of_dotted(dotted: str) -> frozenset[str]:
     prefix, _, name = dotted.rpartition(".")
     kind = prefix.rpartition(".")[2].removeprefix("_")

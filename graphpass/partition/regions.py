@@ -51,8 +51,22 @@ class Region:
 
 def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
     """One region for each group. Takes time linear in the graph."""
-    symbols = symbol_placeholders(gm.graph)
-    return tuple(_region(f"r{i}", gm, group, analysis, symbols) for i, group in enumerate(groups))
+    sizes = _Sizes(symbol_placeholders(gm.graph))
+    return tuple(_region(f"r{i}", gm, group, analysis, sizes) for i, group in enumerate(groups))
+
+
+class _Sizes:
+    """The graph's symbolic sizes, in the order of its placeholders."""
+
+    def __init__(self, placeholders: Mapping[sympy.Symbol, fx.Node]) -> None:
+        self._placeholders = placeholders
+        self._positions = {node: position for position, node in enumerate(placeholders.values())}
+
+    def among(self, symbols: Iterable[sympy.Symbol], values: Iterable[fx.Node]) -> list[fx.Node]:
+        """The sizes that occur as symbols or stand among the values, without a look at the others."""
+        found = {self._placeholders[symbol] for symbol in symbols if symbol in self._placeholders}
+        found.update(value for value in values if value in self._positions)
+        return sorted(found, key=self._positions.__getitem__)
 
 
 def _region(
@@ -60,11 +74,11 @@ def _region(
     gm: fx.GraphModule,
     group: NodeGroup,
     analysis: Analysis,
-    symbols: Mapping[sympy.Symbol, fx.Node],
+    sizes: _Sizes,
 ) -> Region:
     inside = set(group.nodes)
     made_here = _with_recomputed(group.nodes, inside)
-    inputs = _inputs(made_here, set(made_here), symbols)
+    inputs = _inputs(made_here, set(made_here), sizes)
     outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
     written = frozenset[int]().union(*(analysis.writes.get(node, frozenset()) for node in group.nodes))
     return Region(
@@ -107,12 +121,11 @@ def written_positions(inputs: Iterable[fx.Node], written: frozenset[int]) -> tup
     return tuple(i for i, node in enumerate(inputs) if storages_of(value_of(node)) & written)
 
 
-def _inputs(nodes: Sequence[fx.Node], inside: set[fx.Node], symbols: Mapping[sympy.Symbol, fx.Node]) -> list[fx.Node]:
+def _inputs(nodes: Sequence[fx.Node], inside: set[fx.Node], sizes: _Sizes) -> list[fx.Node]:
     """Values from outside: the symbolic sizes that occur in any tensor of the region, then the others as first used."""
     taken = dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
     used = free_symbols([value_of(node) for node in (*taken, *nodes)])
-    sizes = [placeholder for symbol, placeholder in symbols.items() if symbol in used or placeholder in taken]
-    return list(dict.fromkeys((*sizes, *taken)))
+    return list(dict.fromkeys((*sizes.among(used, taken), *taken)))
 
 
 def _graph_module(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,7 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
     if hasattr(target, "overloadpacket"):
         unsafe = tag in target.tags
     else:
-        unsafe = any(tag in overload.tags for p in packets_of(node) for overload in compat.overloads_of(p))
+        unsafe = any(tag in tags for p in packets_of(node) for tags in _tags(p, tuple(p.overloads()), out=True))
     return SplitReason("unsafe tag", f"{display_name(node)} is tagged cudagraph_unsafe") if unsafe else None
 
 
@@ -118,23 +119,44 @@ def _leaves_accelerator(node: fx.Node, arguments: list[torch.Tensor]) -> bool:
 
 def data_dependent_shape(node: fx.Node) -> SplitReason | None:
     """A tensor whose shape only a run can tell: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask."""
-    made = {symbol for symbol, reader in facts_of(node).readers.items() if reader is node}
-    sizes_a_tensor = bool(made) and any(True for _ in tensors_in(value_of(node)))
-    if sizes_a_tensor or _always_data_dependent(node):
+    if _reads_a_size(node) or _always_data_dependent(node):
         return SplitReason("data-dependent shape", display_name(node))
     return None
 
 
+def _reads_a_size(node: fx.Node) -> bool:
+    """Whether a tensor that the node makes has a size which this run decides."""
+    readers, value = facts_of(node).readers, value_of(node)
+    if not readers or not any(True for _ in tensors_in(value)):
+        return False
+    return any(readers.get(symbol) is node for symbol in free_symbols(value))
+
+
 def _always_data_dependent(node: fx.Node) -> bool:
     tag = torch.Tag.dynamic_output_shape
-    overloads = [overload for packet in packets_of(node) for overload in compat.overloads_of(packet)]
     target: Any = node.target
     if hasattr(target, "overloadpacket"):
-        overloads = [target]
-    if "aten::one_hot" in names_of(node) and (*node.args[1:], node.kwargs.get("num_classes", -1))[0] != -1:
+        functional = [] if _has_out(target) else [target.tags]
+    else:
+        functional = [tags for p in packets_of(node) for tags in _tags(p, tuple(p.overloads()), out=False)]
+    if not functional or not all(tag in tags for tags in functional):
         return False
-    functional = [o for o in overloads if not any(argument.is_out for argument in compat.schema_of(o).arguments)]
-    return bool(functional) and all(tag in overload.tags for overload in functional)
+    num_classes: Any = (*node.args[1:], node.kwargs.get("num_classes", -1))[0]
+    return "aten::one_hot" not in names_of(node) or bool(num_classes == -1)
+
+
+@functools.cache
+def _tags(packet: Any, overload_names: tuple[str, ...], *, out: bool) -> tuple[frozenset[Any], ...]:
+    """The tags of each overload of a packet, with or without those that only a call with ``out=`` can resolve to.
+
+    Overloads can be registered later, so that their names are part of the question.
+    """
+    overloads = [getattr(packet, name) for name in overload_names]
+    return tuple(frozenset(overload.tags) for overload in overloads if out or not _has_out(overload))
+
+
+def _has_out(overload: Any) -> bool:
+    return any(argument.is_out for argument in compat.schema_of(overload).arguments)
 
 
 def host_scalar(node: fx.Node) -> SplitReason | None:

@@ -69,6 +69,8 @@ class _Writer:
         self._output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
         self._constants: dict[str, Any] = {}
         self._variables = self._variable_names()
+        taken = frozenset(self._variables.values())
+        self._free_names = (name for n in itertools.count() if (name := f"_constant_{n}") not in taken)
 
     def stitching(self) -> Stitching:
         parameters, defaults = self._parameters()
@@ -162,7 +164,6 @@ class _Writer:
         return self._variables[node.name]
 
     def _constant(self, value: Any) -> str:
-        taken = self._variables.values()
-        name = next(c for n in itertools.count() if (c := f"_constant_{n}") not in self._constants and c not in taken)
+        name = next(self._free_names)
         self._constants[name] = value
         return name

@@ -1,5 +1,10 @@
-"""Run every benchmark this machine can run."""
+"""Run every benchmark this machine can run; ``--smoke`` runs tiny sizes where there is no GPU."""
 
-from tests.bench import host_time
+import sys
 
+from tests.bench import decoder_step, host_time, start_up
+
+smoke = [argument for argument in sys.argv[1:] if argument == "--smoke"]
 host_time.main()
+decoder_step.main(smoke)
+start_up.main(smoke)

@@ -1,0 +1,223 @@
+"""Seconds until the first replay, and region compile time by number of layers: ``python -m tests.bench.start_up``.
+
+Every figure is taken in a process of its own. The clock starts when the model is on the device, one eager step has run
+and nothing is compiled; it stops when the step named in the table is done on the device. *Cold* is a run with empty
+caches of Inductor and Triton, *warm* a second process with the caches that the first one left.
+
+The second table compiles a decoder with 24 and with 240 small layers from cold caches, for FULL and PIECEWISE, and
+shows where the backend's time goes.
+
+``--smoke`` runs tiny sizes on a CPU: the code, not the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import graphpass as gp
+from tests.bench.decoder import DecoderSizes, make_decoder
+from tests.bench.decoder_step import FULL, PIECEWISE, Engine, reduce_overhead
+from tests.bench.timing import environment, plain_compiled, synchronize, write_json
+
+LAYERS = "layers"
+FIRST_STEP = "torch.compile, first step"
+REDUCE_OVERHEAD = "reduce-overhead, third step"
+FULL_REPLAY = "cgpass FULL, first replay"
+PIECEWISE_REPLAY = "cgpass PIECEWISE, first replay"
+BACKEND_PARTS = ("partition", "key", "compile")
+Figures = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every figure's process and print both tables; in such a process, print the figure."""
+    options = _parsed(arguments)
+    if options.figure:
+        print(json.dumps(_figure(options)))
+        return
+    console = Console(width=140)
+    if not options.smoke and not torch.cuda.is_available():
+        console.print("start_up needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+        return
+    figures: Figures = {
+        "environment": environment(_device(options)),
+        "batch": options.batch,
+        "start_up": [],
+        "layers": [],
+    }
+    for name in _variants(options, console):
+        figures["start_up"].append(_cold_and_warm(name, options, console))
+        write_json(options.json, figures)
+    console.print(_start_up_table(figures))
+    for num_layers in options.layer_counts:
+        found = _cold_and_warm(LAYERS, options, console, num_layers)["cold"]
+        figures["layers"].append({**found, "rest": found["seconds"] - sum(found[part] for part in BACKEND_PARTS)})
+        write_json(options.json, figures)
+    console.print(_layers_table(figures))
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.start_up", description=__doc__)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=None, help="of the start-up table; default 28, with --smoke 3")
+    parser.add_argument("--layer-counts", type=lambda text: [int(part) for part in text.split(",")], default=[24, 240])
+    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
+    parser.add_argument("--figure", default=None, help="take one figure in this process and print it as JSON")
+    return parser.parse_args(arguments)
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    return torch.device("cpu") if options.smoke else torch.device("cuda", torch.cuda.current_device())
+
+
+def _variants(options: argparse.Namespace, console: Console) -> list[str]:
+    if options.smoke:
+        console.print(f"{REDUCE_OVERHEAD} needs a GPU: skipped")
+        return [FIRST_STEP, FULL_REPLAY, PIECEWISE_REPLAY]
+    return [REDUCE_OVERHEAD, FIRST_STEP, FULL_REPLAY, PIECEWISE_REPLAY]
+
+
+# -- the process that starts others ----------------------------------------------------------------------------------
+
+
+def _cold_and_warm(name: str, options: argparse.Namespace, console: Console, num_layers: int | None = None) -> Figures:
+    """A figure from empty caches and, but for layers, once more with what that left in them."""
+    num_layers = num_layers or options.layers or (3 if options.smoke else 28)
+    found: Figures = {"name": name}
+    with tempfile.TemporaryDirectory(prefix="start_up_") as directory:
+        for state in ("cold",) if name == LAYERS else ("cold", "warm"):
+            found[state] = _in_a_process(name, options, num_layers, Path(directory))
+            console.print(f"{name}, {num_layers} layers, {state}: {found[state]['seconds']:.2f} s")
+    return found
+
+
+def _in_a_process(name: str, options: argparse.Namespace, num_layers: int, caches: Path) -> Figures:
+    command = [sys.executable, "-m", "tests.bench.start_up", "--figure", name]
+    command += ["--batch", str(options.batch), "--layers", str(num_layers)] + ["--smoke"] * options.smoke
+    environ = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    start = time.perf_counter()
+    finished = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    figures: Figures = json.loads(finished.stdout.splitlines()[-1])
+    return {**figures, "process_seconds": time.perf_counter() - start}
+
+
+def _start_up_table(figures: Mapping[str, Any]) -> Table:
+    where = figures["environment"]
+    table = Table(
+        "until",
+        title=f"Start-up, batch {figures['batch']}, {where['device']}, torch {where['torch']}: seconds",
+        title_justify="left",
+    )
+    for column in ("cold", "÷ reduce-overhead", "warm", "÷ reduce-overhead", "whole process, cold"):
+        table.add_column(column, justify="right")
+    reference = next((row for row in figures["start_up"] if row["name"] == REDUCE_OVERHEAD), None)
+    for row in figures["start_up"]:
+        cells = [row["name"]]
+        for state in ("cold", "warm"):
+            seconds = row[state]["seconds"]
+            cells += [f"{seconds:.2f}", f"{seconds / reference[state]['seconds']:.2f}" if reference else ""]
+        table.add_row(*cells, f"{row['cold']['process_seconds']:.1f}")
+    return table
+
+
+def _layers_table(figures: Mapping[str, Any]) -> Table:
+    columns = {
+        "layers": "num_layers",
+        "captured": "captured",
+        "eager": "eager",
+        "artifacts": "artifacts",
+        "the rest s": "rest",
+        "partition and stitch s": "partition",
+        "hash s": "key",
+        "region compile s": "compile",
+        "first call s": "seconds",
+    }
+    table = Table(
+        title="One compile of small layers, cold caches; the rest is Dynamo's trace, imports and one step",
+        title_justify="left",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in figures["layers"]:
+        values = [row[name] for name in columns.values()]
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
+    return table
+
+
+# -- the process of one figure ---------------------------------------------------------------------------------------
+
+
+def _figure(options: argparse.Namespace) -> Figures:
+    device = _device(options)
+    small = options.smoke or options.figure == LAYERS
+    sizes = DecoderSizes.small(options.layers) if small else DecoderSizes(options.layers)
+    dtype = torch.float32 if options.smoke else torch.bfloat16
+    model, *inputs = make_decoder(sizes, options.batch, device, dtype=dtype)
+    compiler = "eager" if options.smoke else "inductor"
+    with torch.inference_mode():
+        model(*inputs)
+        synchronize(device)
+        start = time.perf_counter()
+        described = _run_until(options.figure, model, inputs, compiler)
+        synchronize(device)
+        return {"seconds": time.perf_counter() - start, **described()}
+
+
+def _run_until(figure: str, model: Any, inputs: list[torch.Tensor], compiler: str) -> Callable[[], Figures]:
+    """Compile and run to the step that the figure names; returns what else there is to say, asked off the clock."""
+    if figure == FIRST_STEP:
+        plain_compiled(model, compiler)(*inputs)
+    elif figure == REDUCE_OVERHEAD:
+        step = reduce_overhead(model, inputs)
+        for _ in range(3):
+            step()
+    elif figure == LAYERS:
+        engine = Engine(model, inputs, mode="FULL_AND_PIECEWISE", compiler=compiler)
+        engine.compile_only()
+        return partial(_layer_figures, engine.runtime, model.sizes.num_layers)
+    else:
+        mode = FULL if figure == FULL_REPLAY else PIECEWISE
+        engine = Engine(model, inputs, mode=str(mode), compiler=compiler)
+        engine.capture(mode)
+        engine.step(mode)
+        return partial(_replays, engine.runtime)
+    return dict
+
+
+def _replays(runtime: gp.GraphRuntime) -> Figures:
+    stats = runtime.stats()
+    return {"captured": stats.captured, "replayed": stats.replayed}
+
+
+def _layer_figures(runtime: gp.GraphRuntime, num_layers: int) -> Figures:
+    record = runtime.callables()[0]
+    kinds = [kind for _, kind, _, _ in record.regions]
+    return {
+        "num_layers": num_layers,
+        "captured": kinds.count("captured"),
+        "eager": kinds.count("eager"),
+        "artifacts": runtime.compiled(),
+        **{part: getattr(record.seconds, part) for part in BACKEND_PARTS},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""Which size picks which graph: key fields by symbol, derived symbols, size 1, guards, and Dynamo's recompile limit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import graphpass as gp
+from graphpass import BatchDescriptor, CaptureError, GraphRuntime, ShapeError
+
+ATTEND = "cgpasstest::attend"
+SCALE = "cgpasstest::scale"
+Run = Callable[..., Any]
+MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+BOTH = ("PIECEWISE", "FULL")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool | None = True, **options: Any) -> Any:
+    given = {"compiler": "eager", "splitting_ops": [ATTEND, SCALE], "runtime": rt, **options}
+    return torch.compile(model, backend="cgpass", dynamic=dynamic, options=given)
+
+
+def notes(rt: GraphRuntime) -> list[str]:
+    return [what for _, what in rt.report()["Notes"].rows]
+
+
+def agrees(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want)
+
+
+# -- two symbols
+
+
+def two_fields(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    y = torch.ops.cgpasstest.attend(x.softmax(1) * mask)
+    return y.cumsum(1) + x.shape[1]
+
+
+def reqs_by_length(num_reqs: int, seq_len: int) -> BatchDescriptor:
+    return BatchDescriptor(num_reqs * seq_len, num_reqs=num_reqs, extra=(("seq_len", seq_len),))
+
+
+TWO_FIELDS = {
+    "capture_sizes": {"num_reqs": [2, 3, 4, 6], "seq_len": [2, 3, 4, 6]},
+    "dynamic_dims": {"x": {0: "num_reqs", 1: "seq_len"}},
+}
+SAME_TOKENS = [(3, 4), (4, 3), (2, 6), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [("PIECEWISE", (3, 4)), ("FULL", (4, 4)), ("PIECEWISE", (4, 4))],
+    ids=["different sizes first", "equal sizes first, FULL", "equal sizes first, PIECEWISE"],
+)
+def test_batch_and_length_are_two_key_fields(rt: GraphRuntime, at_key: Run, mode: str, first: tuple[int, int]) -> None:
+    """All four keys have 12 tokens; sizes that are equal when first seen must not become one."""
+    compiled = compiled_with(rt, two_fields, **TWO_FIELDS)
+    sizes = list(dict.fromkeys([first, *SAME_TOKENS, (4, 4)]))
+    with rt.capturing():
+        for reqs, length in sizes:
+            at_key(compiled, mode, reqs_by_length(reqs, length), torch.randn(reqs, length), torch.rand(reqs, length))
+    for reqs, length in (*reversed(sizes), *sizes):
+        x, mask = torch.randn(reqs, length), torch.rand(reqs, length)
+        agrees(at_key(compiled, mode, reqs_by_length(reqs, length), x, mask), two_fields(x, mask))
+    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
+    want = {(f"g0.{region}", reqs_by_length(*size)): (1, 3) for region in regions for size in sizes}
+    if first == (4, 4):
+        # Dynamo made equal sizes one symbol; its next graph tells them apart and serves this key from then on.
+        want = {(name.replace("g0", "g1"), key): count for (name, key), count in want.items()}
+        for region in regions:
+            want[f"g0.{region}", reqs_by_length(4, 4)] = (1, 1)
+            want[f"g1.{region}", reqs_by_length(4, 4)] = (1, 2)
+    assert {(name, key): (c.captured, c.replayed) for (name, _, key), c in rt.counts().items()} == want
+
+
+def test_each_field_of_two_is_checked_also_under_the_same_token_count(rt: GraphRuntime, at_key: Run) -> None:
+    compiled = compiled_with(rt, two_fields, **TWO_FIELDS)
+    at_key(compiled, "FULL", reqs_by_length(3, 4), torch.randn(3, 4), torch.rand(3, 4), capture=rt)
+    with pytest.raises(ShapeError, match="'x'") as raised:
+        at_key(compiled, "FULL", reqs_by_length(3, 4), torch.randn(4, 3), torch.rand(4, 3))
+    assert "num_reqs=3 in dimension 0" in raised.value.expected
+    assert raised.value.found == "4"
+
+
+def test_a_negative_dimension_carries_its_field(rt: GraphRuntime, at_key: Run) -> None:
+    compiled = compiled_with(rt, two_fields, capture_sizes={"seq_len": [4, 8]}, dynamic_dims={"x": {-1: "seq_len"}})
+    key = BatchDescriptor(4, extra=(("seq_len", 4),))
+    at_key(compiled, "FULL", key, torch.randn(3, 4), torch.rand(3, 4), capture=rt)
+    x, mask = torch.randn(3, 4), torch.rand(3, 4)
+    agrees(at_key(compiled, "FULL", key, x, mask), two_fields(x, mask))
+    with pytest.raises(ShapeError, match="'x'"):
+        at_key(compiled, "FULL", key, torch.randn(3, 8), torch.rand(3, 8))
+
+
+# -- derived symbols, and none
+
+
+def doubled(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Regions whose inputs have 2*s rows, and one with no symbol at all."""
+    both = torch.ops.cgpasstest.attend(torch.cat([x, x + 1]))
+    halves = torch.ops.cgpasstest.scale(both.view(2, -1, 6).sum(0) * 2)
+    fixed = torch.ops.cgpasstest.attend(table * 2)
+    return halves.relu() + fixed.sum(), fixed.cos() + 1
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 2), (2, 4, 8)], ids=["largest first", "smallest first"])
+def test_regions_of_derived_sizes_pick_their_keys(
+    rt: GraphRuntime, at_key: Run, tally: Run, sizes: tuple[int, ...]
+) -> None:
+    """2*s at key 4 equals s at key 8."""
+    compiled = compiled_with(rt, doubled, capture_sizes=[2, 4, 8], dynamic_dims={"x": 0})
+    with rt.capturing():
+        for mode, size in itertools.product(BOTH, sizes):
+            at_key(compiled, mode, size, torch.randn(size, 6), torch.randn(5, 6))
+    for mode, size in itertools.product(BOTH, (4, 8, 2, 8, 4, 2)):
+        x, table = torch.randn(size, 6), torch.randn(5, 6)
+        agrees(at_key(compiled, mode, size, x, table), doubled(x, table))
+    for mode in BOTH:
+        counts = tally(rt, mode)
+        assert set(counts.values()) == {(1, 3)}
+        assert len(counts) == 3 * len({region for region, _ in counts})
+    assert rt.stats().callables == 1
+
+
+def of_no_symbol(x: torch.Tensor) -> torch.Tensor:
+    summed = torch.ops.cgpasstest.scale(x.sum(0))
+    return torch.ops.cgpasstest.attend(summed * 2 + 1).tanh()
+
+
+def test_a_region_without_symbols_has_a_graph_a_key(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
+    compiled = compiled_with(rt, of_no_symbol, capture_sizes=[4, 8], dynamic_dims={"x": 0})
+    with rt.capturing():
+        for mode, size in itertools.product(BOTH, (8, 4)):
+            at_key(compiled, mode, size, torch.randn(size, 6))
+    for mode, size in itertools.product(BOTH, (4, 8, 4, 8)):
+        x = torch.randn(size, 6)
+        agrees(at_key(compiled, mode, size, x), of_no_symbol(x))
+    for mode, regions in (("FULL", ["full"]), ("PIECEWISE", ["r0", "r2", "r4"])):
+        assert tally(rt, mode) == {(f"g0.{region}", size): (1, 3) for region in regions for size in (4, 8)}
+
+
+DERIVED = {
+    "flattened": lambda x: torch.ops.cgpasstest.attend(x.flatten()) * 2,
+    "halved": lambda x: torch.ops.cgpasstest.attend(x[: x.shape[0] // 2] + 1) * 2,
+    "one less": lambda x: torch.ops.cgpasstest.attend(x[1:] + 1) * 2,
+    "product": lambda x: torch.ops.cgpasstest.attend(x @ x.t()).flatten() * 2,
+    "arange": lambda x: torch.ops.cgpasstest.attend(torch.arange(x.shape[0]).float() * 2) + x.sum(),
+    "full of the size": lambda x: torch.ops.cgpasstest.attend(torch.full((x.shape[0] * 2,), x.shape[0])) * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_sizes_computed_from_the_symbol(rt: GraphRuntime, at_key: Run, name: str) -> None:
+    model = DERIVED[name]
+    compiled = compiled_with(rt, model)
+    with rt.capturing():
+        for mode in ("PIECEWISE", "FULL"):
+            for size in (8, 4):
+                at_key(compiled, mode, size, torch.randn(size, 6))
+    for mode in ("PIECEWISE", "FULL"):
+        for size in (4, 8, 4):
+            x = torch.randn(size, 6)
+            agrees(at_key(compiled, mode, size, x), model(x))
+    assert rt.stats().callables == 1
+    assert {(key.num_tokens, c.captured, c.replayed) for (_, _, key), c in rt.counts().items()} == {
+        (8, 1, 2), (4, 1, 3)
+    }  # fmt: skip
+
+
+def test_symbols_of_an_input_that_is_no_key_are_no_key(rt: GraphRuntime, at_key: Run) -> None:
+    """The first symbolic size of this graph is the table's, which is the same at every key."""
+
+    def model(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.cgpasstest.attend(x + table.sum()) * table.shape[0]
+
+    compiled = compiled_with(rt, model, capture_sizes=[4, 8], dynamic_dims={"x": 0})
+    with rt.capturing():
+        for size in (8, 4):
+            at_key(compiled, "PIECEWISE", size, torch.randn(9, 6), torch.randn(size, 6))
+    for size in (4, 8):
+        table, x = torch.randn(9, 6), torch.randn(size, 6)
+        agrees(at_key(compiled, "PIECEWISE", size, table, x), model(table, x))
+    with pytest.raises(CaptureError):
+        # Another table is no graph's, and must not be taken for one.
+        at_key(compiled, "PIECEWISE", 4, torch.randn(7, 6), torch.randn(4, 6))
+
+
+# -- size 1
+
+
+@MODES
+@pytest.mark.parametrize("order", [(4, 1), (1, 4)], ids=["1 last", "1 first"])
+def test_size_one_is_an_artifact_of_its_own(
+    rt: GraphRuntime, at_key: Run, tally: Run, mode: str, order: tuple[int, int]
+) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.cgpasstest.attend(x * 2) + x.mean(0)
+
+    compiled = compiled_with(rt, model, capture_sizes=[1, 4, 8], dynamic_dims={"x": 0})
+    grown = []
+    with rt.capturing():
+        for size in (*order, 8):
+            at_key(compiled, mode, size, torch.randn(size, 6))
+            grown.append(rt.compiled())
+    assert grown == [2, 4, 4], "two regions: dynamic, and of size 1"
+    for size in (1, 8, 4, 1):
+        x = torch.randn(size, 6)
+        agrees(at_key(compiled, mode, size, x), model(x))
+    assert rt.compiled() == 4
+    one = "g1" if order == (4, 1) else "g0"
+    other = "g0" if order == (4, 1) else "g1"
+    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
+    assert tally(rt, mode) == {
+        (f"{graph}.{region}", size): (1, replayed)
+        for region in regions
+        for graph, size, replayed in ((one, 1, 3), (other, 4, 2), (other, 8, 2))
+    }
+
+
+# -- guards
+
+
+def above_four(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[0] > 4 else x + 1
+
+
+def between(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] < 4:
+        return x + 1
+    return x * 2 if x.shape[0] <= 8 else x - 3
+
+
+def divisible(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, 4, x.shape[1]).sum(1) if x.shape[0] % 4 == 0 else x + 1
+
+
+def exactly_six(x: torch.Tensor) -> torch.Tensor:
+    return x.view(2, 3, x.shape[1]).sum(0) if x.shape[0] == 6 else x * 2
+
+
+def doubled_above_ten(x: torch.Tensor) -> torch.Tensor:
+    y = torch.cat([x, x])
+    return y * 2 if y.shape[0] > 10 else y + 1
+
+
+GUARDED = [
+    ("FULL", above_four, 8, [2, 4], "5", 2),
+    ("PIECEWISE", above_four, 8, [2, 4], "5", 2),
+    ("FULL", between, 6, [2, 16], "", 3),
+    ("PIECEWISE", divisible, 8, [2, 6], "4", 2),
+    ("FULL", exactly_six, 8, [6], "6", 2),
+    ("PIECEWISE", doubled_above_ten, 8, [2, 4], "", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "model", "first", "excluded", "number", "callables"),
+    GUARDED,
+    ids=[f"{case[1].__name__}-{case[0]}" for case in GUARDED],
+)
+def test_sizes_outside_the_guards_are_listed_and_captured_as_graphs_of_their_own(
+    rt: GraphRuntime,
+    at_key: Run,
+    mode: str,
+    model: Callable[..., Any],
+    first: int,
+    excluded: list[int],
+    number: str,
+    callables: int,
+) -> None:
+    sizes = [2, 4, 6, 8, 16]
+    compiled = compiled_with(rt, model, capture_sizes=sizes, dynamic_dims={"x": 0})
+    at_key(compiled, mode, first, torch.randn(first, 5), capture=rt)
+    listed = {size: note for note in notes(rt) for size in sizes if f"g0: num_tokens={size} is outside" in note}
+    assert sorted(listed) == excluded
+    assert all(number in note.partition("guards")[2] for note in listed.values()), "with the constraint"
+    with rt.capturing():
+        for size in sizes:
+            if size != first:
+                at_key(compiled, mode, size, torch.randn(size, 5))
+    for size in sizes:
+        x = torch.randn(size, 5)
+        agrees(at_key(compiled, mode, size, x), model(x))
+    assert rt.stats().callables == callables
+    assert sorted((key.num_tokens, c.captured, c.replayed) for (_, _, key), c in rt.counts().items()) == [
+        (size, 1, 2) for size in sizes
+    ]
+
+
+def test_a_guard_over_two_fields_excludes_pairs_not_sizes(rt: GraphRuntime, at_key: Run) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] < x.shape[1] else x + 1
+
+    compiled = compiled_with(rt, model, **TWO_FIELDS)
+    pairs = [(2, 6), (3, 4), (4, 3), (6, 2), (4, 4)]
+    with rt.capturing():
+        for reqs, length in pairs:
+            at_key(compiled, "FULL", reqs_by_length(reqs, length), torch.randn(reqs, length))
+    for reqs, length in pairs:
+        x = torch.randn(reqs, length)
+        agrees(at_key(compiled, "FULL", reqs_by_length(reqs, length), x), model(x))
+    assert rt.stats().captured == 5
+    listed = [note for note in notes(rt) if "outside this graph's guards" in note]
+    assert not [note for note in listed if "num_reqs=4" in note or "seq_len=4" in note], "4 fits with some partner"
+
+
+def test_a_size_that_no_graph_admits_is_an_error_when_it_is_captured(rt: GraphRuntime, at_key: Run) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] <= 8, lambda: "at most 8 rows")
+        return x * 2
+
+    compiled = compiled_with(rt, model, capture_sizes=[4, 16], dynamic_dims={"x": 0})
+    at_key(compiled, "FULL", 4, torch.randn(4, 5), capture=rt)
+    assert [note for note in notes(rt) if "num_tokens=16 is outside" in note and "<= 8" in note]
+    with pytest.raises(RuntimeError), rt.capturing():
+        at_key(compiled, "FULL", 16, torch.randn(16, 5))
+    x = torch.randn(4, 5)
+    agrees(at_key(compiled, "FULL", 4, x), model(x))
+    assert rt.stats().captured == 1
+
+
+# -- Dynamo's recompile limit
+
+
+def by_table(x: torch.Tensor) -> torch.Tensor:
+    """Each size compiles anew: it is looked up."""
+    return x.relu() * {2: 3.0, 4: 5.0, 6: 7.0, 8: 9.0}[x.shape[0]]
+
+
+SIZES = [2, 4, 6, 8]
+
+
+def limited(rt: GraphRuntime, on_fallback: str, mode: str = "FULL") -> Any:
+    return gp.graphed(
+        by_table,
+        SIZES,
+        {"x": 0},
+        cut={0: {0: "num_tokens"}},
+        mode=mode,
+        compiler="eager",
+        runtime=rt,
+        on_fallback=on_fallback,
+    )
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.name == "graphpass" and r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(("mode", "on_fallback"), [("FULL", "warn"), ("PIECEWISE", "warn"), ("FULL", "silent")])
+def test_at_the_recompile_limit_calls_fall_back(
+    rt: GraphRuntime, caplog: pytest.LogCaptureFixture, mode: str, on_fallback: str
+) -> None:
+    fast = limited(rt, on_fallback, mode)
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.INFO, "graphpass"):
+        for _ in range(3):
+            for size in (8, 4, 6, 2):
+                x = torch.randn(size, 6)
+                agrees(fast(x), by_table(x))
+    assert rt.stats().callables == 2
+    assert rt.stats().captured == 2, "the sizes compiled before the limit"
+    assert rt.stats().replayed == 2 * 3, "which replay after it too"
+    said = [message for message in warnings_of(caplog) if "recompile limit" in message]
+    assert len(said) == (1 if on_fallback == "warn" else 0), "once for the reason, not for each key or call"
+    assert [note for note in notes(rt) if "recompile limit" in note]
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "silent"])
+def test_capture_at_the_recompile_limit_keeps_what_it_has(
+    rt: GraphRuntime, caplog: pytest.LogCaptureFixture, on_fallback: str
+) -> None:
+    fast = limited(rt, on_fallback)
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.INFO, "graphpass"):
+        fast.capture(torch.randn(8, 6))
+        for size in (*SIZES, *SIZES):
+            x = torch.randn(size, 6)
+            agrees(fast(x), by_table(x))
+    assert rt.stats().captured == 2
+    assert len([m for m in warnings_of(caplog) if "recompile limit" in m]) == (1 if on_fallback == "warn" else 0)
+
+
+@pytest.mark.parametrize("through_capture", [True, False])
+def test_at_the_recompile_limit_a_fallback_can_be_an_error(rt: GraphRuntime, through_capture: bool) -> None:
+    fast = limited(rt, "error")
+    refused = fast.capture if through_capture else fast
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (8, 4):
+            x = torch.randn(size, 6)
+            agrees(fast(x), by_table(x))
+        with pytest.raises(CaptureError, match=r"recompile limit|no graph|nothing was captured") as raised:
+            refused(torch.randn(6, 6))
+        assert "recompile" in str(raised.value)
+        x = torch.randn(8, 6)
+        agrees(fast(x), by_table(x))
+    assert rt.stats().captured == 2
+
+
+def test_after_a_reset_a_fallback_becomes_a_graph(rt: GraphRuntime) -> None:
+    """Falling back is no state of its own: where Dynamo compiles again, the key is captured."""
+    fast = limited(rt, "silent")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for size in (8, 4, 6):
+            fast(torch.randn(size, 6))
+    torch.compiler.reset()
+    for size in (6, 6):
+        x = torch.randn(size, 6)
+        agrees(fast(x), by_table(x))
+    assert sum(c.captured for (_, _, key), c in rt.counts().items() if key.num_tokens == 6) == 1
+
+
+def test_at_the_recompile_limit_the_backend_alone_runs_eagerly_and_counts_nothing(
+    rt: GraphRuntime, at_key: Run
+) -> None:
+    """The compiled function itself cannot notice: Dynamo does not call it any more. Results stay right."""
+    compiled = compiled_with(rt, by_table)
+    with torch._dynamo.config.patch(recompile_limit=2), rt.capturing() as scope:
+        for size in SIZES:
+            x = torch.randn(size, 6)
+            agrees(at_key(compiled, "FULL", size, x), by_table(x))
+        assert len(scope.reached) == 2
+    assert (rt.stats().callables, rt.stats().captured) == (2, 2)
