@@ -11,16 +11,17 @@ import torch
 from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
-from graphpass.capture.layout import storage_id
-from graphpass.capture.outputs import clone_pool_tensors
-from graphpass.capture.plan import ReplayPlan, entries_by_region, replay_of
+from graphpass.capture.entry import GraphEntry
+from graphpass.capture.outputs import clone_pool_tensors, own_objects
+from graphpass.capture.plan import PlannedReplay, ReplayPlan
 from graphpass.compile import CompiledRegion
 from graphpass.context import ForwardContext, current_context
 from graphpass.dispatch.grid import SizeGrid
 from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.partition import GraphInput, Partition
+from graphpass.partition import GraphInput, Partition, Region
+from graphpass.partition.rules import reshapes_in_place
 from graphpass.partition.symbols import layout_inputs
 
 __all__ = ["GraphedCallable"]
@@ -67,6 +68,7 @@ class GraphedCallable:
         self._taken = tuple(taken)
         self._modes = settings.runtime_modes()
         self._clones = settings.policy.clones_outputs
+        self._hand_out = clone_pool_tensors if self._clones else own_objects
         self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
@@ -86,6 +88,12 @@ class GraphedCallable:
             layout_inputs=partition.layout_inputs,
             input_names=[given.source_name or given.name for given in partition.inputs],
             policy=settings.policy,
+        )
+        self._reuses_outputs = not any(
+            reshapes_in_place(node)
+            for region in partition.regions
+            if region.kind == "eager"
+            for node in region.graph_module.graph.nodes
         )
         self._key_dims = _key_dims(partition.inputs, settings)
         self._grid = SizeGrid.of(settings.capture_sizes or [1])
@@ -175,15 +183,14 @@ class GraphedCallable:
         try:
             plan = next((p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None)
             if plan is not None:
-                outputs = plan.function(*args)
+                outputs = plan.run(args, runtime)
             else:
                 first = len(runtime.forward_entries())
                 outputs = self._stitched(*args)
                 self._make_plan(descriptor, args, first)
-            if self._clones:
-                flat = outputs if self.returns_flat else compat.tree_flatten(outputs)[0]
-                cloned = clone_pool_tensors(flat, runtime.forward_pool_storages())
-                outputs = type(outputs)(cloned) if self.returns_flat else _rebuilt(outputs, cloned)
+            flat = outputs if self.returns_flat else compat.tree_flatten(outputs)[0]
+            leaves = self._hand_out(flat, runtime.forward_pool_storages())
+            outputs = type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves)
         finally:
             runtime.exit_forward()
         return outputs
@@ -196,30 +203,44 @@ class GraphedCallable:
         return tuple(clone_pool_tensors(args, pool)) if pool else args
 
     def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
-        entries = entries_by_region(self.runtime.forward_entries()[first:], f"{self.name}.")
-        captured = [region.name for region in self.partition.regions if region.kind == "captured"]
-        if any(name not in entries for name in captured):
+        prefix = f"{self.name}."
+        entries = {
+            entry.name.removeprefix(prefix): entry
+            for entry in self.runtime.forward_entries()[first:]
+            if entry.name.startswith(prefix)
+        }
+        captured = [region for region in self.partition.regions if region.kind == "captured"]
+        if any(region.name not in entries for region in captured):
             return
-        callees: dict[str, Callable[..., Any]] = dict(self._callees)
-        callees.update({name: replay_of(entries[name], self.runtime) for name in captured})
-        tensors = [p for p, value in enumerate(args) if isinstance(value, torch.Tensor)]
-        baked = {value for entry in entries.values() for value in entry.statics.storages}
-        static = [p for p in tensors if storage_id(args[p]) in baked]
         plan = ReplayPlan.of(
             self.name,
             descriptor,
             [(r.name, "replay" if r.kind == "captured" else "eager") for r in self.partition.regions],
-            self.partition.bind(callees),
+            lambda callees: self.partition.bind({**self._callees, **callees}),
+            self._planned(captured, entries),
             args=args,
-            static_positions=static,
-            dynamic_positions=[p for p in tensors if p not in set(static)],
             generation=self.runtime.generation,
+            reuses_outputs=self._reuses_outputs,
         )
         alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
         self._plans[descriptor] = [*alive, plan]
         scope = self.runtime.scope()
         if scope is not None:
             scope.plans.append(plan)
+
+    def _planned(self, captured: Sequence[Region], entries: Mapping[str, GraphEntry]) -> dict[str, PlannedReplay]:
+        """Where each captured region's inputs come from: the call, an earlier replay, or neither."""
+        written = set(self.partition.mutated_inputs)
+        arguments = {given.name: p for p, given in enumerate(self.partition.inputs) if p not in written}
+        replayed = {output for region in captured for output in region.outputs}
+        return {
+            region.name: PlannedReplay(
+                entry=entries[region.name],
+                arguments={p: arguments[value] for p, value in enumerate(region.inputs) if value in arguments},
+                replayed=frozenset(p for p, value in enumerate(region.inputs) if value in replayed),
+            )
+            for region in captured
+        }
 
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:

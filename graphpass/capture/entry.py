@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.capture.checks import InputChecks
 from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.staging import Staging, alias_pattern
 from graphpass.capture.tally import Tally
-from graphpass.errors import CaptureError, ShapeError, StaticInputError
 
 __all__ = ["GraphEntry", "StaticSet"]
 
@@ -52,34 +53,26 @@ class GraphEntry:
     """One captured graph of one wrapper at one key, static-input set and alias pattern.
 
     Attributes:
-        key: (runtime mode name, descriptor), as shown in errors.
         spec: structure of the arguments at capture.
         build_result: makes the flat outputs into the structure that the region returns.
         statics: the static inputs that were baked in.
-        pool_inputs: (position, address) of inputs in pool memory, written earlier in the same forward.
-        constants: (position, value) of arguments that are no tensors.
+        checks: what else is asked of the arguments; holds the static inputs that nothing else keeps alive.
         staging: buffers of all other inputs.
         outputs: how to build results.
         owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture; the entry goes when
             one of these tensors dies, so that no other comes by its id.
-        held: (position, memory) of static inputs that nothing else keeps alive, in the layout they had at capture.
     """
 
     name: str
-    key: tuple[str, object]
     spec: Any
     build_result: Callable[[list[Any]], Any]
     graph: Graph
     statics: StaticSet
-    pool_inputs: tuple[tuple[int, int], ...]
-    constants: tuple[tuple[int, Any], ...]
+    checks: InputChecks = field(repr=False)
     staging: Staging
     outputs: OutputPlan
     tally: Tally
-    names: tuple[str, ...]
     owner_ids: tuple[int, ...]
-    held: tuple[tuple[int, torch.Tensor], ...] = field(repr=False)
-    viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def serves(self, leaves: list[Any], spec: Any) -> bool:
         """Whether this entry was captured for these static inputs and this alias pattern."""
@@ -97,7 +90,7 @@ class GraphEntry:
 
     def reads_pool_at(self, leaves: Sequence[Any]) -> bool:
         """Whether the inputs that come from the pool lie where they lay at capture."""
-        return all(leaves[position].data_ptr() == address for position, address in self.pool_inputs)
+        return all(leaves[position].data_ptr() == address for position, address in self.checks.pool_inputs)
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Refuse arguments that the graph cannot read as it was captured.
@@ -107,51 +100,25 @@ class GraphEntry:
             ShapeError: a staged input has another shape, dtype or device; a static input another layout.
             StaticInputError: an input from the pool lies elsewhere.
         """
-        for position, value in self.constants:
-            found = leaves[position]
-            if found is not value and (type(found) is not type(value) or found != value):
-                raise CaptureError(
-                    f"argument {self.names[position]} of {self.name} is baked into the graph of {self.key[1]}",
-                    expected=repr(value),
-                    found=repr(found),
-                    remedy="put it into the key: BatchDescriptor(..., extra=((name, value),))",
-                )
+        self.checks.check(leaves)
         self.staging.check(leaves)
-        for position, static in self.held:
-            found = leaves[position]
-            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
-                raise ShapeError(
-                    f"static input {self.names[position]} of {self.name} has another layout than at capture",
-                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
-                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
-                    remedy="pass the same view of it, or dispatch to the key of its size",
-                )
-        for position, strides in self.viewed_strides:
-            if leaves[position].stride() != strides:
-                raise ShapeError(
-                    f"input {self.names[position]} of {self.name} has other strides than at capture",
-                    expected=str(strides),
-                    found=str(leaves[position].stride()),
-                    remedy="pass it in the same layout: an output is a view of it",
-                )
-        for position, address in self.pool_inputs:
-            if leaves[position].data_ptr() != address:
-                raise StaticInputError(
-                    f"input {self.names[position]} of {self.name} comes from another place than at capture",
-                    expected=f"pool memory at {address:#x}, written earlier in the forward",
-                    found=f"memory at {leaves[position].data_ptr():#x}",
-                    remedy="run the forward in the order it was captured in, or capture again after runtime.close()",
-                )
 
-    def run(self, leaves: Sequence[Any], *, clone: bool, before_replay: Any) -> list[Any]:
+    def run(self, leaves: Sequence[Any], *, clone: bool, before_replay: Callable[[GraphEntry], None]) -> list[Any]:
         """Copy in, replay, copy back; the flat outputs. ``before_replay`` runs once the inputs are read."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(leaves, clone=clone, before_replay=before_replay)
-        self.staging.copy_in(leaves)
-        before_replay(self)
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            self.staging.copy_in(leaves)
+            before_replay(self)
+            self.tally.replayed += 1
+            self.tally.copied += len(self.staging.positions)
+            return self._replay_read(leaves, clone=clone)
+
+    def replay(self, leaves: Sequence[Any]) -> list[Any]:
+        """:meth:`run` inside a plan, which counts and has announced the replay; outputs stay in the pool."""
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            self.staging.copy_in(leaves)
+            return self._replay_read(leaves, clone=False)
+
+    def _replay_read(self, leaves: Sequence[Any], *, clone: bool) -> list[Any]:
         self.graph.replay()
         self.staging.copy_back(leaves)
-        self.tally.replayed += 1
-        self.tally.copied += len(self.staging.positions)
         return self.outputs.build(leaves, clone=clone)

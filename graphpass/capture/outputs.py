@@ -14,7 +14,7 @@ import torch
 
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
 
-__all__ = ["OutputPlan", "clone_pool_tensors"]
+__all__ = ["OutputPlan", "clone_pool_tensors", "own_objects"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class OutputPlan:
         )
 
     def build(self, leaves: Sequence[Any], *, clone: bool) -> list[Any]:
-        """The flat outputs of this replay, for the caller's arguments ``leaves``."""
+        """The flat outputs of this replay, for the caller's arguments ``leaves``; tensors are objects of their own."""
         built = [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
-        return _clone_groups(built, self._clone_groups) if clone else built
+        return _clone_groups(built, self._clone_groups) if clone else own_objects(built, self.pool_storages)
 
     def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
         """``built`` with the tensors that the recording returned, which keep their pool memory reserved.
@@ -120,6 +120,16 @@ def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates
 
 def _first_byte(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
+    """``outputs`` with a new tensor object for each in pool memory: whoever gets it may reshape it in place."""
+    fresh = {
+        id(output): output.detach()
+        for output in outputs
+        if isinstance(output, torch.Tensor) and storage_id(output) in pool_storages
+    }
+    return [fresh.get(id(output), output) for output in outputs]
 
 
 def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:

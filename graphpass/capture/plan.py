@@ -1,24 +1,87 @@
 """A replay plan: one key of a whole callable as a flat sequence of replays and eager calls.
 
-Going through the wrappers, every region looks its entry up and checks its static inputs by itself. Once all regions of
-a key are captured, a plan runs the same stitched code with each captured region bound to its entry, and checks the
-static inputs of the whole callable once a step.
+Going through the wrappers, every region looks its entry up, checks its inputs and copies them by itself. Once all
+regions of a key are captured, a plan does once a step what it can do once: it compares static addresses and numbers,
+copies the callable's own inputs into the buffers of all regions, and then runs the same stitched code with each
+captured region bound to its graph. What a region reads from an earlier replay lies where that replay always writes it.
+What an eager region hands over is looked at each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
+import torch
+
+from graphpass.capture.checks import InputChecks
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.staging import AliasPattern, alias_pattern
+from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.errors import StaticInputError
 from graphpass.keys import BatchDescriptor
 
-__all__ = ["ReplayPlan", "replay_of"]
+__all__ = ["PlannedReplay", "ReplayPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedReplay:
+    """One captured region of a plan.
+
+    Attributes:
+        entry: its graph.
+        arguments: position -> argument of the callable that arrives there as it was passed in.
+        replayed: positions of outputs of earlier replays of the same plan.
+    """
+
+    entry: GraphEntry
+    arguments: Mapping[int, int]
+    replayed: Collection[int]
+
+    def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
+        """What the stitched code calls: copies and checks what the plan has not, and replays.
+
+        Args:
+            reuses_outputs: hand out the same tensor objects in every step; nobody may change their shape in place.
+        """
+        entry = self.entry
+        settled = {*self.arguments, *self.replayed}
+        staged = [position for position in entry.staging.positions if position not in settled]
+        rest = replace(
+            entry,
+            checks=entry.checks.without(settled),
+            staging=entry.staging.at({position: position for position in staged}),
+        )
+        if staged or rest.checks or entry.outputs.viewed_positions or not reuses_outputs:
+            return _checked(rest)
+        replay, outputs = entry.graph.replay, entry.outputs.build((), clone=False)
+
+        def bare(*_: Any) -> list[Any]:
+            replay()
+            return outputs
+
+        return bare
+
+
+def _checked(entry: GraphEntry) -> Callable[..., Any]:
+    mutates = entry.staging.mutates
+    staged, pattern = entry.staging.positions, entry.staging.pattern
+
+    def replay(*leaves: Any) -> list[Any]:
+        entry.check(leaves)
+        if mutates and alias_pattern(leaves, staged) != pattern:
+            raise StaticInputError(
+                f"inputs of {entry.name} share memory in another way than at capture, and it writes to them",
+                expected=f"the sharing {pattern} among {[entry.checks.names[p] for p in staged]}",
+                found=str(alias_pattern(leaves, staged)),
+                remedy="make the eager region before it return fresh tensors, or always views",
+            )
+        return entry.replay(leaves)
+
+    return replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +92,20 @@ class ReplayPlan:
         name: the callable, ``g0``.
         descriptor: the key's padded shape.
         steps: (region, ``replay`` or ``eager``), in order.
-        function: runs the steps; flat arguments of the callable in, its outputs out, pool memory uncopied.
         generation: the runtime's generation that the entries belong to.
     """
 
     name: str
     descriptor: BatchDescriptor
     steps: tuple[tuple[str, str], ...]
-    function: Callable[..., Any]
+    generation: int
+    _function: Callable[..., Any]
+    _entries: tuple[GraphEntry, ...]
     _statics: StaticSet
     _dynamic_positions: tuple[int, ...]
     _pattern: AliasPattern
-    generation: int
+    _checks: InputChecks | None
+    _staging: Staging | None
 
     @classmethod
     def of(
@@ -48,12 +113,12 @@ class ReplayPlan:
         name: str,
         descriptor: BatchDescriptor,
         steps: Sequence[tuple[str, str]],
-        function: Callable[..., Any],
+        bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]],
+        replays: Mapping[str, PlannedReplay],
         *,
         args: Sequence[Any],
-        static_positions: Sequence[int],
-        dynamic_positions: Sequence[int],
         generation: int,
+        reuses_outputs: bool,
     ) -> ReplayPlan:
         """The plan for calls like ``args``.
 
@@ -61,21 +126,33 @@ class ReplayPlan:
             name: the callable.
             descriptor: the key's padded shape.
             steps: (region, ``replay`` or ``eager``), in order.
-            function: runs the steps.
+            bind: makes the stitched code over one callee for each captured region.
+            replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
             args: flat arguments of the call that was captured.
-            static_positions: arguments whose addresses some entry baked in.
-            dynamic_positions: all other tensor arguments.
             generation: the runtime's generation that the entries belong to.
+            reuses_outputs: see :meth:`PlannedReplay.callee`.
         """
+        baked = {storage for planned in replays.values() for storage in planned.entry.statics.storages}
+        tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        static = [position for position in tensors if storage_id(args[position]) in baked]
+        dynamic = tuple(position for position in tensors if position not in set(static))
+        pattern = alias_pattern(args, dynamic)
+        if pattern:  # inputs that share memory are copied together, region by region
+            replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
+        checks = [planned.entry.checks.at(planned.arguments) for planned in replays.values()]
+        staging = [planned.entry.staging.at(planned.arguments) for planned in replays.values()]
         return cls(
             name=name,
             descriptor=descriptor,
             steps=tuple(steps),
-            function=function,
-            _statics=StaticSet.of(args, static_positions),
-            _dynamic_positions=tuple(dynamic_positions),
-            _pattern=alias_pattern(args, dynamic_positions),
             generation=generation,
+            _function=bind({n: planned.callee(reuses_outputs=reuses_outputs) for n, planned in replays.items()}),
+            _entries=tuple(planned.entry for planned in replays.values()),
+            _statics=StaticSet.of(args, static),
+            _dynamic_positions=dynamic,
+            _pattern=pattern,
+            _checks=checks[0].joined(checks[1:]) if checks else None,
+            _staging=reduce(Staging.joined, staging) if staging else None,
         )
 
     def serves(self, args: Sequence[Any], generation: int) -> bool:
@@ -88,26 +165,21 @@ class ReplayPlan:
             and not any(storage_id(args[p]) in statics.storages for p in self._dynamic_positions)
         )
 
+    def run(self, args: Sequence[Any], runtime: GraphRuntime) -> Any:
+        """One step, inside a forward that has the pool; the callable's outputs, pool memory uncopied.
 
-def replay_of(entry: GraphEntry, runtime: GraphRuntime) -> Callable[..., list[Any]]:
-    """The callee of a captured region inside a plan: checks what the plan cannot know, and replays."""
-    mutates = entry.staging.mutates
-    staged, pattern = entry.staging.positions, entry.staging.pattern
-
-    def replay(*leaves: Any) -> list[Any]:
-        entry.check(leaves)
-        if mutates and alias_pattern(leaves, staged) != pattern:
-            raise StaticInputError(
-                f"inputs of {entry.name} share memory in another way than at capture, and it writes to them",
-                expected=f"the sharing {pattern} among {[entry.names[p] for p in staged]}",
-                found=str(alias_pattern(leaves, staged)),
-                remedy="make the eager region before it return fresh tensors, or always views",
-            )
-        return entry.run(leaves, clone=False, before_replay=runtime.before_replay)
-
-    return replay
-
-
-def entries_by_region(entries: Sequence[GraphEntry], prefix: str) -> Mapping[str, GraphEntry]:
-    """The entries of one callable's regions, by region name."""
-    return {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
+        Raises:
+            CaptureError: a number or flag differs from the one baked in.
+            ShapeError: an argument does not fit its buffer.
+            StaticInputError: an eager region handed over what a graph cannot read.
+        """
+        if self._checks is not None and self._staging is not None:
+            self._checks.check(args)
+            self._staging.check(args)
+            with torch.no_grad():
+                self._staging.copy_in(args)
+        runtime.before_replays(self._entries)
+        for entry in self._entries:
+            entry.tally.replayed += 1
+            entry.tally.copied += len(entry.staging.positions)
+        return self._function(*args)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.arguments import Call
+from graphpass.capture.checks import InputChecks
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
@@ -79,7 +81,7 @@ class Recorder:
         mutated = [graph_inputs[position] for position in sorted(mutated_positions)]
         metadata = None if self.mode is CUDAGraphMode.PIECEWISE else context.attn_metadata
         inside = replace(context, attn_metadata=metadata, capture=device)
-        with self.runtime.quiet_capture(), entered(inside), torch.no_grad():
+        with self.runtime.quiet_capture(), entered(inside), torch.no_grad(), _no_cached_casts():
             staging.copy_in(leaves)
             versions = _versions(graph_inputs)
             with state_kept(mutated, generators, device.device):
@@ -95,20 +97,23 @@ class Recorder:
         tally.captured += 1
         entry = GraphEntry(
             name=self.name,
-            key=(str(self.mode), context.batch_descriptor),
             spec=self.call.spec,
             build_result=compat.builder_of(runs[-1][1]),
             graph=graph,
             statics=StaticSet.of(leaves, sources.static),
-            pool_inputs=sources.pool,
-            constants=sources.constants,
+            checks=InputChecks(
+                name=self.name,
+                key=context.batch_descriptor,
+                names=dict(enumerate(self.call.names)),
+                constants=sources.constants,
+                layouts=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
+                viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
+                pool_inputs=sources.pool,
+            ),
             staging=staging,
             outputs=plan,
             tally=tally,
-            names=self.call.names,
             owner_ids=self.call.owner_ids(),
-            held=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
-            viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
         )
         return entry, outputs
 
@@ -152,6 +157,17 @@ class Recorder:
                     found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
                     remedy=f"add {self.call.names[position]!r} to mutated_inputs",
                 )
+
+
+@contextlib.contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Autocast keeps the weights it has cast for the rest of its block: a graph would read those, not the weights."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 def _storages(values: Sequence[Any]) -> set[int]:

@@ -6,7 +6,7 @@ storage share one buffer, at the same relative offsets; what the region mutates 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,32 @@ class Staging:
             _expanded=tuple(i for i, (t, b) in enumerate(zip(targets, buffers, strict=True)) if t.shape != b.shape),
             _mutated=tuple(i for i, position in enumerate(positions) if position in mutated),
             _names=tuple(names[position] for position in positions),
+        )
+
+    def at(self, places: Mapping[int, int]) -> Staging:
+        """The staging of the arguments in ``places`` alone, at the positions that it gives them."""
+        kept = [index for index, position in enumerate(self.positions) if position in places]
+        return Staging(
+            positions=tuple(places[self.positions[index]] for index in kept),
+            buffers=tuple(self.buffers[index] for index in kept),
+            pattern=self.pattern,
+            _targets=[self._targets[index] for index in kept],
+            _expanded=tuple(new for new, index in enumerate(kept) if index in self._expanded),
+            _mutated=tuple(new for new, index in enumerate(kept) if index in self._mutated),
+            _names=tuple(self._names[index] for index in kept),
+        )
+
+    def joined(self, other: Staging) -> Staging:
+        """One fused copy for both; neither may share memory among its inputs."""
+        first = len(self.positions)
+        return Staging(
+            positions=self.positions + other.positions,
+            buffers=self.buffers + other.buffers,
+            pattern=(),
+            _targets=self._targets + other._targets,
+            _expanded=self._expanded + tuple(first + index for index in other._expanded),
+            _mutated=self._mutated + tuple(first + index for index in other._mutated),
+            _names=self._names + other._names,
         )
 
     @property

@@ -24,6 +24,7 @@ __all__ = [
     "foreign_device",
     "host_read",
     "host_scalar",
+    "reshapes_in_place",
     "splits_at",
     "unsafe_tag",
 ]
@@ -97,6 +98,14 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
     else:
         unsafe = any(tag in tags for p in packets_of(node) for tags in _tags(p, tuple(p.overloads()), out=True))
     return SplitReason("unsafe tag", f"{display_name(node)} is tagged cudagraph_unsafe") if unsafe else None
+
+
+def reshapes_in_place(node: fx.Node) -> bool:
+    """Whether a node changes shape, strides or memory of a tensor it is given: ``t_``, ``unsqueeze_``, ``resize_``."""
+    if not {"aten::resize_", "aten::resize_as_", "aten::set_"}.isdisjoint(names_of(node)):
+        return True
+    packets = [packet for packet in packets_of(node) if str(packet).endswith("_")]
+    return any(torch.Tag.inplace_view in tags for p in packets for tags in _tags(p, tuple(p.overloads()), out=False))
 
 
 def host_read(node: fx.Node) -> SplitReason | None:

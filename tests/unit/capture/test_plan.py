@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphpass.capture import Counts
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.plan import ReplayPlan, entries_by_region, replay_of
+from graphpass.capture.plan import PlannedReplay, ReplayPlan
 from graphpass.context import set_forward_context
-from graphpass.errors import CaptureError, ShapeError
+from graphpass.errors import CaptureError, ShapeError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
@@ -18,23 +19,43 @@ X = torch.arange(8.0)
 KEY = BatchDescriptor(8)
 
 
-def plan_for(args: Any, static: Any = (), generation: int = 0) -> ReplayPlan:
-    dynamic = [p for p, value in enumerate(args) if isinstance(value, torch.Tensor) and p not in static]
+def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles: Any) -> GraphEntry:
+    """The entry of one captured region, as a compiled callable finds it after the capture."""
+    wrapper = rig.wrap(function, "PIECEWISE", name=name, outputs="view", **roles)
+    rig.kept = [*getattr(rig, "kept", ()), wrapper]
+    rig.capture(wrapper, *args, at_mode="PIECEWISE")
+    (entry,) = rig.runtime.forward_entries()
+    return entry
+
+
+def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = (), generation: int = 0) -> ReplayPlan:
+    """A plan of one region whose inputs are the callable's; ``arguments`` are those it may settle by itself."""
+    replay = PlannedReplay(entry, {position: position for position in arguments}, ())
     return ReplayPlan.of(
         "g0",
         KEY,
         [("r0", "replay")],
-        lambda *_: [],
+        lambda callees: callees["r0"],
+        {"r0": replay},
         args=args,
-        static_positions=static,
-        dynamic_positions=dynamic,
         generation=generation,
+        reuses_outputs=True,
     )
 
 
-def test_a_plan_serves_its_static_inputs_and_its_generation() -> None:
+def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:
+    with set_forward_context(runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=KEY) as context:
+        rig.runtime.enter_forward(context, args, "g0")
+        try:
+            return plan.run(args, rig.runtime)
+        finally:
+            rig.runtime.exit_forward()
+
+
+def test_a_plan_serves_its_static_inputs_and_its_generation(rig: Any) -> None:
     weight, x = torch.ones(8), torch.ones(8)
-    plan = plan_for((x, weight, 3), static=[1], generation=4)
+    entry = planned(rig, lambda x, w, n: x * w * n, (x, weight, 3), static_inputs=[1])
+    plan = plan_for(rig, entry, (x, weight, 3), generation=4)
     assert plan.serves((x, weight, 3), 4)
     assert plan.serves((torch.ones(8), weight, 3), 4)
     assert not plan.serves((x, torch.ones(8), 3), 4)
@@ -51,46 +72,60 @@ def test_a_plan_serves_its_static_inputs_and_its_generation() -> None:
     ],
     ids=["now apart", "now shared", "other offset", "now inside a static input"],
 )
-def test_a_plan_serves_one_way_of_sharing_memory(captured: Any, other: Any) -> None:
+def test_a_plan_serves_one_way_of_sharing_memory(rig: Any, captured: Any, other: Any) -> None:
     memory, static = torch.ones(8), torch.ones(8)
-    plan = plan_for((*captured(memory), static), static=[3])
+    args = (*captured(memory), static)
+    entry = planned(rig, lambda a, b, c, w: a + b + c + w[:4], args, static_inputs=[3])
+    plan = plan_for(rig, entry, args)
     assert plan.serves((*captured(torch.ones(8)), static), 0)
     arguments = [static[:4] if value is None else value for value in other(memory)]
     assert not plan.serves((*arguments, static), 0)
 
 
-@pytest.fixture
-def entry(rig: Any) -> GraphEntry:
-    """The entry of one captured region, as a compiled callable finds it after the capture."""
-    wrapper = rig.wrap(lambda x, n: x * n, "PIECEWISE", name="g0.r0", outputs="view")
-    rig.kept = wrapper
-    rig.capture(wrapper, X, 3, at_mode="PIECEWISE")
-    (entry,) = rig.runtime.forward_entries()
-    return entry
+@pytest.mark.parametrize("arguments", [(), (0, 1)], ids=["in the region", "once a step"])
+def test_a_step_checks_copies_and_counts(rig: Any, arguments: Any) -> None:
+    entry = planned(rig, lambda x, n: x * n, (X, 3))
+    plan = plan_for(rig, entry, (X, 3), arguments)
+    (got,) = run(rig, plan, X * 2, 3)
+    assert torch.equal(got, X * 6)
+    with pytest.raises(ShapeError, match="does not fit"):
+        run(rig, plan, X[:3], 3)
+    with pytest.raises(CaptureError, match="baked"):
+        run(rig, plan, X, 4)
+    (got,) = run(rig, plan, X, 3)
+    assert torch.equal(got, X * 3)
 
 
-def test_entries_are_found_by_region(rig: Any, entry: GraphEntry) -> None:
-    assert entries_by_region([entry], "g0.") == {"r0": entry}
-    assert entries_by_region([entry], "g01.") == {}
+def test_steps_are_counted_for_every_region(rig: Any) -> None:
+    entry = planned(rig, lambda x: x * 2, (X,))
+    plan = plan_for(rig, entry, (X,), [0])
+    for _ in range(3):
+        run(rig, plan, X)
+    assert rig.counts(rig.kept[0]) == Counts(warmed=1, captured=1, replayed=4, copied=4, static_sets=1)
 
 
-def test_a_plans_replay_checks_what_the_plan_cannot_know(rig: Any, entry: GraphEntry) -> None:
-    replay = replay_of(entry, rig.runtime)
-    with set_forward_context(runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=KEY) as context:
-        rig.runtime.enter_forward(context, [X], "g0")
-        (got,) = replay(X * 2, 3)
-        assert torch.equal(got, X * 6)
-        with pytest.raises(ShapeError, match="does not fit"):
-            replay(X[:3], 3)
-        with pytest.raises(CaptureError, match="baked"):
-            replay(X, 4)
-        rig.runtime.exit_forward()
-    assert rig.counts(rig.kept).replayed == 2
-    assert rig.runtime.is_current_forward(context)
+def test_inputs_that_share_memory_are_copied_together(rig: Any) -> None:
+    memory = torch.arange(12.0)
+    entry = planned(rig, lambda a, b: (a.mul_(2), b + 1)[1], (memory[:8], memory[4:]), mutated_inputs=[0])
+    plan = plan_for(rig, entry, (memory[:8], memory[4:]), [0, 1])
+    expected = memory.clone()
+    expected[:8].mul_(2)
+    (got,) = run(rig, plan, memory[:8], memory[4:])
+    assert torch.equal(memory, expected)
+    assert torch.equal(got, expected[4:] + 1)
 
 
-def test_dropped_graphs_void_plans(rig: Any, entry: GraphEntry) -> None:
-    plan = plan_for((X,), generation=rig.runtime.generation)
+def test_what_an_eager_region_hands_over_is_looked_at(rig: Any) -> None:
+    entry = planned(rig, lambda a, b: a.add_(b), (X.clone(), X.clone()), mutated_inputs=[0])
+    plan = plan_for(rig, entry, (X.clone(), X.clone()))
+    shared = torch.ones(8)
+    with pytest.raises(StaticInputError, match="share memory in another way"):
+        run(rig, plan, shared, shared)
+
+
+def test_dropped_graphs_void_plans(rig: Any) -> None:
+    entry = planned(rig, lambda x: x * 2, (X,))
+    plan = plan_for(rig, entry, (X,), generation=rig.runtime.generation)
     assert plan.serves((X,), rig.runtime.generation)
     rig.runtime.close()
     assert not plan.serves((X,), rig.runtime.generation)

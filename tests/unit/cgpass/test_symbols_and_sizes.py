@@ -17,7 +17,6 @@ from graphpass import BatchDescriptor, CaptureError, GraphRuntime, ShapeError
 ATTEND = "cgpasstest::attend"
 SCALE = "cgpasstest::scale"
 Run = Callable[..., Any]
-MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 BOTH = ("PIECEWISE", "FULL")
 
 
@@ -204,8 +203,9 @@ def test_symbols_of_an_input_that_is_no_key_are_no_key(rt: GraphRuntime, at_key:
 # -- size 1
 
 
-@MODES
-@pytest.mark.parametrize("order", [(4, 1), (1, 4)], ids=["1 last", "1 first"])
+@pytest.mark.parametrize(
+    ("mode", "order"), [("FULL", (4, 1)), ("PIECEWISE", (1, 4))], ids=["1 last, FULL", "1 first, PIECEWISE"]
+)
 def test_size_one_is_an_artifact_of_its_own(
     rt: GraphRuntime, at_key: Run, tally: Run, mode: str, order: tuple[int, int]
 ) -> None:

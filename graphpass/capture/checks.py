@@ -1,0 +1,116 @@
+"""What a graph asks of its arguments beyond their static addresses and the shapes of staged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphpass.errors import CaptureError, ShapeError, StaticInputError
+
+__all__ = ["InputChecks"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputChecks:
+    """Refuses arguments that a graph cannot read as it was captured.
+
+    Attributes:
+        name: the region.
+        key: the key's padded shape, as errors show it.
+        names: a name for each argument.
+        constants: (position, value) of arguments that are no tensors.
+        layouts: (position, memory) of static inputs that are held, in the layout they had at capture.
+        viewed_strides: (position, strides) of staged inputs that an output is a view of.
+        pool_inputs: (position, address) of inputs in pool memory, written earlier in the same forward.
+    """
+
+    name: str
+    key: object
+    names: Mapping[int, str]
+    constants: tuple[tuple[int, Any], ...]
+    layouts: tuple[tuple[int, torch.Tensor], ...]
+    viewed_strides: tuple[tuple[int, tuple[int, ...]], ...]
+    pool_inputs: tuple[tuple[int, int], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.constants or self.layouts or self.viewed_strides or self.pool_inputs)
+
+    def without(self, positions: Collection[int]) -> InputChecks:
+        """The checks of all other arguments."""
+        return self._at(lambda position: None if position in positions else position, self.names)
+
+    def at(self, places: Mapping[int, int]) -> InputChecks:
+        """The checks of the arguments in ``places`` alone, at the positions that it gives them."""
+        names = {place: self.names[position] for position, place in places.items()}
+        return self._at(places.get, names)
+
+    def joined(self, others: Iterable[InputChecks]) -> InputChecks:
+        """These checks and others of the same arguments, each once; the other checks name no pool."""
+        every = (self, *others)
+        layouts = {(p, t.shape, t.stride(), t.dtype): (p, t) for checks in every for p, t in checks.layouts}
+        return replace(
+            self,
+            names={p: name for checks in every for p, name in checks.names.items()},
+            constants=tuple({(p, id(v)): (p, v) for checks in every for p, v in checks.constants}.values()),
+            layouts=tuple(layouts.values()),
+            viewed_strides=tuple(dict.fromkeys(pair for checks in every for pair in checks.viewed_strides)),
+        )
+
+    def _at(self, place: Callable[[int], int | None], names: Mapping[int, str]) -> InputChecks:
+        def moved(pairs: Iterable[tuple[int, Any]]) -> tuple[tuple[int, Any], ...]:
+            return tuple((at, what) for position, what in pairs if (at := place(position)) is not None)
+
+        return replace(
+            self,
+            names=names,
+            constants=moved(self.constants),
+            layouts=moved(self.layouts),
+            viewed_strides=moved(self.viewed_strides),
+            pool_inputs=moved(self.pool_inputs),
+        )
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Compare ``leaves`` with the capture.
+
+        Raises:
+            CaptureError: a number or flag differs from the one baked in.
+            ShapeError: a static input, or one that an output is a view of, has another layout.
+            StaticInputError: an input from the pool lies elsewhere.
+        """
+        for position, value in self.constants:
+            found = leaves[position]
+            if found is not value and (type(found) is not type(value) or found != value):
+                raise CaptureError(
+                    f"argument {self.names[position]} of {self.name} is baked into the graph of {self.key}",
+                    expected=repr(value),
+                    found=repr(found),
+                    remedy="put it into the key: BatchDescriptor(..., extra=((name, value),))",
+                )
+        for position, static in self.layouts:
+            found = leaves[position]
+            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
+                raise ShapeError(
+                    f"static input {self.names[position]} of {self.name} has another layout than at capture",
+                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
+                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
+                    remedy="pass the same view of it, or dispatch to the key of its size",
+                )
+        for position, strides in self.viewed_strides:
+            if leaves[position].stride() != strides:
+                raise ShapeError(
+                    f"input {self.names[position]} of {self.name} has other strides than at capture",
+                    expected=str(strides),
+                    found=str(leaves[position].stride()),
+                    remedy="pass it in the same layout: an output is a view of it",
+                )
+        for position, address in self.pool_inputs:
+            if leaves[position].data_ptr() != address:
+                raise StaticInputError(
+                    f"input {self.names[position]} of {self.name} comes from another place than at capture",
+                    expected=f"pool memory at {address:#x}, written earlier in the forward",
+                    found=f"memory at {leaves[position].data_ptr():#x}",
+                    remedy="run the forward in the order it was captured in, or capture again after runtime.close()",
+                )

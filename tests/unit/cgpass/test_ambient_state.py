@@ -1,0 +1,302 @@
+"""What surrounds a compiled call: presets and options of Inductor, autocast, grad mode, inference mode.
+
+Every test compares with eager and counts what was compiled, captured and replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import graphpass as gp
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime, OptionError
+
+ATTEND = "cgpasstest::attend"
+FULL = CUDAGraphMode.FULL
+Run = Callable[..., Any]
+BOTH = ("PIECEWISE", "FULL")
+COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any = None, **how: Any) -> Any:
+    """``torch.compile`` of ``model`` for ``rt``; dynamic unless said otherwise."""
+    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **(options or {})}
+    return torch.compile(model, backend="cgpass", options=given, **{"dynamic": True, **how})
+
+
+def regions_of(mode: str) -> int:
+    """Graphs a key of a model with one splitting op in its middle."""
+    return 1 if mode == "FULL" else 2
+
+
+def agrees(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want)
+
+
+def expected_counts(mode: str, size: int, counts: tuple[int, int], graph: str = "g0") -> dict[Any, tuple[int, int]]:
+    """The tally of one graph with a splitting op in its middle: the whole, or the regions before and after it."""
+    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
+    return {(f"{graph}.{region}", size): counts for region in regions}
+
+
+class Attended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.ops.cgpasstest.attend(self.first(x))).relu()
+
+
+# -- modes of torch.compile, Inductor's own graphs
+
+
+@pytest.mark.parametrize("preset", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_presets_of_inductor_are_refused_by_name(preset: str) -> None:
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(Attended(), backend="cgpass", mode=preset)(torch.randn(4, 6))
+    inner = raised.value.inner_exception
+    assert isinstance(inner, OptionError)
+    assert inner.found == f"mode={preset!r}"
+    assert "options" in inner.expected
+
+
+@pytest.mark.parametrize("option", ["triton.cudagraphs", "max_autotune"])
+def test_options_of_inductor_are_no_options_of_the_backend(option: str) -> None:
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(Attended(), backend="cgpass", options={option: True})(torch.randn(4, 6))
+    assert isinstance(raised.value.inner_exception, OptionError)
+    assert option in raised.value.inner_exception.found
+
+
+class Plain(nn.Module):
+    """Autograd does not go through the tests' custom ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).tanh()
+
+
+class LookedAtError(Exception):
+    """Ends Inductor's work once its settings were seen: the kernels are not what is tested."""
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["a region", "under autograd"])
+def test_inductors_own_graphs_stay_off_whatever_the_user_set(training: bool) -> None:
+    import torch._inductor.config as config
+
+    seen: list[tuple[bool, bool]] = []
+
+    def look(_graph: torch.fx.Graph) -> None:
+        seen.append((config.triton.cudagraphs, config.triton.cudagraph_trees))
+        raise LookedAtError
+
+    compiled = torch.compile(Plain(), backend="cgpass", mode="default")  # no preset of Inductor's
+    users = {"triton.cudagraphs": True, "triton.cudagraph_trees": True, "post_grad_custom_post_pass": look}
+    with config.patch(users), torch.set_grad_enabled(training):
+        with pytest.raises(BackendCompilerFailed) as raised:
+            compiled(torch.randn(4, 6))
+        assert config.triton.cudagraphs, "what the user set is the user's again"
+    assert "LookedAtError" in str(raised.value)
+    assert seen == [(False, False)]
+
+
+# -- autocast
+
+
+@COMPILERS
+def test_autocast_around_the_call(rt: GraphRuntime, at_key: Run, tally: Run, compiler: str) -> None:
+    model = Attended().eval()
+    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with rt.capturing():
+        for mode in BOTH:
+            with autocast:
+                at_key(compiled, mode, 4, torch.randn(4, 6))
+            at_key(compiled, mode, 4, torch.randn(4, 6))
+    for mode in BOTH * 2:
+        x = torch.randn(4, 6)
+        with autocast:
+            got, want = at_key(compiled, mode, 4, x), model(x).detach()
+        assert got.dtype is want.dtype is torch.bfloat16
+        agrees(got, want)
+        agrees(at_key(compiled, mode, 4, x), model(x).detach())
+    for mode in BOTH:
+        assert tally(rt, mode) == {**expected_counts(mode, 4, (1, 3)), **expected_counts(mode, 4, (1, 3), graph="g1")}
+
+
+@COMPILERS
+def test_autocast_freezes_no_cast_weights(rt: GraphRuntime, at_key: Run, compiler: str) -> None:
+    model = Attended().eval()
+    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    x = torch.randn(4, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            model(x)  # leaves the cast weights in autocast's cache
+        with rt.capturing():
+            for mode in BOTH:
+                at_key(compiled, mode, 4, x)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(x).detach()
+        for mode in BOTH:
+            agrees(at_key(compiled, mode, 4, x), want)
+    assert rt.stats().captured == 3
+
+
+class CastInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(6, 6)
+        self.high = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ops.cgpasstest.attend(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = self.low(x)
+            with torch.autocast("cpu", enabled=False):
+                high = self.high(x)
+        return low, self.high(torch.ops.cgpasstest.attend(high + low.float()))
+
+
+@COMPILERS
+def test_autocast_inside_the_model(rt: GraphRuntime, at_key: Run, compiler: str) -> None:
+    model = CastInside().eval()
+    compiled = compiled_with(rt, model, fullgraph=True, options={"compiler": compiler})
+    with rt.capturing():
+        for mode in BOTH:
+            at_key(compiled, mode, 4, torch.randn(4, 6))
+    for mode in BOTH * 2:
+        x = torch.randn(4, 6)
+        got = at_key(compiled, mode, 4, x)
+        assert [y.dtype for y in got] == [torch.bfloat16, torch.float32]
+        with torch.no_grad():
+            agrees(got, model(x))
+    kinds = [kind for _, kind, *_ in rt.report()["Regions"].rows]
+    assert kinds == ["eager", "captured", "eager", "captured"], "the pairs stay in one captured region"
+    assert {(c.captured, c.replayed) for c in rt.counts().values()} == {(1, 3)}
+
+
+# -- grad mode
+
+
+@COMPILERS
+def test_under_grad_it_compiles_never_captures_and_gradients_are_right(
+    rt: GraphRuntime, tally: Run, at_key: Run, compiler: str
+) -> None:
+    model = Plain()
+    eager = copy.deepcopy(model)
+    compiled = compiled_with(rt, model, options={"compiler": compiler, "lazy_capture": True})
+    x, eagers = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    with torch.no_grad():
+        eagers.copy_(x)
+    for run, given in ((compiled, x), (eager, eagers)) * 2:
+        with gp.set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(4)):
+            run(given).square().sum().backward()
+    agrees([x.grad, *(p.grad for p in model.parameters())], [eagers.grad, *(p.grad for p in eager.parameters())])
+    assert rt.counts() == {}
+    agrees(at_key(compiled, "FULL", 4, x.detach()), model(x).detach())
+    assert tally(rt, "FULL") == {("g1.full", 4): (1, 1)}
+
+
+def test_grad_mode_without_anything_that_requires_it_is_captured(rt: GraphRuntime, tally: Run) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * 2
+
+    compiled = compiled_with(rt, model)
+    assert torch.is_grad_enabled()
+    with gp.set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(4)):
+        with rt.capturing():
+            compiled(torch.randn(4, 6))
+        x = torch.randn(4, 6)
+        agrees(compiled(x), model(x))
+    assert tally(rt, "FULL") == {("g0.full", 4): (1, 2)}
+
+
+class GradInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.frozen(x).relu()
+        with torch.set_grad_enabled(x.shape[1] > 3):
+            x = x * 2
+        return self.head(x)
+
+
+@COMPILERS
+def test_set_grad_enabled_inside_the_model(rt: GraphRuntime, at_key: Run, tally: Run, compiler: str) -> None:
+    model = GradInside()
+    eager = copy.deepcopy(model)
+    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    x = torch.randn(4, 6)
+    for run in (compiled, eager):
+        run(x).square().sum().backward()
+    assert model.frozen.weight.grad is None
+    agrees(model.head.weight.grad, eager.head.weight.grad)
+    assert rt.counts() == {}
+    with rt.capturing():
+        for mode in BOTH:
+            at_key(compiled, mode, 4, x)
+    for mode, region in (("FULL", "full"), ("PIECEWISE", "r0")):
+        got = at_key(compiled, mode, 4, x + 1)
+        agrees(got, eager(x + 1).detach())
+        assert not got.requires_grad
+        assert torch.is_grad_enabled()
+        assert tally(rt, mode) == {(f"g1.{region}", 4): (1, 2)}
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_results_are_of_the_kind_that_eagers_are(rt: GraphRuntime, at_key: Run, around: Callable[[], Any]) -> None:
+    model = Attended()
+    compiled = compiled_with(rt, model)
+    with around():
+        with rt.capturing():
+            for mode in BOTH:
+                at_key(compiled, mode, 4, torch.randn(4, 6))
+        for mode in BOTH:
+            x = torch.randn(4, 6)
+            got, want = at_key(compiled, mode, 4, x), model(x)
+            agrees(got, want)
+            assert (got.is_inference(), got.requires_grad) == (want.is_inference(), want.requires_grad)
+    assert {(c.captured, c.replayed) for c in rt.counts().values()} == {(1, 2)}
+
+
+def test_inference_mode_after_no_grad_keeps_both_right(rt: GraphRuntime, at_key: Run) -> None:
+    model = Attended()
+    compiled = compiled_with(rt, model)
+    with rt.capturing():
+        for around in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode):
+            for mode in BOTH:
+                with around():
+                    x = torch.randn(4, 6)
+                    got = at_key(compiled, mode, 4, x)
+                agrees(got.clone(), model(x.clone()).detach())
+    assert rt.stats().callables <= 2
+    assert rt.stats().captured <= 2 * sum(map(regions_of, BOTH))
