@@ -594,6 +594,13 @@ def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
+def came_from_tracing(error: BaseException) -> bool:
+    """Whether Dynamo raised ``error`` because the code cannot be traced for its inputs."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
 def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before the function's end, with file and line of the user's code; None at its end."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)

@@ -122,7 +122,7 @@ class GraphedCallable:
             )
         scope = self.runtime.scope()
         if scope is not None and scope.stops_at_entry:
-            raise EnteredCallable(self)
+            raise EnteredCallable(self, args)
         for position in self._staged:
             if not args[position].numel():
                 return self._stitched(*args)

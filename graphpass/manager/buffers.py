@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +116,7 @@ class BufferSet:
         self._shared = shared
         self._largest = largest
         self._rules = rules
-        self._memory: dict[str, torch.Tensor] = {}
+        self._memory: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
 
     def inputs(self, padded: Mapping[str, int], given: Mapping[str, Any]) -> KeyInputs:
         """The inputs of the key with these padded sizes, for calls with arguments like ``given``.
@@ -130,16 +131,35 @@ class BufferSet:
                 others[name] = value
                 continue
             dims = {dim % value.dim(): field for dim, field in self._shared.get(name, {}).items()}
-            if name not in self._memory:
-                size = torch.Size(_resized(value.shape, dims, self._largest)).numel()
-                self._memory[name] = torch.zeros(size, dtype=value.dtype, device=value.device)
+            memory = self._reserve(name, value, _resized(value.shape, dims, self._largest))
             shape = _resized(value.shape, dims, padded)
-            buffers[name] = InputBuffer.over(self._memory[name], name, shape, dims, self._rules.get(name, 0))
+            buffers[name] = InputBuffer.over(memory, name, shape, dims, self._rules.get(name, 0))
         return KeyInputs(buffers, others)
+
+    def _reserve(self, name: str, value: torch.Tensor, largest: tuple[int, ...]) -> torch.Tensor:
+        """The memory of one argument, flat.
+
+        Raises:
+            ShapeError: the argument's other dimensions, its dtype or its device are not those of the first call.
+        """
+        found = (largest, value.dtype, value.device)
+        shape, memory = self._memory.get(name) or (
+            largest,
+            torch.zeros(math.prod(largest), dtype=value.dtype, device=value.device),
+        )
+        if found != (shape, memory.dtype, memory.device):
+            raise ShapeError(
+                f"input {name!r} does not fit its buffer",
+                expected=f"at the largest key {shape} {memory.dtype} on {memory.device}",
+                found=f"{largest} {value.dtype} on {value.device}, from {tuple(value.shape)}",
+                remedy="declare the dimension that varies in dynamic_dims, or make another graphed(...) for it",
+            )
+        self._memory[name] = shape, memory
+        return memory
 
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(memory.nbytes for memory in self._memory.values())
+        return sum(memory.nbytes for _, memory in self._memory.values())
 
 
 def _same_constant(value: Any, captured: Any) -> bool:

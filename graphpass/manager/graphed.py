@@ -23,7 +23,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.manager.buffers import BufferSet, KeyInputs
 from graphpass.manager.guards import local_values
 from graphpass.manager.keyrun import KeyRun, learn_key
-from graphpass.manager.learned import shared_dims
+from graphpass.manager.learned import SharedDims, candidate_dims, shared_dims, stand_in, trace_sizes
 from graphpass.manager.padding import PadRule, checked_rule
 from graphpass.manager.signature import CallSignature
 from graphpass.manager.traffic import Traffic
@@ -111,6 +111,8 @@ class GraphedModel:
         self._compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
         self._has_graph_breaks = False
         self._dispatcher = self._new_dispatcher(self._settings.mode)
+        self._shared: SharedDims | None = None
+        self._refuted: set[tuple[str, int]] = set()
         self._buffers: BufferSet | None = None
         self._inputs: dict[BatchDescriptor, KeyInputs] = {}
         self._runs: dict[tuple[CUDAGraphMode, BatchDescriptor], KeyRun] = {}
@@ -146,7 +148,7 @@ class GraphedModel:
             given = self._signature.bind(args, kwargs)
             sizes = self._signature.sizes(given)
             step = self._dispatch(sizes)
-            if step.mode and self._buffers is None:
+            if step.mode and (self._shared is None or self._is_refuted(given, sizes)):
                 self._learn(given)
                 step = self._dispatch(sizes)
             if not step.mode:
@@ -166,10 +168,7 @@ class GraphedModel:
         """Drop all graphs and buffers and give the pool back; it can be captured again."""
         with self._turn:
             self.runtime.close()
-            self._inputs.clear()
-            self._buffers = None
-            self._runs.clear()
-            self._dispatcher.forget_captured()
+            self._forget()
 
     def __getattr__(self, name: str) -> Any:
         # What it does not have itself (state_dict, parameters, config) is the model's.
@@ -253,24 +252,25 @@ class GraphedModel:
 
     def _learn(self, given: Mapping[str, Any]) -> None:
         """Trace once, without running anything, to see which dimensions of which arguments carry a key field."""
-        if self._buffers is not None:
+        if self._shared is not None:
             return
         sizes = self._signature.sizes(given)
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        traced = dict(given)
-        for name, tensor in tensors.items():
-            traced[name] = self._traceable(name, tensor, sizes)
-        reached = self._reached_first(traced)
-        if reached.ends_early is not None and not self._has_graph_breaks:
-            # Later graphs take intermediate tensors: only dynamic=True makes their sizes symbols from the first call.
-            self._has_graph_breaks = True
-            self._compiled = torch.compile(self._entry, backend="cgpass", dynamic=True, options=self._options)
-            reached = self._reached_first(traced)
-        sizes = self._signature.sizes(traced)
-        first_inputs = reached.partition.inputs
-        shared = shared_dims(first_inputs, self._dims, {name: traced[name] for name in tensors}, sizes)
+        candidates = {
+            name: {dim: field for dim, field in dims.items() if (name, dim) not in self._refuted}
+            for name, dims in candidate_dims(self._dims, tensors, sizes).items()
+        }
+        try:
+            reached, args = self._traced(given, tensors, candidates)
+        except Exception as error:
+            if not compat.came_from_tracing(error):
+                raise
+            # What has size 1 may have to keep it (a mask that is broadcast over heads).
+            candidates = {n: {d: f for d, f in dims.items() if sizes[f] != 1} for n, dims in candidates.items()}
+            reached, args = self._traced(given, tensors, candidates)
+        self._shared = shared_dims(reached, args, self._dims, candidates, tensors)
         largest = {field: max(ladder) for field, ladder in self._ladders.items()}
-        self._buffers = BufferSet(shared, largest, self._rules)
+        self._buffers = BufferSet(self._shared.by_argument, largest, self._rules)
         if reached.never_full is not None and self._settings.mode.has_mode(CUDAGraphMode.FULL):
             self._report_fallback(
                 f"FULL is not possible, PIECEWISE instead: {reached.never_full}",
@@ -284,21 +284,39 @@ class GraphedModel:
             )
             self._dispatcher = self._new_dispatcher(CUDAGraphMode.PIECEWISE)
 
-    def _traceable(self, name: str, tensor: torch.Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """A tensor to trace with: declared dimensions of at least 2 (torch specialises 1), maybe dynamic."""
-        stand_in = tensor.detach().clone()
-        for dim, size in enumerate(tensor.shape):
-            field = self._dims.get(name, {}).get(dim) or self._dims.get(name, {}).get(dim - tensor.dim())
-            if field is None and name not in self._dims and size in sizes.values():
-                compat.mark_maybe_dynamic(stand_in, dim)
-        for dim, field in self._dims.get(name, {}).items():
-            if stand_in.shape[dim] == 1 and max(self._ladders[field]) > 1:
-                stand_in = stand_in.expand(*[2 if d == dim % tensor.dim() else -1 for d in range(tensor.dim())]).clone()
-        for dim in self._dims.get(name, {}):
-            compat.mark_maybe_dynamic(stand_in, dim % tensor.dim())
-        return stand_in
+    def _forget(self) -> None:
+        self._shared = self._buffers = None
+        self._inputs.clear()
+        self._runs.clear()
+        self._dispatcher.forget_captured()
 
-    def _reached_first(self, traced: Mapping[str, Any]) -> Any:
+    def _is_refuted(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
+        """Whether this call shows that an argument is not padded after all; what was captured is dropped then."""
+        assert self._shared is not None
+        refuted = self._shared.refuted_by(given, sizes) if self._shared.tried else []
+        for name, dim in refuted:
+            field = self._shared.tried[name][dim]
+            self.runtime.note(f"dimension {dim} of input {name!r} is not {field} after all: captured anew")
+        if refuted:
+            self._refuted.update(refuted)
+            self._forget()
+        return bool(refuted)
+
+    def _traced(
+        self, given: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], candidates: Mapping[str, Mapping[int, str]]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The first callable that a call with stand-ins for the arguments reaches, and what it was called with."""
+        sizes = trace_sizes(self._signature.sizes(given), self._ladders)
+        stand_ins = {name: stand_in(t, {**candidates, **self._dims}[name], sizes) for name, t in tensors.items()}
+        reached, args = self._reached_first({**given, **stand_ins})
+        if reached.ends_early is not None and not self._has_graph_breaks:
+            # Later graphs take intermediate tensors: only dynamic=True makes their sizes symbols from the first call.
+            self._has_graph_breaks = True
+            self._compiled = torch.compile(self._entry, backend="cgpass", dynamic=True, options=self._options)
+            reached, args = self._reached_first({**given, **stand_ins})
+        return reached, args
+
+    def _reached_first(self, traced: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         largest = max((key for _, keys in self._dispatcher.capture_plan() for key in keys), key=lambda k: k.num_tokens)
         mode = next(iter(self._dispatcher.capture_plan()))[0]
         with self.runtime.scope_opened() as scope, set_forward_context(runtime_mode=mode, batch_descriptor=largest):
@@ -306,7 +324,7 @@ class GraphedModel:
             try:
                 self._compiled(**traced)
             except EnteredCallable as entered:
-                return entered.reached
+                return entered.reached, entered.args_given
         raise CaptureError(
             "nothing of the model could be captured",
             expected="a model that torch.compile hands to the backend, called without gradients",

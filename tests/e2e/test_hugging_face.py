@@ -1,0 +1,273 @@
+"""Models that nobody here wrote: eager, NONE, PIECEWISE and FULL agree, and the counts say what ran."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import cgpass
+import graphpass as gp
+from graphpass import BatchDescriptor, CUDAGraphMode
+from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, SDPA, STOCK, VOCABULARY, Place, Stock
+
+PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+CAPTURE_SEED, REPLAY_SEED = 1, 2
+"""A graph is captured with one content and replayed with another, so that a stale result is a wrong one."""
+
+
+def table(*rows: tuple[Sequence[str], str, Place]) -> list[Any]:
+    """Every model with every compiler and dtype here, and with Inductor on a GPU.
+
+    What is in ``rows`` (models, compiler, place) runs by default; the rest takes minutes together: it is the soak's.
+    """
+    default = {(name, compiler, place) for names, compiler, place in rows for name in names}
+    here = [(compiler, place) for compiler in ("eager", "aot_eager", "inductor") for place in (CPU, CPU_BF16)]
+    cases = []
+    for name, stock in STOCK.items():
+        for compiler, place in here:
+            marks = [] if (name, compiler, place) in default else [pytest.mark.soak]
+            cases.append(pytest.param(stock, compiler, place, marks=marks, id=f"{name}-{compiler}-{place}"))
+        cases.append(pytest.param(stock, "inductor", CUDA, marks=pytest.mark.cuda, id=f"{name}-inductor-{CUDA}"))
+    return cases
+
+
+EVERY_MODEL = tuple(STOCK)
+
+
+def depth(compiler: str, place: Place) -> int:
+    """Layers of the model: on a CPU, a compiler takes seconds for each of them."""
+    if place is CUDA:
+        return 3
+    return 2 if (compiler, place) == ("eager", CPU) else 1
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative norm of the difference."""
+    assert found.shape == expected.shape
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def agree(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], place: Place) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert difference(found[name], value) < place.tolerance, name
+
+
+def descriptor(dispatcher: gp.CudagraphDispatcher, size: Sequence[int]) -> BatchDescriptor:
+    """The key whose graph serves a batch of that size."""
+    extra = (("seq_len", size[1]),) if len(size) == 2 else ()
+    return dispatcher.dispatch(num_reqs=size[0], extra=extra).descriptor
+
+
+def assert_split_at_attention(runtime: gp.GraphRuntime, num_layers: int) -> None:
+    """Every callable is cut at each layer's attention, and nowhere else."""
+    for record in runtime.callables():
+        kinds = [kind for _, kind, _, _ in record.regions]
+        assert kinds == ["captured", "eager"] * num_layers + ["captured"], record.name
+
+
+def assert_counts(
+    runtime: gp.GraphRuntime, name: str, num_layers: int, calls: Mapping[tuple[CUDAGraphMode, Any], int]
+) -> None:
+    """Each key of callable ``name`` was captured once, and replayed by the capturing call and by each later one."""
+    regions = {PIECEWISE: {f"{name}.r{2 * i}" for i in range(num_layers + 1)}, FULL: {f"{name}.full"}}
+    found = {
+        where: (c.captured, c.replayed) for where, c in runtime.counts().items() if where[0].startswith(f"{name}.")
+    }
+    assert found == {
+        (region, mode, key): (1, 1 + times) for (mode, key), times in calls.items() for region in regions[mode]
+    }
+
+
+@pytest.mark.parametrize(
+    ("stock", "compiler", "place"),
+    table(
+        (("llama", "bert", "vit", "siglip_vision"), "aot_eager", CPU),
+        (("llama", "vit"), "inductor", CPU),
+        (("qwen3", "siglip_text"), "eager", CPU),
+        (("vit",), "eager", CPU_BF16),
+    ),
+)
+def test_one_dynamic_compile_agrees_in_every_mode(stock: Stock, compiler: str, place: Place) -> None:
+    """NONE at the real sizes, PIECEWISE and FULL at the padded ones."""
+    num_layers = depth(compiler, place)
+    model = stock.build(place, num_layers)
+    calls: Counter[tuple[CUDAGraphMode, BatchDescriptor]] = Counter()
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        compiled = compiled_for(stock, model, compiler, runtime, dynamic=True)
+        for size in stock.sizes:
+            batch = stock.batch(place, size)
+            with gp.set_forward_context():
+                agree(compiled(**batch), model(**batch), place)
+        assert runtime.counts() == {}
+        for mode in (PIECEWISE, FULL):
+            dispatcher = gp.CudagraphDispatcher(mode, stock.ladder, max_num_reqs=6, lazy=True)
+            with runtime.capturing():
+                for _, keys in dispatcher.capture_plan():
+                    for key in keys:
+                        batch = stock.batch(place, tuple(dispatcher.fields(key).values()), CAPTURE_SEED)
+                        with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                            agree(compiled(**batch), model(**batch), place)
+                        calls[mode, key] = 0
+            for size in stock.sizes:
+                key = descriptor(dispatcher, size)
+                batch = stock.batch(place, size, REPLAY_SEED)
+                with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                    padded = compiled(**stock.padded(batch, tuple(dispatcher.fields(key).values())))
+                found = {name: stock.real(output, size) for name, output in padded.items()}
+                agree(found, model(**batch), place)
+                calls[mode, key] += 1
+        assert_split_at_attention(runtime, num_layers)
+        assert runtime.stats().callables == 1
+        assert_counts(runtime, "g0", num_layers, calls)
+
+
+def compiled_for(
+    stock: Stock, model: torch.nn.Module, compiler: str, runtime: gp.GraphRuntime, *, dynamic: bool
+) -> Callable[..., Mapping[str, torch.Tensor]]:
+    """The model for every mode, as an engine compiles it."""
+    sizes = {"capture_sizes": stock.ladder, "dynamic_dims": stock.dynamic_dims} if dynamic else {}
+    options = cgpass.options(
+        splitting_ops=[SDPA], mode="FULL_AND_PIECEWISE", compiler=compiler, runtime=runtime, **sizes
+    )
+    compiled: Any = torch.compile(model, backend="cgpass", dynamic=dynamic, fullgraph=True, options=options)
+    return compiled
+
+
+@pytest.mark.parametrize(("stock", "compiler", "place"), table((EVERY_MODEL, "eager", CPU)))
+def test_static_compiles_agree_in_every_mode(stock: Stock, compiler: str, place: Place) -> None:
+    """Each size is a callable of its own, with a graph of its own in each mode."""
+    model = stock.build(place, 1)
+    # Each costs a trace, and one compiler at least sees a second one.
+    sizes = stock.sizes[:1] if (compiler, place) == ("eager", CPU) else stock.sizes[:2]
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        compiled = compiled_for(stock, model, compiler, runtime, dynamic=False)
+        for index, size in enumerate(sizes):
+            key = BatchDescriptor(math.prod(size), num_reqs=size[0])
+            batches = [stock.batch(place, size, seed) for seed in (CAPTURE_SEED, REPLAY_SEED)]
+            for mode in (CUDAGraphMode.NONE, PIECEWISE, FULL):
+                with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
+                    with runtime.capturing():
+                        agree(compiled(**batches[0]), model(**batches[0]), place)
+                    agree(compiled(**batches[1]), model(**batches[1]), place)
+            assert_counts(runtime, f"g{index}", 1, {(PIECEWISE, key): 1, (FULL, key): 1})
+        assert runtime.stats().callables == len(sizes)
+        assert_split_at_attention(runtime, 1)
+
+
+@pytest.mark.parametrize(("stock", "compiler", "place"), table((EVERY_MODEL, "eager", CPU)))
+def test_graphed_full_agrees_at_every_size(stock: Stock, compiler: str, place: Place) -> None:
+    assert_graphed_agrees(stock, compiler, place, FULL)
+
+
+@pytest.mark.parametrize(("stock", "compiler", "place"), table((("llama", "vit"), "eager", CPU)))
+def test_graphed_piecewise_agrees_at_every_size(stock: Stock, compiler: str, place: Place) -> None:
+    assert_graphed_agrees(stock, compiler, place, PIECEWISE)
+
+
+def assert_graphed_agrees(stock: Stock, compiler: str, place: Place, mode: CUDAGraphMode) -> None:
+    """At the sizes of the table, at one row, and above the largest key, where it runs without a graph."""
+    num_layers = depth(compiler, place)
+    model = stock.build(place, num_layers)
+    fast = graphed(stock, model, mode, compiler)
+    one_row, above = (1, *stock.sizes[0][1:]), (7, *stock.sizes[0][1:])
+    fast.capture(**stock.batch(place, one_row, CAPTURE_SEED))
+    dispatcher = gp.CudagraphDispatcher(mode, stock.ladder, max_num_reqs=6, lazy=True)
+    calls = Counter({(mode, key): 0 for key in dispatcher.keys[mode]})
+    for size in (one_row, *stock.sizes, above):
+        batch = stock.batch(place, size, REPLAY_SEED)
+        with torch.inference_mode():
+            expected = model(**batch)
+        agree(fast(**batch), expected, place)
+        if size != above:
+            calls[mode, descriptor(dispatcher, size)] += 1
+    assert_split_at_attention(fast.runtime, num_layers)
+    assert_counts(fast.runtime, "g0", num_layers, calls)
+    fast.close()
+
+
+def graphed(
+    stock: Stock, model: torch.nn.Module, mode: str | CUDAGraphMode, compiler: str, **options: Any
+) -> gp.GraphedModel:
+    return gp.graphed(
+        model,
+        **{"capture_sizes": stock.ladder, "dynamic_dims": stock.dynamic_dims, **options},
+        splitting_ops=[SDPA],
+        mode=mode,
+        compiler=compiler,
+        on_fallback="silent",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("vit", FULL), *(pytest.param("llama", mode, marks=pytest.mark.soak) for mode in (PIECEWISE, FULL))],
+)
+def test_size_one_is_a_callable_of_its_own(name: str, mode: CUDAGraphMode) -> None:
+    stock = STOCK[name]
+    model = stock.build(CPU, 1)
+    fast = graphed(stock, model, mode, "eager", capture_sizes={**stock.ladder, "num_reqs": [1, 3]})
+    for num_reqs in (1, 2, 1, 3):
+        batch = stock.batch(CPU, (num_reqs, *stock.sizes[0][1:]), REPLAY_SEED)
+        with torch.inference_mode():
+            expected = model(**batch)
+        agree(fast(**batch), expected, CPU)
+    assert_split_at_attention(fast.runtime, 1)
+    assert fast.runtime.stats().callables == 2
+    seq_len = 8 if len(stock.ladder) == 2 else 1
+    callable_of = {}
+    for (region, _, key), counted in fast.runtime.counts().items():
+        assert (counted.captured, counted.replayed) == (1, 2)
+        callable_of.setdefault(key.num_tokens // seq_len, set()).add(region.partition(".")[0])
+    assert sorted(callable_of) == [1, 3]
+    assert callable_of[1].isdisjoint(callable_of[3])
+    fast.close()
+
+
+# Compile-once: what these numbers are depends on the structural key, nothing else here does.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("llama", "vit") else pytest.mark.soak) for name in STOCK]
+)
+def test_layers_of_one_structure_are_compiled_once(name: str) -> None:
+    """The first region, the two between layers, and the last: four regions, three artifacts."""
+    stock, num_layers = STOCK[name], 3
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        compiled = compiled_for(stock, stock.build(CPU, num_layers), "eager", runtime, dynamic=True)
+        with gp.set_forward_context():
+            compiled(**stock.batch(CPU, stock.sizes[0]))
+        assert_split_at_attention(runtime, num_layers)
+        assert runtime.compiled() == 3
+
+
+def test_the_mask_is_found_to_share_the_declared_dimensions() -> None:
+    """Stock models gather the mask by row and column, so nothing in the graph says that it has the tokens' shape."""
+    stock = STOCK["bert"]
+    model = stock.build(CPU, 1)
+    fast = graphed(stock, model, FULL, "eager", dynamic_dims={"input_ids": {0: "num_reqs", 1: "seq_len"}})
+    for size in ((1, 5), *stock.sizes):
+        batch = stock.batch(CPU, size)
+        with torch.inference_mode():
+            expected = model(**batch)
+        agree(fast(**batch), expected, CPU)
+    fast.close()
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_masks_and_far_tokens_matter(name: str) -> None:
+    """These weights and batches would show a lost mask, a stale row or a token that nobody attends to."""
+    stock = STOCK[name]
+    model = stock.build(CPU, 2)
+    batch = stock.batch(CPU, stock.sizes[-1])
+    for argument, value in batch.items():
+        changed = value.clone()
+        changed[0, 0] = 1 - changed[0, 0] if argument == "attention_mask" else (1 + changed[0, 0]) % VOCABULARY
+        with torch.inference_mode():
+            before = model(**batch).last_hidden_state[0, -1]
+            after = model(**{**batch, argument: changed}).last_hidden_state[0, -1]
+        assert difference(after, before) > 1000 * CPU.tolerance, argument
