@@ -187,10 +187,12 @@ class _Reader:
         if shape_env is None:
             return ()
         ranges = tuple(bounds.get(symbol) or compat.bounds_of(shape_env, symbol) for symbol in self._symbols)
+        # That a size differs from another region's says nothing about this one.
         facts = frozenset(
             fact.xreplace(self._symbols)
             for fact in compat.facts_of(shape_env)
             if not fact.free_symbols.isdisjoint(self._symbols)
+            and not (isinstance(fact, sympy.Ne) and not fact.free_symbols <= self._symbols.keys())
         )
         unbacked = tuple(_Itself(symbol) for symbol in self._symbols if compat.is_unbacked(symbol))
         return (ranges, facts, unbacked)

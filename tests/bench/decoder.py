@@ -225,9 +225,11 @@ def make_decoder(
     with torch.device(device):
         model = Decoder(sizes, batch).to(dtype).eval().requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+            # What is added to the residual stream shrinks with depth, as in trained models: rounding stays small.
+            depth = 2 * sizes.num_layers if name.endswith(("project.weight", "down.weight")) else 1
+            parameter.normal_(std=(depth * parameter.shape[1]) ** -0.5, generator=generator)
     for layer in model.layers:
         layer.key_cache.normal_(generator=generator)
         layer.value_cache.normal_(generator=generator)

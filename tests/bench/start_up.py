@@ -5,7 +5,8 @@ and nothing is compiled; it stops when the step named in the table is done on th
 caches of Inductor and Triton, *warm* a second process with the caches that the first one left.
 
 The second table compiles a decoder with 24 and with 240 small layers from cold caches, for FULL and PIECEWISE, and
-shows where the backend's time goes.
+shows where the backend's time goes. What any compilation costs a fresh process before it compiles anything (loading
+Inductor, Triton and their workers) is a row of its own.
 
 ``--smoke`` runs tiny sizes on a CPU: the code, not the figures.
 """
@@ -36,7 +37,9 @@ from tests.bench.timing import environment, plain_compiled, synchronize, write_j
 LAYERS = "layers"
 FIRST_STEP = "torch.compile, first step"
 REDUCE_OVERHEAD = "reduce-overhead, third step"
+ANY_COMPILE = "torch.compile of one linear layer"
 FULL_REPLAY = "cgpass FULL, first replay"
+UNSPLIT_REPLAY = "cgpass FULL without splitting ops, first replay"
 PIECEWISE_REPLAY = "cgpass PIECEWISE, first replay"
 BACKEND_PARTS = ("partition", "key", "compile")
 Figures = dict[str, Any]
@@ -87,8 +90,8 @@ def _device(options: argparse.Namespace) -> torch.device:
 def _variants(options: argparse.Namespace, console: Console) -> list[str]:
     if options.smoke:
         console.print(f"{REDUCE_OVERHEAD} needs a GPU: skipped")
-        return [FIRST_STEP, FULL_REPLAY, PIECEWISE_REPLAY]
-    return [REDUCE_OVERHEAD, FIRST_STEP, FULL_REPLAY, PIECEWISE_REPLAY]
+        return [ANY_COMPILE, FIRST_STEP, FULL_REPLAY, UNSPLIT_REPLAY, PIECEWISE_REPLAY]
+    return [REDUCE_OVERHEAD, ANY_COMPILE, FIRST_STEP, FULL_REPLAY, UNSPLIT_REPLAY, PIECEWISE_REPLAY]
 
 
 # -- the process that starts others ----------------------------------------------------------------------------------
@@ -185,6 +188,9 @@ def _run_until(figure: str, model: Any, inputs: list[torch.Tensor], compiler: st
     """Compile and run to the step that the figure names; returns what else there is to say, asked off the clock."""
     if figure == FIRST_STEP:
         plain_compiled(model, compiler)(*inputs)
+    elif figure == ANY_COMPILE:
+        layer = torch.nn.Linear(inputs[0].shape[1], 8, device=inputs[0].device, dtype=inputs[0].dtype)
+        torch.compile(lambda x: torch.relu(layer(x)), backend=compiler)(inputs[0])
     elif figure == REDUCE_OVERHEAD:
         step = reduce_overhead(model, inputs)
         for _ in range(3):
@@ -194,8 +200,9 @@ def _run_until(figure: str, model: Any, inputs: list[torch.Tensor], compiler: st
         engine.compile_only()
         return partial(_layer_figures, engine.runtime, model.sizes.num_layers)
     else:
-        mode = FULL if figure == FULL_REPLAY else PIECEWISE
-        engine = Engine(model, inputs, mode=str(mode), compiler=compiler)
+        mode = PIECEWISE if figure == PIECEWISE_REPLAY else FULL
+        built_for = "FULL" if figure == UNSPLIT_REPLAY else "FULL_AND_PIECEWISE"
+        engine = Engine(model, inputs, mode=built_for, compiler=compiler)
         engine.capture(mode)
         engine.step(mode)
         return partial(_replays, engine.runtime)

@@ -1,0 +1,67 @@
+"""Models that are cut at an op with a Python body, and the dropping of parts of the structural key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import cgpass
+import graphpass as gp
+from graphpass.compile import once
+from graphpass.compile.structure import Structure, structure_of
+
+
+@torch.library.custom_op("compiletest::cut", mutates_args=())
+def cut(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@cut.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("compiletest::gain", mutates_args=())
+def gain(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Looks its factor up by a layer's name, as attention looks up its cache."""
+    return x * {"layers.0": 2.0, "layers.1": 3.0}[name]
+
+
+@gain.register_fake
+def _(x: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture
+def rt() -> Iterator[gp.GraphRuntime]:
+    with gp.GraphRuntime() as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def compiled_at_cuts(rt: gp.GraphRuntime) -> Callable[..., Any]:
+    """``compiled_at_cuts(model, compiler, dynamic=..., **options)``: the model, split at ``compiletest::cut``."""
+
+    def compile_model(model: Any, compiler: str = "aot_eager", *, dynamic: bool | None = None, **options: Any) -> Any:
+        given = cgpass.options(splitting_ops=["compiletest::cut"], compiler=compiler, runtime=rt, **options)
+        return torch.compile(model, backend="cgpass", dynamic=dynamic, options=given)
+
+    return compile_model
+
+
+@pytest.fixture
+def drop_from_key(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``drop_from_key(*parts)``: regions that differ in these parts alone are taken for one."""
+
+    def drop(*parts: str) -> None:
+        def incomplete(*args: Any, **kwargs: Any) -> Structure:
+            structure = structure_of(*args, **kwargs)
+            return replace(structure, key=replace(structure.key, **dict.fromkeys(parts, ())))
+
+        monkeypatch.setattr(once, "structure_of", incomplete)
+
+    return drop
