@@ -12,8 +12,10 @@ from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
 from graphpass.capture.entry import GraphEntry
+from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.plan import PlannedReplay, ReplayPlan
+from graphpass.capture.wrapper import MAX_STATIC_SETS
 from graphpass.compile import CompiledRegion
 from graphpass.context import ForwardContext, current_context
 from graphpass.dispatch.grid import SizeGrid
@@ -200,7 +202,9 @@ class GraphedCallable:
         if self._clones or self.runtime.is_current_forward(context):
             return args
         pool = self.runtime.forward_pool_storages()
-        return tuple(clone_pool_tensors(args, pool)) if pool else args
+        if not pool or pool.isdisjoint([storage_id(args[position]) for position in self._staged]):
+            return args
+        return tuple(clone_pool_tensors(args, pool))
 
     def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
         prefix = f"{self.name}."
@@ -219,11 +223,12 @@ class GraphedCallable:
             lambda callees: self.partition.bind({**self._callees, **callees}),
             self._planned(captured, entries),
             args=args,
+            static=self.static,
             generation=self.runtime.generation,
             reuses_outputs=self._reuses_outputs,
         )
         alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
-        self._plans[descriptor] = [*alive, plan]
+        self._plans[descriptor] = [*alive[1 - MAX_STATIC_SETS :], plan]
         scope = self.runtime.scope()
         if scope is not None:
             scope.plans.append(plan)

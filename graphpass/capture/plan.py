@@ -21,6 +21,7 @@ from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
+from graphpass.capture.tally import Tally
 from graphpass.errors import StaticInputError
 from graphpass.keys import BatchDescriptor
 
@@ -100,7 +101,9 @@ class ReplayPlan:
     steps: tuple[tuple[str, str], ...]
     generation: int
     _function: Callable[..., Any]
-    _entries: tuple[GraphEntry, ...]
+    _tallies: tuple[tuple[Tally, int], ...]
+    _pool_storages: frozenset[int]
+    _pool_outputs: tuple[torch.Tensor, ...]
     _statics: StaticSet
     _dynamic_positions: tuple[int, ...]
     _pattern: AliasPattern
@@ -117,6 +120,7 @@ class ReplayPlan:
         replays: Mapping[str, PlannedReplay],
         *,
         args: Sequence[Any],
+        static: Collection[int],
         generation: int,
         reuses_outputs: bool,
     ) -> ReplayPlan:
@@ -129,13 +133,16 @@ class ReplayPlan:
             bind: makes the stitched code over one callee for each captured region.
             replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
             args: flat arguments of the call that was captured.
+            static: arguments that are static by declaration, whether a graph has baked them in or not.
             generation: the runtime's generation that the entries belong to.
             reuses_outputs: see :meth:`PlannedReplay.callee`.
         """
-        baked = {storage for planned in replays.values() for storage in planned.entry.statics.storages}
+        static = frozenset(static)
+        entries = [planned.entry for planned in replays.values()]
+        baked = {storage for entry in entries for storage in entry.statics.storages}
         tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
-        static = [position for position in tensors if storage_id(args[position]) in baked]
-        dynamic = tuple(position for position in tensors if position not in set(static))
+        fixed = [position for position in tensors if position in static or storage_id(args[position]) in baked]
+        dynamic = tuple(position for position in tensors if position not in set(fixed))
         pattern = alias_pattern(args, dynamic)
         if pattern:  # inputs that share memory are copied together, region by region
             replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
@@ -147,8 +154,10 @@ class ReplayPlan:
             steps=tuple(steps),
             generation=generation,
             _function=bind({n: planned.callee(reuses_outputs=reuses_outputs) for n, planned in replays.items()}),
-            _entries=tuple(planned.entry for planned in replays.values()),
-            _statics=StaticSet.of(args, static),
+            _tallies=tuple((entry.tally, len(entry.staging.positions)) for entry in entries),
+            _pool_storages=frozenset[int]().union(*(entry.outputs.pool_storages for entry in entries)),
+            _pool_outputs=tuple(output for entry in entries for output in entry.outputs.pool_outputs),
+            _statics=StaticSet.of(args, fixed),
             _dynamic_positions=dynamic,
             _pattern=pattern,
             _checks=checks[0].joined(checks[1:]) if checks else None,
@@ -178,8 +187,8 @@ class ReplayPlan:
             self._staging.check(args)
             with torch.no_grad():
                 self._staging.copy_in(args)
-        runtime.before_replays(self._entries)
-        for entry in self._entries:
-            entry.tally.replayed += 1
-            entry.tally.copied += len(entry.staging.positions)
+        runtime.before_plan(self._pool_storages, self._pool_outputs)
+        for tally, num_copied in self._tallies:
+            tally.replayed += 1
+            tally.copied += num_copied
         return self._function(*args)

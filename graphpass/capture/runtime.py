@@ -323,19 +323,18 @@ class GraphRuntime:
 
     def before_replay(self, entry: GraphEntry) -> None:
         """Outputs of earlier forwards are stale from here on; those of ``entry`` belong to this one."""
-        self.before_replays((entry,))
+        self.before_plan(entry.outputs.pool_storages, entry.outputs.pool_outputs)
+        self._forward_entries.append(entry)
 
-    def before_replays(self, entries: Sequence[GraphEntry]) -> None:
-        """:meth:`before_replay` for all graphs that a plan is about to replay."""
+    def before_plan(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
+        """:meth:`before_replay` for all graphs that a plan is about to replay, by what they write."""
         if self._forward is not self._written_by:
             assert self._device is not None
             self._device.make_stale(self._written)
             self._written.clear()
             self._written_by = self._forward
-        self._forward_entries.extend(entries)
-        for entry in entries:
-            self._forward_storages |= entry.outputs.pool_storages
-            self._written.extend(entry.outputs.pool_outputs)
+        self._forward_storages |= pool_storages
+        self._written.extend(pool_outputs)
 
     def forward_pool_storages(self) -> set[int]:
         """Addresses of pool storages written so far in this forward."""

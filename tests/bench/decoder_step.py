@@ -294,10 +294,13 @@ def _forms(setup: Setup, model: Decoder, inputs: list[torch.Tensor], console: Co
 def _full_forms(setup: Setup, model: Decoder, inputs: list[torch.Tensor]) -> list[Form]:
     """FULL of a model that is not split: the compiler sees it whole, as in the floor."""
     forms = []
-    for outputs in ("view", "clone"):
-        engine = Engine(model, inputs, mode="FULL", outputs=outputs, compiler=setup.compiler)
+    in_place = [tensor.clone() for tensor in inputs]
+    for tensor in in_place:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+    for given, outputs, where in ((in_place, "view", ", inputs in place"), (inputs, "view", ""), (inputs, "clone", "")):
+        engine = Engine(model, given, mode="FULL", outputs=outputs, compiler=setup.compiler)
         engine.capture(FULL)
-        forms.append(engine.form(f"cgpass FULL, {outputs}", FULL, FULL_FLOOR))
+        forms.append(engine.form(f"cgpass FULL, {outputs}{where}", FULL, FULL_FLOOR))
     for outputs in ("view", "clone"):
         dims = {"hidden": 0, "positions": 0}
         fast = gp.graphed(model, [len(inputs[0])], dims, outputs=outputs, compiler=setup.compiler)

@@ -38,6 +38,7 @@ def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = (), genera
         lambda callees: callees["r0"],
         {"r0": replay},
         args=args,
+        static=(),
         generation=generation,
         reuses_outputs=True,
     )
