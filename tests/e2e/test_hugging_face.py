@@ -271,3 +271,24 @@ def test_masks_and_far_tokens_matter(name: str) -> None:
             before = model(**batch).last_hidden_state[0, -1]
             after = model(**{**batch, argument: changed}).last_hidden_state[0, -1]
         assert difference(after, before) > 1000 * CPU.tolerance, argument
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        SDPA,
+        "transformers.integrations.sdpa_attention.sdpa_attention_forward",
+        "transformers.models.llama.modeling_llama.LlamaAttention",
+    ],
+)
+def test_attention_is_split_off_by_the_name_of_a_callable(op: str) -> None:
+    """The operator, Hugging Face's own attention function, or the module that calls it: both are inlined by Dynamo."""
+    stock = STOCK["llama"]
+    model = stock.build(CPU, 2)
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        options = cgpass.options(splitting_ops=[op], compiler="eager", runtime=runtime)
+        compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
+        batch = stock.batch(CPU, stock.sizes[0])
+        agree(compiled(**batch), model(**batch), CPU)
+        assert_split_at_attention(runtime, 2)
+        assert runtime.compiled() == 3

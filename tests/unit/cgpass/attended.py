@@ -1,0 +1,47 @@
+"""A model with an op in its middle that splits it, and short ways to compile it and to say what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpass import CUDAGraphMode, GraphRuntime
+
+ATTEND = "cgpasstest::attend"
+FULL = CUDAGraphMode.FULL
+Run = Callable[..., Any]
+BOTH = ("PIECEWISE", "FULL")
+
+
+def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any = None, **how: Any) -> Any:
+    """``torch.compile`` of ``model`` for ``rt``; dynamic unless said otherwise."""
+    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **(options or {})}
+    return torch.compile(model, backend="cgpass", options=given, **{"dynamic": True, **how})
+
+
+def endings(rt: GraphRuntime) -> dict[str, str]:
+    """{callable: why Dynamo ended its graph} for those that a graph break ended."""
+    return {row[0].removesuffix(".end"): row[-1] for row in rt.report()["Regions"].rows if row[0].endswith(".end")}
+
+
+def agrees(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want)
+
+
+def expected_counts(mode: str, size: int, counts: tuple[int, int], graph: str = "g0") -> dict[Any, tuple[int, int]]:
+    """The tally of one graph with a splitting op in its middle: the whole, or the regions before and after it."""
+    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
+    return {(f"{graph}.{region}", size): counts for region in regions}
+
+
+class Attended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.ops.cgpasstest.attend(self.first(x))).relu()
