@@ -110,7 +110,7 @@ def facts_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
 
 def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
     """Let the graph being traced guard on ``conditions``; False, and no guard, if one does not hold for its sizes."""
-    hints = _hints_of(shape_env)
+    hints = hints_of(shape_env)
     if any(condition.xreplace(hints) != sympy.true for condition in conditions):
         return False
     for condition in conditions:
@@ -118,7 +118,7 @@ def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
     return True
 
 
-def _hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
+def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
     """The size that each symbol had in the call being traced."""
     for name in ("backed_var_to_val", "var_to_val"):
         hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
@@ -127,19 +127,27 @@ def _hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
     return {}
 
 
-def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None) -> Any:
-    """A symbol of ``shape_env`` within bounds, or the size itself where the bounds leave one."""
+def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None, like: int) -> Any:
+    """A symbol of ``shape_env`` within bounds, or the size itself where the bounds leave one.
+
+    Args:
+        shape_env: what it becomes a symbol of.
+        name: for messages.
+        lowest: the least size, None for 0.
+        highest: the greatest size, None for any.
+        like: the size to trace with, where it lies within the bounds.
+    """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
     from torch.utils._sympy.value_ranges import ValueRanges
 
     if lowest is not None and lowest == highest:
         return sympy.Integer(lowest)
-    least = max(lowest or 0, 2)
+    least = lowest or 0
     upper = sympy.Integer(highest) if highest is not None else ValueRanges.unknown().upper
     bounds = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(sympy.Integer(least), upper))
-    hint = least if highest is None else highest
-    return shape_env.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC, bounds)
+    hint = max(2, like if highest is None or least <= like <= highest else highest)
+    return shape_env.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC, bounds, positive=None)
 
 
 def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]) -> Any:
@@ -147,7 +155,7 @@ def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]
     if not isinstance(expression, sympy.Basic):
         return expression
     renamed = expression.xreplace(dict(symbols))
-    hint = int(renamed.xreplace(_hints_of(shape_env)))
+    hint = int(renamed.xreplace(hints_of(shape_env)))
     return shape_env.create_symintnode(renamed, hint=hint)
 
 
@@ -383,16 +391,12 @@ _data_ptrs_equal: Callable[..., bool] = getattr(
 
 
 def any_overlap(tensors: list[torch.Tensor]) -> bool:
-    """Whether any two of these tensors, all in one storage, have an element in common; asks as AOTAutograd does.
-
-    Fake tensors are asked at the sizes they were traced with, without a guard.
-    """
+    """Whether AOTAutograd takes any two of these tensors, all in one storage, to have an element in common."""
     overlapping = getattr(_torch_attribute("_C._dynamo.guards"), "compute_overlapping_tensors", None)
     if overlapping is None:
         return True
     numbers = [number for t in tensors for number in (*t.shape, *t.stride(), t.storage_offset())]
-    with quiet_shapes(fake_mode_of(tensors)):
-        return bool(overlapping(tensors, symbolic=any(isinstance(number, torch.SymInt) for number in numbers)))
+    return bool(overlapping(tensors, symbolic=any(isinstance(number, torch.SymInt) for number in numbers)))
 
 
 def schema_name(op: torch._ops.OpOverload) -> str:

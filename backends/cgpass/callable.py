@@ -124,7 +124,7 @@ class GraphedCallable:
             )
         scope = self.runtime.scope()
         if scope is not None and scope.stops_at_entry:
-            raise EnteredCallable(self, args)
+            raise EnteredCallable(self)
         for position in self._staged:
             if not args[position].numel():
                 return self._stitched(*args)

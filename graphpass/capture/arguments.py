@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.capture.layout import storage_id
 
 __all__ = ["Call", "InputRoles"]
 
@@ -62,6 +63,15 @@ class Call:
             mutated=frozenset(_positions(args, kwargs, roles.mutated) & tensors),
             module_owned=frozenset(owned),
             layout=frozenset(_positions(args, kwargs, roles.layout)),
+        )
+
+    def inside_static(self) -> frozenset[int]:
+        """Positions of the other tensors that lie in the memory of a static one."""
+        storages = {storage_id(self.leaves[position]) for position in self.static} - {0}
+        return frozenset(
+            position
+            for position, leaf in enumerate(self.leaves)
+            if position not in self.static and isinstance(leaf, torch.Tensor) and storage_id(leaf) in storages
         )
 
     def owner_ids(self) -> tuple[int, ...]:

@@ -49,7 +49,8 @@ class PlannedReplay:
             reuses_outputs: hand out the same tensor objects in every step; nobody may change their shape in place.
         """
         entry = self.entry
-        settled = {*self.arguments, *self.replayed}
+        # A replay may hand on a view of an input, which lies in the caller's memory and not in the pool.
+        settled = {*self.arguments, *set(self.replayed).difference(entry.staging.positions)}
         staged = [position for position in entry.staging.positions if position not in settled]
         rest = replace(
             entry,

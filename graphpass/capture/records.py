@@ -88,10 +88,8 @@ class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIterati
 
     Args:
         reached: the callable.
-        args_given: its flat arguments.
     """
 
-    def __init__(self, reached: Any, args_given: tuple[Any, ...]) -> None:
+    def __init__(self, reached: Any) -> None:
         super().__init__(reached)
         self.reached = reached
-        self.args_given = args_given

@@ -16,6 +16,8 @@ import torch
 
 from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import GraphDevice
+from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
 from graphpass.capture.tally import Counts
 from graphpass.capture.tape import TapeDevice
@@ -335,6 +337,20 @@ class GraphRuntime:
             self._written_by = self._forward
         self._forward_storages |= pool_storages
         self._written.extend(pool_outputs)
+
+    def without_stale(self, leaves: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+        """``leaves`` with clones at those ``positions`` that lie in outputs of an earlier forward.
+
+        The next replay overwrites that memory, so that nothing may be copied back to it afterwards.
+        """
+        found = list(leaves)
+        if self._forward is not self._written_by and self._written:
+            stale = set(map(storage_id, self._written))
+            for position, leaf in zip(
+                positions, clone_pool_tensors([leaves[p] for p in positions], stale), strict=True
+            ):
+                found[position] = leaf
+        return found
 
     def forward_pool_storages(self) -> set[int]:
         """Addresses of pool storages written so far in this forward."""

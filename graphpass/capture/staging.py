@@ -18,8 +18,11 @@ from graphpass.errors import ShapeError
 
 __all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern"]
 
-AliasPattern = tuple[tuple[int, int], ...]
-"""Which staged inputs share memory: (group, byte offset in the group) for each, or () when none do."""
+AliasPattern = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""Which staged inputs share memory: (group, byte offset in the group, strides) for each, or () when none do.
+
+The strides stand there for inputs that share memory with others: whether they overlap depends on them.
+"""
 
 _ALIGNMENT_BYTES = 256
 
@@ -60,10 +63,11 @@ def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPatte
     for storage, position in zip(storages, positions, strict=True):
         first_byte[storage] = min(first_byte.get(storage, extent(leaves[position])[0]), extent(leaves[position])[0])
     groups: dict[int, int] = {}
-    pattern = []
+    pattern: list[tuple[int, int, tuple[int, ...]]] = []
     for index, (storage, position) in enumerate(zip(storages, positions, strict=True)):
         group = groups.setdefault(storage, index) if storage else index
-        pattern.append((group, extent(leaves[position])[0] - first_byte[storage] if storage else 0))
+        offset = extent(leaves[position])[0] - first_byte[storage] if storage else 0
+        pattern.append((group, offset, leaves[position].stride() if storages.count(storage) > 1 else ()))
     return tuple(pattern)
 
 
@@ -115,7 +119,7 @@ class Staging:
         return Staging(
             positions=tuple(places[self.positions[index]] for index in kept),
             buffers=tuple(self.buffers[index] for index in kept),
-            pattern=self.pattern,
+            pattern=alias_pattern(self.buffers, kept),
             _targets=[self._targets[index] for index in kept],
             _expanded=tuple(new for new, index in enumerate(kept) if index in self._expanded),
             _mutated=tuple(new for new, index in enumerate(kept) if index in self._mutated),
@@ -186,9 +190,9 @@ def _buffers_in_layout(
     # A shared buffer starts as far past an aligned address as the shared memory does: views of any dtype then fit.
     offsets = [
         offset + (extent(leaves[position])[0] - offset) % WIDEST_ELEMENT_BYTES
-        for position, (_, offset) in zip(positions, pattern, strict=False)
+        for position, (_, offset, _) in zip(positions, pattern, strict=False)
     ] or [0] * len(positions)
-    groups = [group for group, _ in pattern] or list(range(len(positions)))
+    groups = [group for group, *_ in pattern] or list(range(len(positions)))
     for position, group, offset in zip(positions, groups, offsets, strict=True):
         first, last = extent(leaves[position])
         spans[group] = max(spans.get(group, 0), offset + last - first)

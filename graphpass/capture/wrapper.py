@@ -174,6 +174,8 @@ class CUDAGraphWrapper:
                 entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
             entry.check(leaves)
             clones = self._policy.clones_outputs
+            if entry.staging.mutates:
+                leaves = self._runtime.without_stale(leaves, entry.staging.positions)
             outputs = entry.run(leaves, clone=clones, before_replay=self._runtime.before_replay)
             if recorded is not None and not clones:
                 outputs = entry.outputs.owning(outputs, recorded)
@@ -242,10 +244,11 @@ class CUDAGraphWrapper:
         none of 24 blocks has moved.
         """
         is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
+        inside = call.inside_static()
         peers = [
             entry
             for entry in self._entries.at(descriptor)
-            if entry.spec == call.spec and call.static >= set(entry.statics.positions)
+            if entry.spec == call.spec and call.static | inside >= set(entry.statics.positions)
         ]
         own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
         moved = sorted({p for entry in own or peers for p in entry.statics.moved(call.leaves)})
@@ -262,6 +265,13 @@ class CUDAGraphWrapper:
                 f"{self.name} {descriptor}: static inputs moved ({names}), set {len(peers) + 1} captured"
             )
             return call.static
+        if not inside.isdisjoint(moved):
+            raise StaticInputError(
+                f"{call.names[min(inside.intersection(moved))]!r} of {self.name} keeps moving inside a static input",
+                expected=f"at most {MAX_STATIC_SETS} places in it: a copy would hide that the two share memory",
+                found=f"{len(own)} captured, and another one now",
+                remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
+            )
         self._runtime.note(
             f"{self.name} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on"
         )

@@ -118,7 +118,7 @@ class _Compilation:
         known = compat.facts_of(shape_env)
         function = self.compiler.compile(_own_copy(graph_module), examples)
         added = [guard for guard in compat.facts_of(shape_env) if guard not in set(known)]
-        position, sized = self._sized(examples)
+        position, sized = self._sized(examples, written)
         return CompiledRegion(
             function=function,
             opaque=self.compiler.opaque,
@@ -130,7 +130,9 @@ class _Compilation:
             _chosen={},
         )
 
-    def _sized(self, examples: Sequence[Any]) -> tuple[int | None, tuple[SizedArtifact, ...]]:
+    def _sized(
+        self, examples: Sequence[Any], written: WrittenInputs | None
+    ) -> tuple[int | None, tuple[SizedArtifact, ...]]:
         if not self.wanted:
             return None, ()
         symbol = self.structure.symbols[self.wanted[0]]
@@ -140,7 +142,7 @@ class _Compilation:
         artifacts = []
         for lowest, highest in self.wanted[1]:
             inputs = inputs_within(examples, {symbol: (lowest, highest)})
-            if inputs is None:
+            if inputs is None or (written is not None and written.overlap(inputs.values)):
                 continue
             with compat.tracing_with(inputs.fake_mode):
                 function = self.compiler.compile(_own_copy(self.region.graph_module, keep_shapes=False), inputs.values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,46 @@ class WrittenInputs:
         return any(
             len(group) > 1
             and not self.written.isdisjoint(group)
-            and compat.any_overlap([args[position] for position in group])
+            and _any_overlap([args[position] for position in group])
             for group in groups.values()
         )
+
+
+def _any_overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether two of these tensors, all in one storage, may have an element in common.
+
+    Asked of AOTAutograd, which acts on its answer, and once more: it takes rows of a strided matrix for apart.
+    """
+    with compat.quiet_shapes(compat.fake_mode_of(tensors)):
+        return compat.any_overlap(tensors) or any(
+            map(_may_meet, *zip(*itertools.combinations(tensors, 2), strict=True))
+        )
+
+
+def _may_meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """False where the byte ranges are apart, or both are blocks of columns of one matrix and the blocks are apart."""
+    if not one.numel() or not other.numel():
+        return False
+    (start, width, pitch), (other_start, other_width, other_pitch) = _columns(one), _columns(other)
+    if start + _reach(one) <= other_start or other_start + _reach(other) <= start:
+        return False
+    if pitch != other_pitch or one.element_size() != other.element_size():
+        return True
+    apart = (other_start - start) % pitch
+    return not (width <= apart and apart + other_width <= pitch)
+
+
+def _columns(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
+    """First byte, bytes that a row reaches, bytes from row to row: a tensor as rows that its widest stride parts."""
+    size = tensor.element_size()
+    pairs = sorted(((d, s) for s, d in zip(tensor.shape, tensor.stride(), strict=True) if s > 1), reverse=True)
+    inner = sum((s - 1) * d for d, s in pairs[1:])
+    return tensor.storage_offset() * size, (inner + 1) * size, (pairs[0][0] if pairs else 1) * size or size
+
+
+def _reach(tensor: torch.Tensor) -> Any:
+    """Bytes from the first element to behind the last."""
+    return (sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

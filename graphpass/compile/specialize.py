@@ -48,13 +48,14 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
     if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
         return None
     fake_mode = compat.new_fake_mode()
-    env = fake_mode.shape_env
+    env, traced_env = fake_mode.shape_env, compat.shape_env_of(examples)
     symbols: dict[sympy.Symbol, Any] = {}
     for value in examples:
         for symbol in _symbols_of(value):
             if symbol not in symbols:
-                low, high = bounds.get(symbol) or compat.bounds_of(compat.shape_env_of(examples), symbol)
-                symbols[symbol] = compat.new_symbol(env, str(symbol), low, high)
+                low, high = bounds.get(symbol) or compat.bounds_of(traced_env, symbol)
+                like = int(compat.hints_of(traced_env)[symbol])
+                symbols[symbol] = compat.new_symbol(env, str(symbol), low, high, like)
     storages: dict[int, torch.Tensor] = {}
     values = []
     with fake_mode, torch.no_grad():
@@ -69,7 +70,7 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
 def _symbols_of(value: Any) -> list[sympy.Symbol]:
     numbers = [value]
     if isinstance(value, torch.Tensor):
-        numbers = [*value.shape, *value.stride(), value.storage_offset()]
+        numbers = [*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()]
     expressions = [compat.expression_of(number) for number in numbers]
     found = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
     return sorted(found, key=str)

@@ -261,14 +261,14 @@ class GraphedModel:
             for name, dims in candidate_dims(self._dims, tensors, sizes).items()
         }
         try:
-            reached, args = self._traced(given, tensors, candidates)
+            reached = self._traced(given, tensors, candidates)
         except Exception as error:
             if not compat.came_from_tracing(error):
                 raise
             # What has size 1 may have to keep it (a mask that is broadcast over heads).
             candidates = {n: {d: f for d, f in dims.items() if sizes[f] != 1} for n, dims in candidates.items()}
-            reached, args = self._traced(given, tensors, candidates)
-        self._shared = shared_dims(reached, args, self._dims, candidates, tensors)
+            reached = self._traced(given, tensors, candidates)
+        self._shared = shared_dims(reached.partition, self._dims, candidates, tensors)
         largest = {field: max(ladder) for field, ladder in self._ladders.items()}
         self._buffers = BufferSet(self._shared.by_argument, largest, self._rules)
         if reached.never_full is not None and self._settings.mode.has_mode(CUDAGraphMode.FULL):
@@ -293,9 +293,9 @@ class GraphedModel:
     def _is_refuted(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
         """Whether this call shows that an argument is not padded after all; what was captured is dropped then."""
         assert self._shared is not None
-        refuted = self._shared.refuted_by(given, sizes) if self._shared.tried else []
+        refuted = self._shared.refuted_by(given, sizes)
         for name, dim in refuted:
-            field = self._shared.tried[name][dim]
+            field = self._shared.by_position[name][dim]
             self.runtime.note(f"dimension {dim} of input {name!r} is not {field} after all: captured anew")
         if refuted:
             self._refuted.update(refuted)
@@ -304,19 +304,19 @@ class GraphedModel:
 
     def _traced(
         self, given: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], candidates: Mapping[str, Mapping[int, str]]
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The first callable that a call with stand-ins for the arguments reaches, and what it was called with."""
+    ) -> Any:
+        """The first callable that a call with stand-ins for the arguments reaches."""
         sizes = trace_sizes(self._signature.sizes(given), self._ladders)
         stand_ins = {name: stand_in(t, {**candidates, **self._dims}[name], sizes) for name, t in tensors.items()}
-        reached, args = self._reached_first({**given, **stand_ins})
+        reached = self._reached_first({**given, **stand_ins})
         if reached.ends_early is not None and not self._has_graph_breaks:
             # Later graphs take intermediate tensors: only dynamic=True makes their sizes symbols from the first call.
             self._has_graph_breaks = True
             self._compiled = torch.compile(self._entry, backend="cgpass", dynamic=True, options=self._options)
-            reached, args = self._reached_first({**given, **stand_ins})
-        return reached, args
+            reached = self._reached_first({**given, **stand_ins})
+        return reached
 
-    def _reached_first(self, traced: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    def _reached_first(self, traced: Mapping[str, Any]) -> Any:
         largest = max((key for _, keys in self._dispatcher.capture_plan() for key in keys), key=lambda k: k.num_tokens)
         mode = next(iter(self._dispatcher.capture_plan()))[0]
         with self.runtime.scope_opened() as scope, set_forward_context(runtime_mode=mode, batch_descriptor=largest):
@@ -324,7 +324,7 @@ class GraphedModel:
             try:
                 self._compiled(**traced)
             except EnteredCallable as entered:
-                return entered.reached, entered.args_given
+                return entered.reached
         raise CaptureError(
             "nothing of the model could be captured",
             expected="a model that torch.compile hands to the backend, called without gradients",

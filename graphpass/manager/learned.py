@@ -1,8 +1,8 @@
 """What a model's first graph says about its arguments: which dimensions carry which key field.
 
 A dimension belongs to a key field because the graph's symbolic shape says so. Where the graph works for any size of it
-(a mask that is gathered from by index), a dimension of the field's size is tried: it belongs to the field if the graph
-reads as many rows as the field has and no more. Nothing goes by equal sizes alone.
+(a mask that is gathered from), a dimension of the field's size belongs to the field if the graph reads it at positions
+alone that it computes from other sizes: then padding it changes nothing. Nothing goes by equal sizes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from graphpass import compat
 from graphpass.errors import OptionError
-from graphpass.manager.probe import Probe
+from graphpass.partition.reads import is_read_by_position
 
 __all__ = ["DynamicDims", "SharedDims", "candidate_dims", "shared_dims", "stand_in", "trace_sizes"]
 
@@ -89,25 +89,25 @@ class SharedDims:
 
     Attributes:
         by_argument: of every tensor argument, the declared ones included.
-        tried: those among them that only trying out speaks for; a later call may show that they are something else.
+        by_position: those among them that are padded because they are read by position; a later call may show that
+            they are something else.
     """
 
     by_argument: Mapping[str, Mapping[int, str]]
-    tried: Mapping[str, Mapping[int, str]]
+    by_position: Mapping[str, Mapping[int, str]]
 
     def refuted_by(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
         """(argument, dimension) of those that do not have their field's size in this call."""
         return [
             (name, dim)
-            for name, dims in self.tried.items()
+            for name, dims in self.by_position.items()
             for dim, field in dims.items()
             if isinstance(given.get(name), torch.Tensor) and given[name].shape[dim : dim + 1] != (sizes[field],)
         ]
 
 
 def shared_dims(
-    reached: Any,
-    args: Sequence[Any],
+    graph: Any,
     declared: DynamicDims,
     candidates: DynamicDims,
     tensors: Mapping[str, torch.Tensor],
@@ -115,8 +115,7 @@ def shared_dims(
     """The dimensions of every tensor argument that carry a key field, the declared ones included.
 
     Args:
-        reached: the first callable that a call with stand-ins reached.
-        args: its arguments in that call.
+        graph: the partition of the first graph that a call with stand-ins reached.
         declared: what the user declared.
         candidates: see :func:`candidate_dims`.
         tensors: the call's tensor arguments by name.
@@ -125,20 +124,24 @@ def shared_dims(
         OptionError: an argument that the first graph does not read has a dimension of a key field's size, so that
             nothing tells whether it has to be padded.
     """
-    graph_inputs = reached.partition.inputs
+    graph_inputs = graph.inputs
     symbols = _field_symbols(graph_inputs, declared)
-    seen = {g.source_name: g.value for g in graph_inputs if isinstance(g.value, torch.Tensor)}
+    seen = {g.source_name: g for g in graph_inputs if isinstance(g.value, torch.Tensor)}
     shared: dict[str, dict[int, str]] = {}
     found: dict[str, dict[int, str]] = {}
     for name, tensor in tensors.items():
         if name in declared:
             shared[name] = dict(declared[name])
         elif name in seen:
-            expressions = [compat.expression_of(size) for size in seen[name].shape]
+            expressions = [compat.expression_of(size) for size in seen[name].value.shape]
             shared[name] = {dim: symbols[e] for dim, e in enumerate(expressions) if e in symbols}
-            unbound = {d: f for d, f in candidates[name].items() if isinstance(expressions[d], sympy.Symbol)}
-            for dim, field in unbound.items():
-                if dim not in shared[name] and Probe(reached, args, declared, field).ignores_rows_beyond(name, dim):
+            for dim, field in candidates[name].items():
+                symbol = expressions[dim]
+                if (
+                    dim not in shared[name]
+                    and isinstance(symbol, sympy.Symbol)
+                    and is_read_by_position(graph, seen[name].name, symbol)
+                ):
                     shared[name][dim] = field
                     found.setdefault(name, {})[dim] = field
         elif candidates[name]:

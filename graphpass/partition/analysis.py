@@ -53,10 +53,12 @@ class GraphFacts:
     Attributes:
         main_device: the device of the inputs and parameters: their one accelerator if there is one.
         readers: unbacked symbol -> the node whose run decides its value.
+        copied_storages: ids of the storages of inputs without a static address, of which graphs read copies.
     """
 
     main_device: torch.device | None
     readers: Mapping[sympy.Symbol, fx.Node]
+    copied_storages: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,9 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
     with _modes_restored() as modes:
         for node in gm.graph.nodes:
             walk.visit(node, modes)
-    facts = GraphFacts(_main_device(gm.graph), walk.readers)
+    given = [node for node in gm.graph.find_nodes(op="placeholder") if not compat.is_static_address(node)]
+    copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in given))
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied)
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
     return Analysis(walk.writes, guarded)

@@ -20,6 +20,7 @@ __all__ = [
     "DEFAULT_RULES",
     "SplitReason",
     "SplitRule",
+    "beyond_input",
     "data_dependent_shape",
     "foreign_device",
     "host_read",
@@ -36,7 +37,7 @@ class SplitReason:
 
     Attributes:
         kind: short and stable: "splitting op", "unsafe tag", "host read", "data-dependent shape", "host scalar",
-            "cpu tensor", "second device", "mode pair", "nothing to capture", or a user's own.
+            "beyond an input", "cpu tensor", "second device", "mode pair", "nothing to capture", or a user's own.
         detail: names the op or the node.
     """
 
@@ -106,6 +107,16 @@ def reshapes_in_place(node: fx.Node) -> bool:
         return True
     packets = [packet for packet in packets_of(node) if str(packet).endswith("_")]
     return any(torch.Tag.inplace_view in tags for p in packets for tags in _tags(p, tuple(p.overloads()), out=False))
+
+
+def beyond_input(node: fx.Node) -> SplitReason | None:
+    """``as_strided`` of an input, which may reach past its elements: a graph reads a copy of these alone."""
+    if "aten::as_strided" not in names_of(node) or not node.all_input_nodes:
+        return None
+    source = value_of(node.all_input_nodes[0])
+    if not isinstance(source, torch.Tensor) or compat.storage_id(source) not in facts_of(node).copied_storages:
+        return None
+    return SplitReason("beyond an input", f"{display_name(node)} of an input reaches into memory that is not copied")
 
 
 def host_read(node: fx.Node) -> SplitReason | None:
@@ -194,4 +205,11 @@ def foreign_device(node: fx.Node) -> SplitReason | None:
     return None
 
 
-DEFAULT_RULES: tuple[SplitRule, ...] = (unsafe_tag, host_read, data_dependent_shape, host_scalar, foreign_device)
+DEFAULT_RULES: tuple[SplitRule, ...] = (
+    unsafe_tag,
+    host_read,
+    data_dependent_shape,
+    host_scalar,
+    beyond_input,
+    foreign_device,
+)

@@ -1,0 +1,76 @@
+"""How a graph reads an input: whether only at positions that it computes from sizes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.partition.analysis import CALLS, free_symbols
+from graphpass.partition.execute import tensors_in, value_of
+from graphpass.partition.opnames import names_of
+from graphpass.partition.split import Partition
+
+__all__ = ["is_read_by_position"]
+
+# Results that hold, row by row, what the rows of their input hold.
+ROW_BY_ROW = frozenset(
+    f"aten::{name}" for name in ("to", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
+)
+
+
+def is_read_by_position(partition: Partition, name: str, symbol: sympy.Symbol) -> bool:
+    """Whether the dimensions of an input that have the size ``symbol`` are only indexed, by positions from other sizes.
+
+    Then no more of it is read than these sizes reach, whatever the data: ``mask[arange(n)]`` for an ``n`` that is not
+    the mask's own. False where a node computes with ``symbol``, mixes rows, or indexes by data, which may be negative.
+
+    Args:
+        partition: a split graph.
+        name: the input's name in it.
+        symbol: the size in question.
+    """
+    if any(symbol in getattr(size, "free_symbols", ()) for shape in partition.output_shapes for size in shape or ()):
+        return False
+    rows = {name}
+    from_data = {given.name for given in partition.inputs if isinstance(given.value, torch.Tensor)}
+    for region in partition.regions:
+        for node in region.graph_module.graph.nodes:
+            if not _keeps_to_positions(node, symbol, rows, from_data):
+                return False
+            if node.op in CALLS and any(argument.name in from_data for argument in node.all_input_nodes):
+                from_data.add(node.name)
+    return True
+
+
+def _keeps_to_positions(node: fx.Node, symbol: sympy.Symbol, rows: set[str], from_data: set[str]) -> bool:
+    value = value_of(node)
+    is_number = value is not None and not any(True for _ in tensors_in(value))
+    if is_number and symbol in free_symbols(value):
+        return node.op == "placeholder" and not node.users
+    if node.op not in CALLS or not any(argument.name in rows for argument in node.all_input_nodes):
+        return True
+    if names_of(node) & ROW_BY_ROW and len(node.all_input_nodes) == 1:
+        rows.add(node.name)
+        return True
+    return _indexes_by_position(node, from_data) and symbol not in _sizes_of(value)
+
+
+def _indexes_by_position(node: fx.Node, from_data: set[str]) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    index = node.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        isinstance(part, fx.Node) and isinstance(value_of(part), torch.Tensor) and part.name not in from_data
+        for part in parts
+    )
+
+
+def _sizes_of(value: Any) -> set[Any]:
+    sizes = [compat.expression_of(size) for tensor in tensors_in(value) for size in tensor.shape]
+    return {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}
