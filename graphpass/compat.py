@@ -359,15 +359,6 @@ def _torch_attribute(path: str) -> Any | None:
     return found
 
 
-def dtype_abbreviation(dtype: torch.dtype) -> str:
-    """A dtype in short: ``f32``, ``bf16``, ``i64``."""
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
-
-
 # --- capture
 
 

@@ -86,7 +86,7 @@ class _Names:
 
     def type_of(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return f"{compat.dtype_abbreviation(value.dtype)}{self._sizes(value.shape)}{self._place(value)}"
+            return f"{_abbreviated(value.dtype)}{self._sizes(value.shape)}{self._place(value)}"
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return f"Sym({self._symbolic(value)})"
         if isinstance(value, (tuple, list)):
@@ -145,3 +145,12 @@ class _Names:
         if value is Ellipsis:
             return "..."
         return getattr(value, "__name__", type(value).__name__)
+
+
+def _abbreviated(dtype: torch.dtype) -> str:
+    """A dtype in short: ``f32``, ``bf16``, ``i64``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name

@@ -1,0 +1,213 @@
+"""Wrong answers that regions, plans and shared memory once gave silently, one test for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cgpass
+import graphpass as gp
+from graphpass.compile.region import WrittenInputs
+from graphpass.errors import CaptureError, ShapeError, StaticInputError
+
+KEY = gp.BatchDescriptor(4)
+MODES = ("NONE", "PIECEWISE", "FULL")
+
+
+def compiled(model: Any, rt: gp.GraphRuntime, compiler: str = "eager", *, dynamic: bool = True, **options: Any) -> Any:
+    given = cgpass.options(compiler=compiler, runtime=rt, lazy_capture=True, **options)
+    return torch.compile(model, backend="cgpass", dynamic=dynamic, options=given)
+
+
+def run(model: Any, mode: str, *args: Any) -> Any:
+    with torch.no_grad(), gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.parse(mode), batch_descriptor=KEY):
+        return model(*args)
+
+
+def agree_in_turn(model: Any, fast: Any, mode: str, calls: list[Callable[[], tuple[torch.Tensor, ...]]]) -> None:
+    """Results and everything the model wrote to, call after call."""
+    for number, make in enumerate(calls):
+        torch.manual_seed(number)
+        mine = make()
+        torch.manual_seed(number)
+        theirs = make()
+        found, expected = run(fast, mode, *mine), model(*theirs)
+        pairs = [*zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True)]
+        for one, other in (*pairs, *zip(mine, theirs, strict=True)):
+            torch.testing.assert_close(one, other, msg=lambda text, number=number: f"call {number}: {text}")
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_view_of_an_input_that_a_replay_hands_on_is_read_anew(compiler: str, writes: bool) -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        t = y + 1
+        v = x[1:]
+        s = t.sigmoid()
+        return (v.mul_(2) if writes else v * 2), s
+
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, compiler, splitting_ops=["aten::sigmoid"])
+        agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(5, 3), torch.randn(4))] * 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("writes", [False, True])
+def test_inputs_that_share_memory_at_other_strides_have_a_graph_of_their_own(mode: str, writes: bool) -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return (x.add_(1) if writes else x + 1), y * 2
+
+    def strided(stride: int, offset: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        def make() -> tuple[torch.Tensor, ...]:
+            memory = torch.randn(40)
+            return memory.as_strided((4,), (stride,), 0), memory.as_strided((4,), (stride,), offset)
+
+        return make
+
+    calls = [strided(2, 3), strided(3, 3), strided(3, 6), strided(4, 6), strided(2, 3)]
+    with gp.GraphRuntime() as rt:
+        agree_in_turn(model, compiled(model, rt), mode, calls)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_a_strided_matrix_overlap(mode: str) -> None:
+    """torch takes these for apart, so that AOTAutograd loses one of the writes."""
+
+    def model(y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        below = y[1:]
+        result = y + b.mean()
+        below.clamp_(-1, 1)
+        y.mul_(0.7)
+        return result
+
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, "aot_eager", dynamic=False, splitting_ops=["aten::mean"])
+        agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4)[::2], torch.randn(3))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("views", "overlap"),
+    [
+        (lambda m: (m[:, :4], m[:, 4:]), False),
+        (lambda m: (m[:, :5], m[:, 4:]), True),
+        (lambda m: (m[:4], m[4:]), False),
+        (lambda m: (m[::2], m[1:]), True),
+        (lambda m: (m[:, :4], m[1:, :4]), True),
+        (lambda m: (m, m.t()), True),
+        (lambda m: (m[:0], m), False),
+    ],
+    ids=["columns", "crossing columns", "rows", "every other row", "shifted rows", "transposed", "empty"],
+)
+def test_overlap_is_found_and_blocks_of_columns_are_apart(views: Any, overlap: bool) -> None:
+    args = list(views(torch.zeros(8, 8)))
+    assert WrittenInputs(tensors=(0, 1), written=frozenset({0})).overlap(args) is overlap
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_view_output_fed_back_into_an_input_that_is_written(mode: str) -> None:
+    def model(y: torch.Tensor) -> torch.Tensor:
+        y.mul_(0.5)
+        return y + 1
+
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, outputs="view")
+        found = expected = torch.randn(4)
+        expected = expected.clone()
+        for _ in range(4):
+            found, expected = run(fast, mode, found), model(expected)
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_as_strided_of_an_input_reads_the_callers_memory(compiler: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((4, 4), (4, 1)) * 2
+
+    calls = [lambda: (torch.randn(16, 4)[0:2],)] * 3
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, compiler, dynamic=False)
+        agree_in_turn(model, fast, "PIECEWISE", calls)
+        with pytest.raises(CaptureError, match="beyond an input"):
+            run(fast, "FULL", torch.randn(16, 4)[0:2])
+
+
+def test_what_an_eager_region_flattens_may_be_written_between() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        v = y.flatten()
+        t = x.tanh()
+        y.copy_(v.mean())
+        return t
+
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, splitting_ops=["aten::flatten"])
+        agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(4), torch.randn(3, 2))] * 3)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_sizes_compiled_apart_take_views_at_any_offset(compiler: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    calls = [lambda: (torch.randn(64)[8:12],), lambda: (torch.randn(64)[20:24],), lambda: (torch.randn(9),)]
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, compiler, compile_sizes=[4], dynamic_dims={"x": 0})
+        agree_in_turn(model, fast, "NONE", calls)
+
+
+def test_an_argument_that_moves_through_a_static_buffer_is_refused_in_the_end() -> None:
+    class Cached(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.randn(64))
+
+        def forward(self, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return x + v + self.cache[:4]
+
+    model = Cached()
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt)
+        views = [model.cache[2 * i + 2 : 2 * i + 6] for i in range(5)]
+        for v in (*views[:4], *views[:4]):
+            torch.testing.assert_close(run(fast, "FULL", torch.ones(4), v), model(torch.ones(4), v))
+        with pytest.raises(StaticInputError, match=r"'v' .* keeps moving inside a static input"):
+            run(fast, "FULL", torch.ones(4), views[4])
+        assert rt.stats().captured == 4
+
+
+UNPADDED: list[tuple[str, Any, Any, Any]] = [
+    ("a mean times zero", lambda x, c: x * c.mean(), torch.zeros(6, 3), torch.randn(6)),
+    ("a mean that is not chosen", lambda x, c: torch.where(x > 9, x * c.mean(), x), torch.zeros(6, 3), torch.randn(6)),
+    ("all of a mask", lambda x, c: x * c.all(), torch.ones(6, 3), torch.zeros(6, dtype=torch.bool)),
+    ("a maximum", lambda x, c: x * c.amax(), torch.ones(6, 3), torch.full((6,), 7)),
+    ("a comparison", lambda x, c: x + (c > 100).float().mean(), torch.ones(6, 3), torch.randn(6)),
+    ("its own length", lambda x, c: x * c[torch.arange(x.shape[0]).clamp(max=c.shape[0] - 1)][:, None],
+     torch.ones(6, 3), torch.randn(6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "other"), [case[1:] for case in UNPADDED], ids=[case[0] for case in UNPADDED]
+)
+def test_what_the_first_data_do_not_show_is_not_taken_for_padded(model: Any, first: Any, other: Any) -> None:
+    fast = gp.graphed(model, [4, 8, 16], {"x": 0}, compiler="eager")
+    fast.capture(first, other)
+    for x in (first, torch.full((6, 3), 10.0)):
+        for c in (other, ~other if other.dtype is torch.bool else -other):
+            try:
+                found = fast(x, c)
+            except ShapeError:
+                continue
+            torch.testing.assert_close(found, model(x, c))
+
+
+def test_indices_among_the_data_may_be_negative() -> None:
+    def model(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return table[ids] * 1
+
+    fast = gp.graphed(model, [4, 8, 16], {"ids": 0}, compiler="eager")
+    table = torch.randn(6, 2)
+    for ids in (torch.arange(6), torch.tensor([-1, 0, -2, 1, 2, 3])):
+        torch.testing.assert_close(fast(ids, table), model(ids, table))
