@@ -43,8 +43,8 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"^(?!graphpass\.|cgpass\.).*"),
-    # In signatures of private attributes only.
-    (r"py:class", r"graphpass\.capture\.runtime\._Wrapper|graphpass\.partition\.stitch\.Stitching"),
+    # Type variables, and names in signatures of private attributes.
+    (r"py:class", r"graphpass\.capture\.runtime\._(Wrapper|Owned)|graphpass\.partition\.stitch\.Stitching"),
 ]
 
 

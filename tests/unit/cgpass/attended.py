@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ ATTEND = "cgpasstest::attend"
 FULL = CUDAGraphMode.FULL
 Run = Callable[..., Any]
 BOTH = ("PIECEWISE", "FULL")
+COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 
 
 def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any = None, **how: Any) -> Any:
@@ -25,6 +27,11 @@ def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any =
 def endings(rt: GraphRuntime) -> dict[str, str]:
     """{callable: why Dynamo ended its graph} for those that a graph break ended."""
     return {row[0].removesuffix(".end"): row[-1] for row in rt.report()["Regions"].rows if row[0].endswith(".end")}
+
+
+def regions_of(mode: str) -> int:
+    """Graphs a key of a model with one splitting op in its middle."""
+    return 1 if mode == "FULL" else 2
 
 
 def agrees(got: Any, want: Any) -> None:

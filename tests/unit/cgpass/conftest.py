@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,16 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 @scale.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

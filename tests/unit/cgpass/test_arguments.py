@@ -5,9 +5,8 @@ Every test compares with eager and counts what was compiled, captured and replay
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,55 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass import BatchDescriptor, GraphRuntime
+from tests.unit.cgpass.attended import (
+    BOTH,
+    COMPILERS,
+    Attended,
+    Run,
+    agrees,
+    compiled_with,
+    expected_counts,
+    regions_of,
+)
 
-ATTEND = "cgpasstest::attend"
-FULL = CUDAGraphMode.FULL
-Run = Callable[..., Any]
 MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-BOTH = ("PIECEWISE", "FULL")
-COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any = None, **how: Any) -> Any:
-    """``torch.compile`` of ``model`` for ``rt``; dynamic unless said otherwise."""
-    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **(options or {})}
-    return torch.compile(model, backend="cgpass", options=given, **{"dynamic": True, **how})
-
-
-def regions_of(mode: str) -> int:
-    """Graphs a key of a model with one splitting op in its middle."""
-    return 1 if mode == "FULL" else 2
-
-
-def agrees(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want)
-
-
-def expected_counts(mode: str, size: int, counts: tuple[int, int], graph: str = "g0") -> dict[Any, tuple[int, int]]:
-    """The tally of one graph with a splitting op in its middle: the whole, or the regions before and after it."""
-    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
-    return {(f"{graph}.{region}", size): counts for region in regions}
-
-
-class Attended(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.ops.cgpasstest.attend(self.first(x))).relu()
 
 
 # -- inputs that are views

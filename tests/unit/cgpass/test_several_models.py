@@ -9,7 +9,6 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,17 +27,6 @@ from tests.unit.cgpass.attended import (
     compiled_with,
     expected_counts,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 # -- regional compile
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +12,9 @@ import torch
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CaptureError, GraphRuntime, ShapeError
+from tests.unit.cgpass.attended import ATTEND, BOTH, Run, agrees
 
-ATTEND = "cgpasstest::attend"
 SCALE = "cgpasstest::scale"
-Run = Callable[..., Any]
-BOTH = ("PIECEWISE", "FULL")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool | None = True, **options: Any) -> Any:
@@ -37,10 +24,6 @@ def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool 
 
 def notes(rt: GraphRuntime) -> list[str]:
     return [what for _, what in rt.report()["Notes"].rows]
-
-
-def agrees(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want)
 
 
 # -- two symbols

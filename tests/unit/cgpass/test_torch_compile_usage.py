@@ -5,10 +5,9 @@ Every test compares with eager and counts what was compiled, captured and replay
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,17 +26,6 @@ from tests.unit.cgpass.attended import (
     endings,
     expected_counts,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 # -- fullgraph and graph breaks
 
