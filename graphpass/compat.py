@@ -72,6 +72,13 @@ def storage_id(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def memory_id(tensor: torch.Tensor) -> int | None:
+    """The address of a real tensor's memory, which several storages may share; of a fake one, :func:`storage_id`."""
+    if fake_mode_of((tensor,)) is not None or tensor.layout is not torch.strided:
+        return storage_id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
 def expression_of(size: Any) -> sympy.Expr | int | None:
     """The sympy expression of a SymInt, SymFloat or SymBool, an int as it is, None for anything else."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -12,7 +12,6 @@ from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.plan import PlannedReplay, ReplayPlan
 from graphpass.capture.wrapper import MAX_STATIC_SETS
@@ -180,9 +179,10 @@ class GraphedCallable:
     def _piecewise(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
         runtime, descriptor = self.runtime, context.batch_descriptor
         assert descriptor is not None
-        args = self._out_of_the_pool(context, args)
         runtime.enter_forward(context, args, self.name)
         try:
+            if not self._clones:  # outputs of the last forward may come in as inputs of this one
+                args = tuple(runtime.without_stale(args, self._staged))
             plan = next((p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None)
             if plan is not None:
                 outputs = plan.run(args, runtime)
@@ -196,15 +196,6 @@ class GraphedCallable:
         finally:
             runtime.exit_forward()
         return outputs
-
-    def _out_of_the_pool(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Outputs of the last forward handed in as inputs of this one: its first replay would overwrite them."""
-        if self._clones or self.runtime.is_current_forward(context):
-            return args
-        pool = self.runtime.forward_pool_storages()
-        if not pool or pool.isdisjoint([storage_id(args[position]) for position in self._staged]):
-            return args
-        return tuple(clone_pool_tensors(args, pool))
 
     def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
         prefix = f"{self.name}."

@@ -42,7 +42,7 @@ class KeySizes:
         symbol = self.symbols.get(wanted[0]) if wanted is not None else None
         if wanted is None or not isinstance(symbol, sympy.Symbol):
             return None
-        ranges = [pair for pair in wanted[1] if None in map(self.guards.excludes, (symbol, symbol), pair)]
+        ranges = [pair for pair in wanted[1] if any(self.guards.excludes(symbol, end) is None for end in pair)]
         return symbol, tuple(ranges)
 
     def problems(self) -> Iterator[str]:

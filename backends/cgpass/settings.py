@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -144,10 +145,8 @@ def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
         if not all(isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_size, pair)) for pair in given):
             raise _bad_value("compile_ranges", expected, value)
         pairs = sorted((least, greatest) for least, greatest in given)
-        ends = [0, *(end for pair in pairs for end in pair)]
-        if any(least > greatest for least, greatest in pairs) or any(
-            ends[i] >= ends[i + 1] for i in range(0, len(ends) - 1, 2)
-        ):
+        overlapping = any(one[1] >= following[0] for one, following in itertools.pairwise(pairs))
+        if overlapping or any(least > greatest for least, greatest in pairs):
             raise _bad_value("compile_ranges", expected, value)
         ranges[name] = tuple(pairs)
     return ranges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,9 @@ class EntryTable:
         by_anchor = self._entries.get(descriptor)
         if not by_anchor:
             return ()
-        here, anywhere = by_anchor.get(self._address(leaves), ()), by_anchor.get(_ANY, ())
-        return [*here, *anywhere] if here and here is not anywhere and anywhere else here or anywhere
+        address = self._address(leaves)
+        anywhere = by_anchor.get(_ANY, []) if address != _ANY else []
+        return by_anchor.get(address, []) + anywhere
 
     def at(self, descriptor: BatchDescriptor) -> list[GraphEntry]:
         """All entries of a key."""
@@ -61,11 +62,11 @@ class EntryTable:
                     return entries.pop(position)
         return None
 
-    def clear(self) -> Iterator[GraphEntry]:
+    def clear(self) -> list[GraphEntry]:
         """Empty the table; hands out what was in it."""
         dropped = [entry for descriptor in self._entries for entry in self.at(descriptor)]
         self._entries.clear()
-        return iter(dropped)
+        return dropped
 
     def _address(self, leaves: Sequence[Any]) -> int:
         anchor = self._anchor

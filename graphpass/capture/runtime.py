@@ -341,7 +341,7 @@ class GraphRuntime:
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         """``leaves`` with clones at those ``positions`` that lie in outputs of an earlier forward.
 
-        The next replay overwrites that memory, so that nothing may be copied back to it afterwards.
+        The next replay overwrites that memory: nothing can be read from it, or copied back to it, afterwards.
         """
         found = list(leaves)
         if self._forward is not self._written_by and self._written:
@@ -359,10 +359,6 @@ class GraphRuntime:
     def forward_entries(self) -> list[GraphEntry]:
         """The entries replayed since the pool was last taken, in order."""
         return self._forward_entries
-
-    def is_current_forward(self, context: ForwardContext) -> bool:
-        """Whether ``context`` is the forward whose outputs are still valid."""
-        return self._forward is not None and self._forward() is context
 
     def entries_dropped(self) -> None:
         """Some graph is gone: whatever was derived from entries before is void (see ``generation``)."""

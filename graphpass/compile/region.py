@@ -41,7 +41,7 @@ class WrittenInputs:
         """Whether something written lies in a storage where inputs overlap."""
         groups: dict[int, list[int]] = {}
         for position in self.tensors:
-            groups.setdefault(compat.storage_id(args[position]) or -position, []).append(position)
+            groups.setdefault(compat.memory_id(args[position]) or -position, []).append(position)
         return any(
             len(group) > 1
             and not self.written.isdisjoint(group)
@@ -56,9 +56,7 @@ def _any_overlap(tensors: list[torch.Tensor]) -> bool:
     Asked of AOTAutograd, which acts on its answer, and once more: it takes rows of a strided matrix for apart.
     """
     with compat.quiet_shapes(compat.fake_mode_of(tensors)):
-        return compat.any_overlap(tensors) or any(
-            map(_may_meet, *zip(*itertools.combinations(tensors, 2), strict=True))
-        )
+        return compat.any_overlap(tensors) or any(itertools.starmap(_may_meet, itertools.combinations(tensors, 2)))
 
 
 def _may_meet(one: torch.Tensor, other: torch.Tensor) -> bool:

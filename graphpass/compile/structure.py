@@ -67,17 +67,14 @@ class Structure:
         return tuple(expression.xreplace(names) for expression in expressions)
 
 
-def structure_of(
-    graph_module: fx.GraphModule, compiler: str, bounds: Mapping[sympy.Symbol, tuple[int, int]] | None = None
-) -> Structure:
+def structure_of(graph_module: fx.GraphModule, compiler: str) -> Structure:
     """The structure of a region whose nodes carry fake tensors and symbolic sizes.
 
     Args:
         graph_module: the region.
         compiler: what will compile it.
-        bounds: narrower ranges of some symbols, for an artifact that serves only these.
     """
-    return _Reader(graph_module).read(compiler, bounds or {})
+    return _Reader(graph_module).read(compiler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +98,7 @@ class _Reader:
         self._numbers: dict[fx.Node, int] = {}
         self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
 
-    def read(self, compiler: str, bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> Structure:
+    def read(self, compiler: str) -> Structure:
         graph = self._owner.graph
         placeholders = graph.find_nodes(op="placeholder")
         values = [compat.example_value(node) for node in placeholders]
@@ -116,7 +113,7 @@ class _Reader:
             inputs=inputs,
             outputs=outputs,
             sharing=sharing_of(values),
-            symbols=self._known_of_symbols(shape_env, bounds),
+            symbols=self._known_of_symbols(shape_env),
         )
         return Structure(key, own, shape_env)
 
@@ -183,10 +180,10 @@ class _Reader:
             self._symbols.setdefault(symbol, _canonical(symbol, len(self._symbols)))
         return expression.xreplace(self._symbols)
 
-    def _known_of_symbols(self, shape_env: Any, bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> tuple[Any, ...]:
+    def _known_of_symbols(self, shape_env: Any) -> tuple[Any, ...]:
         if shape_env is None:
             return ()
-        ranges = tuple(bounds.get(symbol) or compat.bounds_of(shape_env, symbol) for symbol in self._symbols)
+        ranges = tuple(compat.bounds_of(shape_env, symbol) for symbol in self._symbols)
         # That a size differs from another region's says nothing about this one.
         facts = frozenset(
             fact.xreplace(self._symbols)

@@ -106,6 +106,13 @@ def test_overlap_is_found_and_blocks_of_columns_are_apart(views: Any, overlap: b
     assert WrittenInputs(tensors=(0, 1), written=frozenset({0})).overlap(args) is overlap
 
 
+def test_overlap_is_found_in_memory_that_two_storages_hold() -> None:
+    """As outputs in a graph pool are handed out: each in a storage of its own over the same memory."""
+    array = torch.zeros(8).numpy()
+    args = [torch.from_numpy(array), torch.from_numpy(array)]
+    assert WrittenInputs(tensors=(0, 1), written=frozenset({0})).overlap(args)
+
+
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
 def test_a_view_output_fed_back_into_an_input_that_is_written(mode: str) -> None:
     def model(y: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def test_a_table_of_the_batchs_size_by_chance_is_not_padded(model: Any) -> None:
         torch.testing.assert_close(fast(x, table), model(x, table))
 
 
-def test_trying_out_leaves_inputs_and_random_numbers_alone() -> None:
+def test_learning_leaves_inputs_and_random_numbers_alone() -> None:
     def noisy(x: torch.Tensor, mask: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         total.add_(1)
         rows = torch.arange(x.shape[0])
