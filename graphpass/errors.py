@@ -15,6 +15,7 @@ __all__ = [
     "DeviceError",
     "DispatchError",
     "GraphpassError",
+    "MismatchError",
     "OptionError",
     "PartitionError",
     "PoolBusyError",
@@ -74,6 +75,10 @@ class CaptureError(GraphpassError, RuntimeError):
 
 class StaticInputError(GraphpassError, RuntimeError):
     """A tensor whose address a graph has baked in came at another address."""
+
+
+class MismatchError(GraphpassError, RuntimeError):
+    """Two runs that have to agree do not: a replay and eager, or real rows under different padding."""
 
 
 class PoolBusyError(GraphpassError, RuntimeError):

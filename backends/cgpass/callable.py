@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cgpass.eagerregion import EagerRegion
 from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
@@ -68,8 +70,7 @@ class GraphedCallable:
         self.runtime = runtime
         self._taken = tuple(taken)
         self._modes = settings.runtime_modes()
-        self._clones = settings.policy.clones_outputs
-        self._hand_out = clone_pool_tensors if self._clones else own_objects
+        self._policy = settings.policy
         self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
@@ -179,19 +180,24 @@ class GraphedCallable:
     def _piecewise(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
         runtime, descriptor = self.runtime, context.batch_descriptor
         assert descriptor is not None
-        runtime.enter_forward(context, args, self.name)
+        clones = self._policy.clones_outputs
+        is_outermost = runtime.enter_forward(context, args, self.name)
         try:
-            if not self._clones:  # outputs of the last forward may come in as inputs of this one
+            if not clones:  # outputs of the last forward may come in as inputs of this one
                 args = tuple(runtime.without_stale(args, self._staged))
             plan = next((p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None)
             if plan is not None:
-                outputs = plan.run(args, runtime)
+                outputs = plan.run(args, runtime, context)
             else:
                 first = len(runtime.forward_entries())
                 outputs = self._stitched(*args)
-                self._make_plan(descriptor, args, first)
+                if not self._policy.compare:  # what is compared goes region by region
+                    self._make_plan(descriptor, args, first)
             flat = outputs if self.returns_flat else compat.tree_flatten(outputs)[0]
-            leaves = self._hand_out(flat, runtime.forward_pool_storages())
+            pool = runtime.forward_pool_storages()
+            leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
+            if is_outermost and self._policy.debug and not clones:
+                leaves = runtime.watched(leaves, pool, self.name)
             outputs = type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves)
         finally:
             runtime.exit_forward()
@@ -207,11 +213,12 @@ class GraphedCallable:
         captured = [region for region in self.partition.regions if region.kind == "captured"]
         if any(region.name not in entries for region in captured):
             return
+        eager = {r.name: r.graph_module.forward for r in self.partition.regions if r.kind == "eager"}
         plan = ReplayPlan.of(
             self.name,
             descriptor,
             [(r.name, "replay" if r.kind == "captured" else "eager") for r in self.partition.regions],
-            lambda callees: self.partition.bind({**self._callees, **callees}),
+            lambda callees: self.partition.bind({**eager, **callees}),
             self._planned(captured, entries),
             args=args,
             static=self.static,
@@ -250,14 +257,14 @@ def _wrapped_regions(
     runtime: GraphRuntime,
     policy: CapturePolicy,
 ) -> dict[str, Callable[..., Any]]:
-    """Region name -> what the stitched code calls: a PIECEWISE wrapper, or the eager region's own forward."""
+    """Region name -> what the stitched code calls: a PIECEWISE wrapper, or the eager region itself."""
     # Results stay in the pool between regions; the callable clones what leaves it.
-    inner = CapturePolicy(outputs="view", on_moved_input=policy.on_moved_input, lazy_capture=policy.lazy_capture)
+    inner = replace(policy, outputs="view")
     given = {graph_input.name: graph_input for graph_input in partition.inputs}
     callees: dict[str, Callable[..., Any]] = {}
     for region in partition.regions:
         if region.kind == "eager":
-            callees[region.name] = region.graph_module.forward
+            callees[region.name] = EagerRegion(f"{name}.{region.name}", region.graph_module.forward)
             continue
         static = [p for p, value in enumerate(region.inputs) if value in given and given[value].is_static]
         callees[region.name] = CUDAGraphWrapper(

@@ -11,7 +11,9 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.checks import InputChecks
+from graphpass.capture.contextreads import ContextReads
 from graphpass.capture.device import Graph
+from graphpass.capture.inside import Observed
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.staging import Staging, alias_pattern
@@ -59,6 +61,9 @@ class GraphEntry:
         checks: what else is asked of the arguments; holds the static inputs that nothing else keeps alive.
         staging: buffers of all other inputs.
         outputs: how to build results.
+        reads: what the graph has taken from the forward context.
+        observed: under ``compare``, where each replay leaves what the regions inside returned.
+        written: positions of the arguments that the region writes to.
         owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture; the entry goes when
             one of these tensors dies, so that no other comes by its id.
     """
@@ -71,6 +76,9 @@ class GraphEntry:
     checks: InputChecks = field(repr=False)
     staging: Staging
     outputs: OutputPlan
+    reads: ContextReads = field(repr=False)
+    observed: tuple[Observed, ...] = field(repr=False)
+    written: tuple[int, ...]
     tally: Tally
     owner_ids: tuple[int, ...]
 

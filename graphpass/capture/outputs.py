@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
 
-__all__ = ["OutputPlan", "clone_pool_tensors", "own_objects"]
+__all__ = ["OutputPlan", "clone_pool_tensors", "own_objects", "rehoused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,11 @@ def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -
     return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages))
 
 
+def rehoused(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
+    """``outputs`` with everything in pool memory over a storage object of the caller's own, on the same memory."""
+    return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages), copy=from_dlpack)
+
+
 def _groups_by_storage(outputs: Sequence[Any], storages: Collection[int]) -> tuple[tuple[int, ...], ...]:
     """Indices of the tensors that lie in one of ``storages``, grouped by storage."""
     groups: dict[int, list[int]] = {}
@@ -146,17 +152,21 @@ def _groups_by_storage(outputs: Sequence[Any], storages: Collection[int]) -> tup
     return tuple(map(tuple, groups.values()))
 
 
-def _clone_groups(outputs: list[Any], groups: Sequence[Sequence[int]]) -> list[Any]:
+def _clone_groups(
+    outputs: list[Any], groups: Sequence[Sequence[int]], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> list[Any]:
     for indices in groups:
-        copies = _clone_together({id(outputs[index]): outputs[index] for index in indices})
+        copies = _clone_together({id(outputs[index]): outputs[index] for index in indices}, copy)
         for index in indices:
             outputs[index] = copies[id(outputs[index])]
     return outputs
 
 
-def _clone_together(views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Clones of views of one storage that share one new storage, in the same layout."""
-    if len(views) == 1:
+def _clone_together(
+    views: Mapping[int, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Views of one storage over what ``copy`` makes of its bytes, in the same layout."""
+    if len(views) == 1 and copy is torch.clone:
         (key, view), *_ = views.items()
         if view.is_contiguous():
             return {key: view.clone()}
@@ -166,5 +176,5 @@ def _clone_together(views: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor
     any_view = next(iter(views.values()))
     memory = torch.empty(0, dtype=torch.uint8, device=any_view.device)
     memory.set_(any_view.untyped_storage(), first, (last - first,), (1,))
-    copy = memory.clone()
-    return {key: same_view(copy, view, byte_offset=_first_byte(view) - first) for key, view in views.items()}
+    copied = copy(memory)
+    return {key: same_view(copied, view, byte_offset=_first_byte(view) - first) for key, view in views.items()}

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from graphpass.capture.checks import InputChecks
+from graphpass.capture.contextreads import ContextReads, joined
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.capture.tally import Tally
+from graphpass.context import ForwardContext
 from graphpass.errors import StaticInputError
 from graphpass.keys import BatchDescriptor
 
@@ -108,6 +110,7 @@ class ReplayPlan:
     _statics: StaticSet
     _dynamic_positions: tuple[int, ...]
     _pattern: AliasPattern
+    _reads: ContextReads
     _checks: InputChecks | None
     _staging: Staging | None
 
@@ -161,6 +164,7 @@ class ReplayPlan:
             _statics=StaticSet.of(args, fixed),
             _dynamic_positions=dynamic,
             _pattern=pattern,
+            _reads=joined([entry.reads for entry in entries]),
             _checks=checks[0].joined(checks[1:]) if checks else None,
             _staging=reduce(Staging.joined, staging) if staging else None,
         )
@@ -175,14 +179,15 @@ class ReplayPlan:
             and not any(storage_id(args[p]) in statics.storages for p in self._dynamic_positions)
         )
 
-    def run(self, args: Sequence[Any], runtime: GraphRuntime) -> Any:
+    def run(self, args: Sequence[Any], runtime: GraphRuntime, context: ForwardContext) -> Any:
         """One step, inside a forward that has the pool; the callable's outputs, pool memory uncopied.
 
         Raises:
             CaptureError: a number or flag differs from the one baked in.
             ShapeError: an argument does not fit its buffer.
-            StaticInputError: an eager region handed over what a graph cannot read.
+            StaticInputError: an eager region, or the context, handed over what a graph cannot read.
         """
+        self._reads.check(context, self.name)
         if self._checks is not None and self._staging is not None:
             self._checks.check(args)
             self._staging.check(args)

@@ -19,21 +19,32 @@ class CapturePolicy:
             copy, and are valid until the next replay of any key of the runtime.
         on_moved_input: ``copy``: the key is captured once more for the new address. ``error``: refused by name.
         lazy_capture: capture a key at its first use, also outside ``runtime.capturing()``.
+        debug: run the region eagerly where a graph would replay, over the same buffers and padding; views of outputs
+            that are held for too long are named.
+        compare: run the region eagerly besides each replay, on copies, and refuse a result that differs.
     """
 
     outputs: Literal["clone", "view"] = "clone"
     on_moved_input: Literal["copy", "error"] = "copy"
     lazy_capture: bool = False
+    debug: bool = False
+    compare: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("outputs", ("clone", "view")), ("on_moved_input", ("copy", "error"))):
-            if getattr(self, name) not in allowed:
-                raise OptionError(
-                    f"option {name} has no such value",
-                    expected=" or ".join(map(repr, allowed)),
-                    found=repr(getattr(self, name)),
-                    remedy=f"leave it out for {allowed[0]!r}",
-                )
+            self._refuse_other(name, allowed)
+        for name in ("lazy_capture", "debug", "compare"):
+            self._refuse_other(name, (False, True))
+
+    def _refuse_other(self, name: str, allowed: tuple[object, ...]) -> None:
+        found = getattr(self, name)
+        if found not in allowed:
+            raise OptionError(
+                f"option {name} has no such value",
+                expected=" or ".join(map(repr, allowed)),
+                found=repr(found),
+                remedy=f"leave it out for {allowed[0]!r}",
+            )
 
     @property
     def clones_outputs(self) -> bool:

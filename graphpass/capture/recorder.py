@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,18 +13,28 @@ import torch
 from graphpass import compat
 from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
+from graphpass.capture.contextreads import ReadLog
+from graphpass.capture.device import GraphDevice
+from graphpass.capture.eager import EagerGraph
 from graphpass.capture.entry import GraphEntry, StaticSet
+from graphpass.capture.inside import InsideCapture
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
+from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.tally import Tally
-from graphpass.context import ForwardContext, entered
-from graphpass.errors import CaptureError, DeviceError
+from graphpass.context import ForwardContext, entered, get_forward_context
+from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["Recorder"]
+
+_AFTER_FAILURE = (
+    "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops; "
+    "capture fewer or smaller sizes when memory ran out"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,7 @@ class Recorder:
     """Captures one region for one call.
 
     Attributes:
+        policy: whether to record at all (``debug``), and whether to keep what regions inside return (``compare``).
         baked: flat positions whose address the graph may bake in; a subset of ``call.static``.
     """
 
@@ -49,6 +61,7 @@ class Recorder:
     runnable: Callable[..., Any]
     runtime: GraphRuntime
     arena: BufferArena
+    policy: CapturePolicy
     call: Call
     baked: frozenset[int]
 
@@ -58,47 +71,58 @@ class Recorder:
         Returns the entry, and the flat outputs of the recording, which own their pool memory; the entry does not.
 
         Raises:
-            CaptureError: the region writes to an input that was not declared.
+            CaptureError: the region writes to an input that was not declared, or an op of it failed.
             DeviceError: an argument lies on another device.
         """
         device = self.runtime.device_for(self.call.leaves)
+        inside = InsideCapture(device.call, observed=[] if self.policy.compare else None)
+        held = self.arena.held()
+        try:
+            return self._recorded(device, inside, context, tally)
+        except BaseException as error:
+            try:
+                self._explain(error, inside, context)
+                raise
+            finally:
+                self.arena.restore(held)
+
+    def _recorded(
+        self, device: GraphDevice, inside: InsideCapture, context: ForwardContext, tally: Tally
+    ) -> tuple[GraphEntry, Sequence[Any]]:
         sources = self._sources(device.device)
         leaves, mutated_positions = self.call.leaves, self.call.mutated
         staging = Staging.for_inputs(
             leaves, sources.staged, mutated=mutated_positions, names=self.call.names, arena=self.arena
         )
-        graph_inputs = list(leaves)
-        for position, buffer in zip(staging.positions, staging.buffers, strict=True):
-            graph_inputs[position] = buffer
-        runs: list[tuple[list[Any], Any]] = []
-
-        def body() -> list[Any]:
-            args, kwargs = compat.tree_unflatten(graph_inputs, self.call.spec)
-            runs.append(compat.tree_flatten(device.call(self.runnable, args, kwargs)))
-            return runs[-1][0]
-
+        body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(staging))
+        log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        mutated = [graph_inputs[position] for position in sorted(mutated_positions)]
-        metadata = None if self.mode is CUDAGraphMode.PIECEWISE else context.attn_metadata
-        inside = replace(context, attn_metadata=metadata, capture=device)
-        with self.runtime.quiet_capture(), entered(inside), torch.no_grad(), _no_cached_casts():
+        mutated = [body.inputs[position] for position in sorted(mutated_positions)]
+        surroundings = partial(_surroundings, self.mode, inside, log)
+        with self.runtime.quiet_capture(), surroundings(context):
             staging.copy_in(leaves)
-            versions = _versions(graph_inputs)
+            versions = _versions(body.inputs)
             with state_kept(mutated, generators, device.device):
                 device.warm_up(body)
                 tally.warmed += 1
-                self._refuse_undeclared_mutation(versions, _versions(graph_inputs))
+                self._refuse_undeclared_mutation(versions, _versions(body.inputs))
+                existed = _storages(body.returned)
             with state_kept(mutated, generators, device.device):
-                graph, outputs = device.record(body, generators)
+                log.is_open = not self.policy.debug
+                graph, recorded = (
+                    _eager(self.name, body, surroundings) if self.policy.debug else device.record(body, generators)
+                )
+                log.is_open = False
+            outputs = recorded[: len(body.returned)]
             # Warm-up and recording allocate apart, so what both returned at one address was there before.
-            elsewhere = _storages(runs[0][0]) & _storages(outputs)
-            plan = OutputPlan.of(outputs, graph_inputs, device.without_ownership, elsewhere)
-        device.make_stale(plan.pool_outputs)
+            plan = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
+            observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
+        self.runtime.make_stale(plan.pool_outputs)
         tally.captured += 1
         entry = GraphEntry(
             name=self.name,
             spec=self.call.spec,
-            build_result=compat.builder_of(runs[-1][1]),
+            build_result=compat.builder_of(body.returned_spec),
             graph=graph,
             statics=StaticSet.of(leaves, sources.static),
             checks=InputChecks(
@@ -112,10 +136,41 @@ class Recorder:
             ),
             staging=staging,
             outputs=plan,
+            reads=log.reads(),
+            observed=tuple(observed),
+            written=tuple(sorted(mutated_positions)),
             tally=tally,
             owner_ids=self.call.owner_ids(),
         )
         return entry, outputs
+
+    def _graph_inputs(self, staging: Staging) -> list[Any]:
+        """What the region reads while it is recorded; of a parameter an alias, which keeps it not alive."""
+        inputs = [
+            leaf.detach() if position in self.call.module_owned and self.policy.debug else leaf
+            for position, leaf in enumerate(self.call.leaves)
+        ]
+        for position, buffer in zip(staging.positions, staging.buffers, strict=True):
+            inputs[position] = buffer
+        return inputs
+
+    def _explain(self, error: BaseException, inside: InsideCapture, context: ForwardContext) -> None:
+        """Raise what says where ``error`` came from, with key and bytes; an interrupt, or an error of ours, does."""
+        refused = error if isinstance(error, CaptureError) and inside.failed is not None else None
+        if not isinstance(error, Exception) or (isinstance(error, GraphpassError) and refused is None):
+            return
+        region, runnable = inside.failed or (self.name, self.runnable)
+        place = compat.place_of_failure(error, getattr(runnable, "uncompiled", None))
+        where = [f"in {region}"] if region != self.name else []
+        problem = [f"capture of {self.name} failed at {self.mode} {context.batch_descriptor}", *where]
+        num_bytes = f"(pool {self.runtime.pool_bytes()} bytes, buffers {self.runtime.buffer_bytes()} bytes)"
+        found = f"{refused.problem}: {refused.found}" if refused else f"{type(error).__name__}: {error}"
+        raise CaptureError(
+            ", ".join([*problem, place] if place else problem),
+            expected=refused.expected if refused else "a region that can be captured",
+            found=f"{found} {num_bytes}",
+            remedy=refused.remedy if refused else _AFTER_FAILURE,
+        ) from error
 
     def _sources(self, device: torch.device) -> _Sources:
         leaves = self.call.leaves
@@ -157,6 +212,52 @@ class Recorder:
                     found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
                     remedy=f"add {self.call.names[position]!r} to mutated_inputs",
                 )
+
+
+class _Body:
+    """The region over its fixed inputs, as what is warmed up and recorded."""
+
+    def __init__(
+        self, name: str, runnable: Callable[..., Any], spec: Any, inside: InsideCapture, inputs: list[Any]
+    ) -> None:
+        self._name, self._runnable, self._spec, self._inside = name, runnable, spec, inside
+        self.inputs = inputs
+        self.returned: list[Any] = []
+        self.returned_spec: Any = None
+
+    def __call__(self) -> list[Any]:
+        """The flat outputs, and behind them what was observed inside."""
+        observed = self._inside.observed
+        if observed is not None:
+            observed.clear()
+        args, kwargs = compat.tree_unflatten(self.inputs, self._spec)
+        result = self._inside.call(self._name, self._runnable, args, kwargs)
+        self.returned, self.returned_spec = compat.tree_flatten(result)
+        return [*self.returned, *(seen.tensor for seen in observed or ())]
+
+
+@contextlib.contextmanager
+def _surroundings(mode: CUDAGraphMode, inside: InsideCapture, log: ReadLog, context: ForwardContext) -> Iterator[None]:
+    """What a region sees while it is warmed up and recorded under ``context``."""
+    descriptor = context.batch_descriptor
+    assert descriptor is not None
+    # The real count belongs to this step alone, and so does what eager attention works with.
+    seen = replace(
+        context,
+        attn_metadata=None if mode is CUDAGraphMode.PIECEWISE else context.attn_metadata,
+        num_tokens=None if context.num_tokens is None else descriptor.num_tokens,
+        capture=inside,
+    )
+    with entered(log.watched(seen, of=context)), torch.no_grad(), _no_cached_casts():
+        yield
+
+
+def _eager(
+    name: str, body: _Body, surroundings: Callable[[ForwardContext], contextlib.AbstractContextManager[None]]
+) -> tuple[EagerGraph, Sequence[Any]]:
+    """In place of a recording: see :class:`EagerGraph`."""
+    graph = EagerGraph(name, body, lambda: surroundings(get_forward_context()), body.inputs)
+    return graph, graph.outputs
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,9 +19,11 @@ from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
+from graphpass.capture.sentinel import fill_with_sentinel
 from graphpass.capture.tally import Counts
 from graphpass.capture.tape import TapeDevice
 from graphpass.capture.turn import PoolTurn
+from graphpass.capture.views import HandedViews
 from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, DeviceError
 from graphpass.keys import BatchDescriptor
@@ -78,6 +80,8 @@ class GraphRuntime:
         self.generation = 0
         self._written: list[torch.Tensor] = []
         self._written_by: weakref.ref[ForwardContext] | None = None
+        self._shows_stale = False
+        self._views = HandedViews()
         if device is not None:
             self._device = self._make_device(torch.device(device))
 
@@ -218,9 +222,15 @@ class GraphRuntime:
 
     # -- what wrappers and compilers call --------------------------------------------------------------------------
 
-    def adopt(self, wrapper: _Wrapper) -> None:
-        """Count ``wrapper`` among this runtime's; it is held weakly."""
+    def adopt(self, wrapper: _Wrapper, *, shows_stale: bool = False) -> None:
+        """Count ``wrapper`` among this runtime's; it is held weakly.
+
+        Args:
+            wrapper: what captures and replays.
+            shows_stale: overwrite stale outputs with NaN on every device, as ``debug`` wants it.
+        """
         self._wrappers.append(weakref.ref(wrapper))
+        self._shows_stale |= shows_stale
 
     def next_callable_name(self) -> str:
         """The name of the callable that is registered next."""
@@ -301,14 +311,18 @@ class GraphRuntime:
             )
         return self._device
 
-    def enter_forward(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> None:
+    def enter_forward(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> bool:
         """Take the pool for ``context``; wait for whoever has it. Paired with :meth:`exit_forward`.
+
+        Returns:
+            Whether nothing around this call has the pool already: what it returns goes to the caller.
 
         Raises:
             PoolBusyError: another forward of this thread has the pool.
         """
         device = self.device_for(leaves)
-        if self._turn.take(context, who):
+        is_outermost = self._turn.take(context, who)
+        if is_outermost:
             try:
                 if self._forward is None or self._forward() is not context:
                     self._forward = weakref.ref(context)
@@ -318,6 +332,7 @@ class GraphRuntime:
             except BaseException:
                 self._turn.give_back()
                 raise
+        return is_outermost
 
     def exit_forward(self) -> None:
         """End what :meth:`enter_forward` began."""
@@ -331,12 +346,35 @@ class GraphRuntime:
     def before_plan(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
         """:meth:`before_replay` for all graphs that a plan is about to replay, by what they write."""
         if self._forward is not self._written_by:
-            assert self._device is not None
-            self._device.make_stale(self._written)
+            self.make_stale(self._written)
             self._written.clear()
+            for name in self._views.next_forward():
+                self._warn_of_held(name)
             self._written_by = self._forward
         self._forward_storages |= pool_storages
         self._written.extend(pool_outputs)
+
+    def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
+        """``outputs`` are no longer valid: overwritten where that helps to find who reads them."""
+        assert self._device is not None
+        if not self._shows_stale:
+            self._device.make_stale(outputs)
+            return
+        for output in outputs:
+            fill_with_sentinel(output)
+
+    def watched(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
+        """``outputs`` as views whose holders are named should they keep one for too long; for ``debug``."""
+        return self._views.hand_out(outputs, pool_storages, who)
+
+    def _warn_of_held(self, name: str) -> None:
+        text = (
+            f"a view of {name} is still held after a later replay overwrote it: it was valid until the next replay; "
+            "drop it, clone it, or set outputs='clone'"
+        )
+        if text not in self._notes:
+            _log.warning("%s", text)
+        self.note(text)
 
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         """``leaves`` with clones at those ``positions`` that lie in outputs of an earlier forward.

@@ -9,7 +9,7 @@ import torch
 
 from graphpass.capture.layout import distinct_elements
 
-__all__ = ["state_kept"]
+__all__ = ["default_random_state", "state_kept"]
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def state_kept(
     mutated = [distinct_elements(tensor, name="a mutated input") for tensor in mutated]
     saved = [tensor.clone() for tensor in mutated]
     states = [generator.get_state() for generator in generators]
-    default = _default_generator_state(device)
+    default = default_random_state(device)
     try:
         yield
     finally:
@@ -38,5 +38,6 @@ def state_kept(
             torch.set_rng_state(default)
 
 
-def _default_generator_state(device: torch.device) -> torch.Tensor:
+def default_random_state(device: torch.device) -> torch.Tensor:
+    """State of the default generator of ``device``."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -46,6 +46,14 @@ class BufferArena:
         """Bytes of all buffers."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
+    def held(self) -> Mapping[tuple[int, torch.device], torch.Tensor]:
+        """The buffers as of now, for :meth:`restore`."""
+        return dict(self._buffers)
+
+    def restore(self, held: Mapping[tuple[int, torch.device], torch.Tensor]) -> None:
+        """Go back to the buffers of an earlier moment: a capture that failed leaves none behind."""
+        self._buffers = dict(held)
+
     def clear(self) -> None:
         """Drop the buffers; entries that still use one keep it alive."""
         self._buffers.clear()

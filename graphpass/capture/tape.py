@@ -20,6 +20,7 @@ from typing_extensions import override
 from graphpass import compat
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import distinct_elements, storage_id
+from graphpass.capture.sentinel import fill_with_sentinel
 from graphpass.errors import CaptureError
 
 __all__ = ["TapeDevice"]
@@ -175,8 +176,7 @@ class TapeDevice(GraphDevice):
     @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         for output in outputs:
-            with torch.inference_mode(output.is_inference()), torch.no_grad():
-                _fill_with_sentinel(output)
+            fill_with_sentinel(output)
 
     @override
     def begin_forward(self) -> None:
@@ -190,15 +190,6 @@ class TapeDevice(GraphDevice):
     @override
     def close(self) -> None:
         """Nothing to give back: the tapes own their tensors."""
-
-
-def _fill_with_sentinel(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype is not torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
-    else:
-        tensor.fill_(True)
 
 
 def _freeze_metadata(values: Any) -> Any:

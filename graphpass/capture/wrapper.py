@@ -23,6 +23,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.arguments import Call, InputRoles
+from graphpass.capture.comparison import EagerRun
 from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.policy import CapturePolicy
@@ -31,7 +32,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
 from graphpass.capture.tally import Counts, Tally
 from graphpass.context import ForwardContext, current_context
-from graphpass.errors import CaptureError, GraphpassError, OptionError, StaticInputError
+from graphpass.errors import CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
@@ -103,7 +104,7 @@ class CUDAGraphWrapper:
         self._death_watch: dict[int, tuple[Any, ...]] = {}
         self._arena = BufferArena()
         self._flat_spec: Any = None
-        runtime.adopt(self)
+        runtime.adopt(self, shows_stale=self._policy.debug)
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -128,7 +129,7 @@ class CUDAGraphWrapper:
         if context is None:
             return self._runnable(*args, **kwargs)
         if context.capture is not None:
-            return context.capture.call(self._runnable, args, kwargs)
+            return context.capture.call(self.name, self._runnable, args, kwargs)
         if context.runtime_mode is not self._mode:
             return self._runnable(*args, **kwargs)
         if len(kwargs) > 1:  # the order in which a caller writes keywords makes no other graph
@@ -165,7 +166,7 @@ class CUDAGraphWrapper:
         self._refuse_grad(leaves)
         descriptor = context.batch_descriptor
         assert descriptor is not None
-        self._runtime.enter_forward(context, leaves, self.name)
+        is_outermost = self._runtime.enter_forward(context, leaves, self.name)
         try:
             entry = self._entry_for(descriptor, leaves, spec)
             recorded: Sequence[Any] | None = None
@@ -173,15 +174,33 @@ class CUDAGraphWrapper:
                 args, kwargs = compat.tree_unflatten(leaves, spec)
                 entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
             entry.check(leaves)
+            entry.reads.check(context, self.name)
             clones = self._policy.clones_outputs
             if entry.staging.mutates:
                 leaves = self._runtime.without_stale(leaves, entry.staging.positions)
+            expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
             outputs = entry.run(leaves, clone=clones, before_replay=self._runtime.before_replay)
+            if expected is not None:
+                expected.compare(outputs, leaves, entry.observed)
             if recorded is not None and not clones:
                 outputs = entry.outputs.owning(outputs, recorded)
+            if is_outermost and self._policy.debug and not clones:
+                outputs = self._runtime.watched(outputs, entry.outputs.pool_storages, self.name)
         finally:
             self._runtime.exit_forward()
         return entry.build_result(outputs)
+
+    def _run_eagerly(self, context: ForwardContext, entry: GraphEntry, leaves: Sequence[Any]) -> EagerRun:
+        return EagerRun.of(
+            self.name,
+            self._runnable,
+            leaves,
+            entry.spec,
+            written=entry.written,
+            names=entry.checks.names,
+            context=context,
+            device=self._runtime.device_for(leaves).device,
+        )
 
     def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
         """The entry that serves these arguments; None where one has to be captured."""
@@ -209,27 +228,16 @@ class CUDAGraphWrapper:
     ) -> tuple[GraphEntry, Sequence[Any]]:
         baked = self._permit_capture(context, descriptor, call)
         tally = self._tallies.setdefault(descriptor, Tally())
-        try:
-            entry, recorded = Recorder(
-                name=self.name,
-                mode=self._mode,
-                runnable=self._runnable,
-                runtime=self._runtime,
-                arena=self._arena,
-                call=call,
-                baked=baked,
-            ).record(context, tally)
-        except GraphpassError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"capture of {self.name} failed at {self._mode} {descriptor}",
-                expected="a region that can be captured",
-                found=f"{type(error).__name__}: {error} (pool {self._runtime.pool_bytes()} bytes, "
-                f"buffers {self._runtime.buffer_bytes()} bytes)",
-                remedy="run it eagerly to see whether the region itself fails; list an op that cannot be captured in "
-                "splitting_ops; capture fewer or smaller sizes when memory ran out",
-            ) from error
+        entry, recorded = Recorder(
+            name=self.name,
+            mode=self._mode,
+            runnable=self._runnable,
+            runtime=self._runtime,
+            arena=self._arena,
+            policy=self._policy,
+            call=call,
+            baked=baked,
+        ).record(context, tally)
         self._entries.add(descriptor, call, entry)
         drop = functools.partial(_drop_entry, weakref.ref(self), descriptor, id(entry))
         owned = [p for p in entry.statics.positions if p in call.module_owned]

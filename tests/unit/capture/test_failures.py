@@ -99,7 +99,24 @@ def test_the_error_says_where_what_and_how_many_bytes(rig: Any) -> None:
         rig.capture(wrapper, X, torch.ones(8), at_key=24)
     for text in ("g0.r3", "FULL 24 tokens", "OutOfMemoryError: no bytes left", "pool 0 bytes", "buffers 512 bytes"):
         assert text in str(failure.value)
+    assert "at test_failures.py:" in str(failure.value)
     assert isinstance(failure.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_the_bytes_of_a_failed_capture_are_given_back(rig: Any) -> None:
+    region = Fails(None)
+    wrapper = rig.wrap(region, mutated_inputs=[1])
+    rig.capture(wrapper, X, torch.ones(8))
+    held = rig.runtime.buffer_bytes()
+    region.trouble = raise_it(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        rig.capture(wrapper, X.repeat(100), torch.ones(8), at_key=800)
+    assert rig.runtime.buffer_bytes() == held
+    region.trouble = None
+    torch.manual_seed(1)
+    got = rig.call(wrapper, X, torch.zeros(8))
+    torch.manual_seed(1)
+    assert torch.equal(got, torch.rand(8) + X)
 
 
 def test_other_keys_stay_as_they_are(rig: Any) -> None:

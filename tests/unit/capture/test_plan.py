@@ -48,7 +48,7 @@ def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:
     with set_forward_context(runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=KEY) as context:
         rig.runtime.enter_forward(context, args, "g0")
         try:
-            return plan.run(args, rig.runtime)
+            return plan.run(args, rig.runtime, context)
         finally:
             rig.runtime.exit_forward()
 
