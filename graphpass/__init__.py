@@ -40,7 +40,7 @@ from graphpass.tables import Report, Table
 
 # isort: split
 # Last: it drives the cgpass backend, which is made of the parts above.
-from graphpass.manager import GraphedModel, graphed
+from graphpass.manager import GraphedModel, graphed, zero_padding
 
 __all__ = [
     "DEFAULT_RULES",
@@ -84,4 +84,5 @@ __all__ = [
     "resolve_mode",
     "runtime_of",
     "set_forward_context",
+    "zero_padding",
 ]

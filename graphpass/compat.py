@@ -7,6 +7,7 @@ import dis
 import functools
 import inspect
 import linecache
+import operator
 import os
 import re
 import traceback
@@ -383,7 +384,8 @@ def data_ptrs_equal(tensors: list[Any], expected: list[int | None], positions: l
 def _data_ptrs_equal_in_python(
     tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]
 ) -> bool:
-    return all(tensors[position].data_ptr() == expected[position] for position in positions)
+    addresses = map(torch.Tensor.data_ptr, map(tensors.__getitem__, positions))
+    return all(map(operator.eq, addresses, map(expected.__getitem__, positions)))
 
 
 _data_ptrs_equal: Callable[..., bool] = getattr(
@@ -640,6 +642,17 @@ def mark_static_address(tensor: torch.Tensor) -> None:
 def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Let a dimension be symbolic where the model allows it; sizes that it fixes are compiled each by itself."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def complete_guards() -> contextlib.AbstractContextManager[Any]:
+    """Within the body Dynamo compiles guards that look at every attribute in each call.
+
+    Torch 2.11 takes a module whose dict has not been written to for unchanged; ``parameter.data = other`` and a class
+    attribute change nothing in it.
+    """
+    shortcut = "use_recursive_dict_tags_for_guards"
+    config: Any = torch._dynamo.config
+    return config.patch(**{shortcut: False}) if hasattr(config, shortcut) else contextlib.nullcontext()
 
 
 def writes_python_state(function: Any) -> str | None:

@@ -44,6 +44,7 @@ PUBLIC_NAMES = [
     "GraphedModel",
     "GraphpassError",
     "LoraKeys",
+    "MismatchError",
     "OptionError",
     "Partition",
     "PartitionError",
@@ -63,6 +64,7 @@ PUBLIC_NAMES = [
     "resolve_mode",
     "runtime_of",
     "set_forward_context",
+    "zero_padding",
 ]
 
 

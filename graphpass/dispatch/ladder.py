@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from graphpass.errors import DispatchError
 
-__all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "positive_int"]
+__all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "least_padded_to", "positive_int"]
 
 # Memory bound of a ladder's direct table; a wider ladder is searched above the part that the table covers.
 _SLOTS_PER_RUNG = 1024
@@ -38,6 +38,11 @@ class Ladder:
         if size < len(self._next_rung):
             return self._next_rung[size]
         return bisect_left(self.rungs, size)
+
+
+def least_padded_to(rung: int, rungs: Iterable[int]) -> int:
+    """The smallest size that is padded to ``rung``."""
+    return 1 + max((smaller for smaller in rungs if smaller < rung), default=0)
 
 
 def positive_int(value: object, name: str) -> int:

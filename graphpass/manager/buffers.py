@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass import compat
+from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
+from graphpass.context import set_forward_context
 from graphpass.errors import OptionError, ShapeError
+from graphpass.keys import BatchDescriptor
 from graphpass.manager.padding import InputBuffer, PadRule
+from graphpass.modes import CUDAGraphMode
 
 __all__ = ["BufferSet", "KeyInputs"]
 
@@ -24,10 +29,40 @@ class KeyInputs:
     Attributes:
         buffers: padded tensors, by argument.
         others: arguments that are no tensors, passed on as they are; the same in every call.
+        padded: padded size of each key field.
+        is_padding: which rows are padding, flat, in the order of the key fields.
     """
 
     buffers: Mapping[str, InputBuffer]
     others: Mapping[str, Any]
+    padded: Mapping[str, int]
+    is_padding: torch.Tensor
+    _marked: dict[str, int]
+
+    @classmethod
+    def of(cls, buffers: Mapping[str, InputBuffer], others: Mapping[str, Any], padded: Mapping[str, int]) -> KeyInputs:
+        """The inputs of a key with these padded sizes; until they are filled all rows count as padding."""
+        device = next((buffer.tensor.device for buffer in buffers.values()), None)
+        rows = torch.ones(math.prod(padded.values()), dtype=torch.bool, device=device)
+        return cls(buffers, others, dict(padded), rows, {})
+
+    @contextlib.contextmanager
+    def forward(
+        self, runtime: GraphRuntime, mode: CUDAGraphMode, key: BatchDescriptor, sizes: Mapping[str, int]
+    ) -> Iterator[None]:
+        """A forward at this key: it has the pool and a context that tells real rows from padding.
+
+        Buffers are filled inside: a replay on another stream may still be reading them before.
+        """
+        context = set_forward_context(
+            runtime_mode=mode, batch_descriptor=key, num_tokens=math.prod(sizes.values()), is_padding=self.is_padding
+        )
+        with context as entered:
+            runtime.enter_forward(entered, (self.is_padding,), "a graphed model")
+            try:
+                yield
+            finally:
+                runtime.exit_forward()
 
     def arguments(self) -> dict[str, Any]:
         """What the model is called with at this key."""
@@ -79,6 +114,15 @@ class KeyInputs:
         for name, buffer in buffers.items():
             if buffer.dims:
                 buffer.fill_padding(given[name], sizes)
+        if self._marked != sizes:
+            self._mark(sizes)
+
+    def _mark(self, sizes: Mapping[str, int]) -> None:
+        real = self.is_padding.fill_(True).view(tuple(self.padded.values()))
+        for dim, field in enumerate(self.padded):
+            real = real.narrow(dim, 0, sizes[field])
+        real.fill_(False)
+        self._marked.update(sizes)
 
     def _other_arguments(self, given: Mapping[str, Any]) -> ShapeError:
         tensors = sorted(name for name, value in given.items() if isinstance(value, torch.Tensor))
@@ -99,6 +143,14 @@ class KeyInputs:
                 value = value.index_select(dim, rows)
             example[name] = value
         return example
+
+    def cut(self, example: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """An example at this key's sizes, cut to smaller real ones."""
+        given = dict(example)
+        for name, buffer in self.buffers.items():
+            for dim, field in buffer.dims.items():
+                given[name] = given[name].narrow(dim, 0, sizes[field])
+        return given
 
 
 class BufferSet:
@@ -134,7 +186,7 @@ class BufferSet:
             memory = self._reserve(name, value, _resized(value.shape, dims, self._largest))
             shape = _resized(value.shape, dims, padded)
             buffers[name] = InputBuffer.over(memory, name, shape, dims, self._rules.get(name, 0))
-        return KeyInputs(buffers, others)
+        return KeyInputs.of(buffers, others, padded)
 
     def _reserve(self, name: str, value: torch.Tensor, largest: tuple[int, ...]) -> torch.Tensor:
         """The memory of one argument, flat.

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import threading
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,13 +17,15 @@ from graphpass import compat
 from graphpass.capture import EnteredCallable, GraphRuntime
 from graphpass.context import set_forward_context
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass.dispatch.ladder import least_padded_to
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.buffers import BufferSet, KeyInputs
-from graphpass.manager.guards import local_values
+from graphpass.manager.guards import entry_of, local_values, modules_of
 from graphpass.manager.keyrun import KeyRun, learn_key
 from graphpass.manager.learned import SharedDims, candidate_dims, shared_dims, stand_in, trace_sizes
 from graphpass.manager.padding import PadRule, checked_rule
+from graphpass.manager.paddingcheck import PaddedCall, compare_with_unpadded, poisoned
 from graphpass.manager.signature import CallSignature
 from graphpass.manager.traffic import Traffic
 from graphpass.modes import CUDAGraphMode
@@ -43,6 +44,8 @@ def graphed(
     padding: Mapping[str, PadRule] | None = None,
     cut: Mapping[int | str, Mapping[int, str]] | None = None,
     mode: str | CUDAGraphMode = "FULL",
+    check_padding: bool = True,
+    poison: bool = False,
     **options: Any,
 ) -> GraphedModel:
     """Run ``model`` over CUDA graphs: each call is padded to a captured size, replayed, and cut back.
@@ -56,12 +59,16 @@ def graphed(
         cut: {output: {dimension: key field}} for outputs whose symbolic shape does not say it; an output is its index
             in the flattened result, or its key in a dict.
         mode: ``FULL``, ``PIECEWISE``, or a pair.
+        check_padding: run each key's first padded call once more, without padding and graph, and compare.
+        poison: replay every padded call with other contents, NaN among them, in the padding of the arguments that
+            ``padding`` does not name, and compare real rows bit for bit. For tests: it multiplies the work.
         options: the backend's, see :func:`cgpass.options`.
 
     Raises:
         OptionError: an option, a size or a rule cannot be used.
     """
-    return GraphedModel(model, capture_sizes, dynamic_dims, padding=padding, cut=cut, mode=mode, **options)
+    checks: dict[str, Any] = {"check_padding": check_padding, "poison": poison}
+    return GraphedModel(model, capture_sizes, dynamic_dims, padding=padding, cut=cut, mode=mode, **checks, **options)
 
 
 class GraphedModel:
@@ -79,6 +86,8 @@ class GraphedModel:
         padding: Mapping[str, PadRule] | None = None,
         cut: Mapping[int | str, Mapping[int, str]] | None = None,
         mode: str | CUDAGraphMode = "FULL",
+        check_padding: bool = True,
+        poison: bool = False,
         runtime: GraphRuntime | None = None,
         **options: Any,
     ) -> None:
@@ -103,11 +112,11 @@ class GraphedModel:
         self._rules = {name: checked_rule(name, rule) for name, rule in (padding or {}).items()}
         self._cut = dict(cut or {})
         self._model = model
-        self._modules = _modules_of(model)
+        self._modules = modules_of(model)
         # A model with an op that no graph can hold goes on with regions, so whoever asks for FULL gets both levels.
         asks_for_full = self._settings.mode.has_mode(CUDAGraphMode.FULL)
         self._options = {**given, "mode": CUDAGraphMode.FULL_AND_PIECEWISE} if asks_for_full else given
-        self._entry = _entry_of(model)
+        self._entry = entry_of(model)
         self._compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
         self._has_graph_breaks = False
         self._dispatcher = self._new_dispatcher(self._settings.mode)
@@ -116,6 +125,9 @@ class GraphedModel:
         self._buffers: BufferSet | None = None
         self._inputs: dict[BatchDescriptor, KeyInputs] = {}
         self._runs: dict[tuple[CUDAGraphMode, BatchDescriptor], KeyRun] = {}
+        self._checks_padding = check_padding
+        self._poisons = poison
+        self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._traffic = Traffic()
         # The buffers are filled before the runtime hands out the pool, so calls of one model take turns from the start.
         self._turn = threading.RLock()
@@ -288,6 +300,7 @@ class GraphedModel:
         self._shared = self._buffers = None
         self._inputs.clear()
         self._runs.clear()
+        self._checked.clear()
         self._dispatcher.forget_captured()
 
     def _is_refuted(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> bool:
@@ -319,7 +332,8 @@ class GraphedModel:
     def _reached_first(self, traced: Mapping[str, Any]) -> Any:
         largest = max((key for _, keys in self._dispatcher.capture_plan() for key in keys), key=lambda k: k.num_tokens)
         mode = next(iter(self._dispatcher.capture_plan()))[0]
-        with self.runtime.scope_opened() as scope, set_forward_context(runtime_mode=mode, batch_descriptor=largest):
+        context = set_forward_context(runtime_mode=mode, batch_descriptor=largest)
+        with self.runtime.scope_opened() as scope, context, compat.complete_guards():
             scope.stops_at_entry = True
             try:
                 self._compiled(**traced)
@@ -346,31 +360,47 @@ class GraphedModel:
         if self._is_out_of_reach(mode, key, given):
             return
         inputs = self._key_inputs(key, given)
-        inputs.fill(inputs.stretched(given), self._dispatcher.fields(key))
-        self._graphed_call(mode, key, inputs)
+        # As much padding as a call at this key can have: what padding changes shows then.
+        sizes = {field: least_padded_to(size, self._ladders[field]) for field, size in inputs.padded.items()}
+        example = inputs.cut(inputs.stretched(given), sizes)
+        with inputs.forward(self.runtime, mode, key, sizes):
+            inputs.fill(example, sizes)
+            leaves, run = self._graphed_call(mode, key, inputs)
+            self._check_padding(mode, key, inputs, run, example, sizes, run.cut(leaves, example, sizes))
 
     def _replay(
         self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any], sizes: Mapping[str, int]
     ) -> Any:
         inputs = self._key_inputs(key, given)
-        inputs.fill(given, sizes)
-        run = self._runs.get((mode, key))
-        if run is not None:
-            inputs.refuse_shared_memory(given, run.mutated)
-        if run is None or (run.direct is not None and not run.direct.holds(self._modules)):
-            with self._capturing():
-                leaves, run = self._graphed_call(mode, key, inputs)
-            inputs.refuse_shared_memory(given, run.mutated)
-        elif run.direct is not None:
-            with set_forward_context(runtime_mode=mode, batch_descriptor=key):
-                leaves = run.direct.run()
-        else:
-            leaves = self._through_dynamo(mode, key, inputs, run)
-        return _finished(leaves, run, inputs, given, sizes)
+        # The buffers are filled within the forward: a replay on another stream may still be reading them.
+        with inputs.forward(self.runtime, mode, key, sizes):
+            inputs.fill(given, sizes)
+            run = self._runs.get((mode, key))
+            if run is not None:
+                inputs.refuse_shared_memory(given, run.mutated)
+            if run is None or (run.direct is not None and not run.direct.holds(self._modules)):
+                with self._capturing():
+                    leaves, run = self._graphed_call(mode, key, inputs)
+                inputs.refuse_shared_memory(given, run.mutated)
+            else:
+                leaves = self._replayed(inputs, run)
+            needs_check = self._poisons or (self._checks_padding and (mode, key) not in self._checked)
+            if needs_check and not self._settings.policy.clones_outputs:  # replays follow before the caller reads
+                leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            leaves = run.cut(leaves, given, sizes)
+            for name in run.mutated:
+                given[name].copy_(inputs.buffers[name].real(sizes))
+            if needs_check:
+                self._check_padding(mode, key, inputs, run, given, sizes, leaves)
+            if self._settings.policy.debug and not self._settings.policy.clones_outputs:
+                leaves = self.runtime.watched(leaves, self.runtime.forward_pool_storages(), "graphed")
+        return run.build_result(leaves)
 
-    def _through_dynamo(self, mode: CUDAGraphMode, key: BatchDescriptor, inputs: KeyInputs, run: KeyRun) -> list[Any]:
-        with set_forward_context(runtime_mode=mode, batch_descriptor=key):
-            leaves, spec = compat.tree_flatten(self._compiled(**inputs.arguments()))
+    def _replayed(self, inputs: KeyInputs, run: KeyRun) -> list[Any]:
+        """The leaves of one captured call over what the buffers hold."""
+        if run.direct is not None:
+            return run.direct.run()
+        leaves, spec = compat.tree_flatten(self._compiled(**inputs.arguments()))
         if spec != run.spec:
             raise ShapeError(
                 "the model returned another structure than at capture",
@@ -379,6 +409,40 @@ class GraphedModel:
                 remedy="return the same structure in every call",
             )
         return list(leaves)
+
+    def _check_padding(
+        self,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor,
+        inputs: KeyInputs,
+        run: KeyRun,
+        given: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        returned: Sequence[Any],
+    ) -> None:
+        """See :mod:`graphpass.manager.paddingcheck`."""
+        if sizes == inputs.padded:
+            return
+        call = PaddedCall(
+            key=f"{mode} {key}",
+            inputs=inputs,
+            given=given,
+            sizes=sizes,
+            written=run.mutated,
+            state=run.state,
+            generators=run.generators,
+            returned=returned,
+            cut_as_told=run.declared,
+            replay=lambda: run.cut(self._replayed(inputs, run), given, sizes),
+        )
+        why_not = run.why_not_repeated
+        if why_not is None and self._poisons:
+            poisoned(call, self._rules)
+        if self._checks_padding and (mode, key) not in self._checked:
+            why_not = why_not or compare_with_unpadded(call, self._model)
+            self._checked.add((mode, key))
+        if why_not is not None:
+            self.runtime.note(f"whether padding changes real rows is not checked: {why_not}")
 
     def _capturing(self) -> contextlib.AbstractContextManager[Any]:
         scope = self.runtime.scope()
@@ -390,7 +454,7 @@ class GraphedModel:
         assert scope is not None
         scope.reached.clear()
         versions = inputs.versions()
-        with set_forward_context(runtime_mode=mode, batch_descriptor=key):
+        with compat.complete_guards():
             result = self._compiled(**inputs.arguments())
         if not scope.reached:
             raise CaptureError(
@@ -399,7 +463,7 @@ class GraphedModel:
                 found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
                 remedy="give dynamic_dims every dimension that varies, or raise torch._dynamo.config.recompile_limit",
             )
-        self._modules = _modules_of(self._model)
+        self._modules = modules_of(self._model)
         run = learn_key(
             result,
             scope.reached,
@@ -417,42 +481,5 @@ class GraphedModel:
         return compat.tree_flatten(result)[0], run
 
 
-def _finished(
-    leaves: list[Any], run: KeyRun, inputs: KeyInputs, given: Mapping[str, Any], sizes: Mapping[str, int]
-) -> Any:
-    """Cut outputs to the real sizes, hand back the caller's own tensors, copy mutated inputs back."""
-    for index, (leaf, dims, owner) in enumerate(zip(leaves, run.cuts, run.owners, strict=True)):
-        if owner is not None and leaf is owner.tensor:
-            leaves[index] = given[owner.name]
-            continue
-        cut = leaf
-        for dim, field in dims.items():
-            if cut.shape[dim] != sizes[field]:
-                cut = cut.narrow(dim, 0, sizes[field])
-        # The buffer is filled anew by the next call, so a view of it cannot leave.
-        leaves[index] = cut.clone() if owner is not None else cut
-    for name in run.mutated:
-        given[name].copy_(inputs.buffers[name].real(sizes))
-    return run.build_result(leaves)
-
-
-def _modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
-    return tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
-
-
 def _model_itself(model: Any) -> Any:
     return model
-
-
-def _entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the model, with code of its own.
-
-    Dynamo counts recompiles by code object: graphed models of one class would use up each other's limit.
-    """
-
-    def call_model(**arguments: Any) -> Any:
-        return model(**arguments)
-
-    return types.FunctionType(
-        call_model.__code__.replace(), call_model.__globals__, "call_model", None, call_model.__closure__
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from graphpass import compat
 from graphpass.errors import CaptureError
 
-__all__ = ["AmbientState", "DynamoGuards", "OwnedTensors", "local_values"]
+__all__ = ["AmbientState", "DynamoGuards", "OwnedTensors", "entry_of", "local_values", "modules_of"]
 
 
 _TRAINING = operator.attrgetter("training")
@@ -117,6 +118,25 @@ class OwnedTensors:
         """Whether the model still keeps the same tensors in the same modules."""
         # All of it in C: hundreds of look-ups stand in every direct call.
         return all(map(operator.is_, map(dict.get, self.owners, self.names), self.kept))
+
+
+def modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:
+    """All modules of a model, itself first; none of a function."""
+    return tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
+
+
+def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model, with code of its own.
+
+    Dynamo counts recompiles by code object: graphed models of one class would use up each other's limit.
+    """
+
+    def call_model(**arguments: Any) -> Any:
+        return model(**arguments)
+
+    return types.FunctionType(
+        call_model.__code__.replace(), call_model.__globals__, "call_model", None, call_model.__closure__
+    )
 
 
 def local_values(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

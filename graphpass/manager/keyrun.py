@@ -68,21 +68,44 @@ class KeyRun:
 
     Attributes:
         cuts: for each leaf of the result, {dimension: key field} to cut to the real size.
+        declared: the leaves whose cut the user declared.
         owners: for each leaf, the input buffer that it lies in, None elsewhere.
         spec: the result's structure.
         build_result: makes leaves into that structure.
         mutated: names of the arguments that the model writes to.
         direct: the call past Dynamo, None where one is not safe.
         why_not_direct: why, where ``direct`` is None.
+        why_not_repeated: why calling it twice is not like calling it once, were its tensors put back; else None.
+        state: tensors of the model, or reached by it, that it writes to.
+        generators: random number generators that it draws from.
     """
 
     cuts: tuple[Dims, ...]
+    declared: frozenset[int]
     owners: tuple[InputBuffer | None, ...]
     spec: Any
     build_result: Callable[[list[Any]], Any]
     mutated: frozenset[str]
     direct: DirectCall | None
     why_not_direct: str | None
+    why_not_repeated: str | None
+    state: tuple[torch.Tensor, ...]
+    generators: tuple[torch.Generator, ...]
+
+    def cut(self, leaves: Sequence[Any], given: Mapping[str, Any], sizes: Mapping[str, int]) -> list[Any]:
+        """Outputs cut to the real sizes; where an argument came back, the caller's own tensor."""
+        cut = []
+        for leaf, dims, owner in zip(leaves, self.cuts, self.owners, strict=True):
+            if owner is not None and leaf is owner.tensor:
+                cut.append(given[owner.name])
+                continue
+            part = leaf
+            for dim, field in dims.items():
+                if part.shape[dim] != sizes[field]:
+                    part = part.narrow(dim, 0, sizes[field])
+            # The buffer is filled anew by the next call, so a view of it cannot leave.
+            cut.append(part.clone() if owner is not None else part)
+        return cut
 
 
 def learn_key(
@@ -138,7 +161,29 @@ def learn_key(
     direct, why_not = _direct(leaves, reached, buffers, entry, arguments, modules)
     memory = {storage_id(buffer.tensor): buffer for buffer in buffers.values() if storage_id(buffer.tensor)}
     owners = tuple(memory.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-    return KeyRun(tuple(cuts), owners, spec, compat.builder_of(spec), mutated, direct, why_not)
+    flat = [value for _, args, _ in reached for value in args]
+    return KeyRun(
+        cuts=tuple(cuts),
+        declared=frozenset(by_user),
+        owners=owners,
+        spec=spec,
+        build_result=compat.builder_of(spec),
+        mutated=mutated,
+        direct=direct,
+        why_not_direct=why_not,
+        why_not_repeated=_several_graphs(reached) or compat.writes_python_state(entry),
+        state=tuple(
+            args[position]
+            for callable_, args, _ in reached
+            for position in callable_.partition.mutated_inputs
+            if id(args[position]) not in buffers
+        ),
+        generators=tuple(value for value in flat if isinstance(value, torch.Generator)),
+    )
+
+
+def _several_graphs(reached: Reached) -> str | None:
+    return None if len(reached) == 1 else f"the model is {len(reached)} graphs, with Python between them"
 
 
 def _trace_dims(
@@ -271,8 +316,9 @@ def _direct(
     modules: Sequence[torch.nn.Module],
 ) -> tuple[DirectCall | None, str | None]:
     """The call past Dynamo, or why there is none."""
-    if len(reached) != 1:
-        return None, f"the model is {len(reached)} graphs, with Python between them"
+    several = _several_graphs(reached)
+    if several is not None:
+        return None, several
     callable_, args, outputs = reached[0]
     positions = {id(output): position for position, output in enumerate(outputs)}
     sources: list[int | InputBuffer | None] = []

@@ -71,14 +71,7 @@ CHANGES: dict[str, Callable[[Changing], Any]] = {
 
 
 # Direct calls see what Dynamo guards, and older releases do not guard these two.
-NEWER_GUARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-older_skips = pytest.mark.skipif(not NEWER_GUARDS, reason="this torch's Dynamo does not guard it")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [pytest.param(c, id=n, marks=older_skips if c is transpose_in_place else ()) for n, c in CHANGES.items()],
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_direct_calls_see_every_change_that_dynamo_guards(change: Callable[[Changing], Any]) -> None:
     model = Changing().eval()
     fast = graphpass.graphed(model, [4], {"x": 0}, **OPTIONS)
@@ -90,7 +83,6 @@ def test_direct_calls_see_every_change_that_dynamo_guards(change: Callable[[Chan
         torch.testing.assert_close(fast(x), model(x).detach())
 
 
-@older_skips
 def test_direct_calls_see_a_class_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Changing().eval()
     fast = graphpass.graphed(model, [4], {"x": 0}, **OPTIONS)
