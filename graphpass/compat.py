@@ -645,14 +645,15 @@ def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 
 def complete_guards() -> contextlib.AbstractContextManager[Any]:
-    """Within the body Dynamo compiles guards that look at every attribute in each call.
+    """Within the body Dynamo compiles guards that look at every tensor and attribute in each call.
 
-    Torch 2.11 takes a module whose dict has not been written to for unchanged; ``parameter.data = other`` and a class
-    attribute change nothing in it.
+    By default it takes what a module holds for unchanged while the module's dict has not been written to;
+    ``parameter.data = other`` is not seen then.
     """
-    shortcut = "use_recursive_dict_tags_for_guards"
     config: Any = torch._dynamo.config
-    return config.patch(**{shortcut: False}) if hasattr(config, shortcut) else contextlib.nullcontext()
+    shortcuts = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags")
+    found = {name: False for name in shortcuts if hasattr(config, name)}
+    return config.patch(**found) if found else contextlib.nullcontext()
 
 
 def writes_python_state(function: Any) -> str | None:
@@ -737,7 +738,7 @@ def place_of_failure(error: BaseException, traced: Any = None) -> str | None:
 
 def _op_text(target: Any) -> str:
     """What a node calls, ``aten.add.Tensor`` or ``_operator.add``."""
-    if isinstance(target, (str, torch._ops.OpOverload)):
+    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 

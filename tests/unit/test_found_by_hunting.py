@@ -85,6 +85,12 @@ def test_direct_calls_see_every_change_that_dynamo_guards(change: Callable[[Chan
 
 def test_direct_calls_see_a_class_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Changing().eval()
+    stock = torch.compile(Changing().eval(), backend="eager")
+    with torch.no_grad(), monkeypatch.context() as patched:
+        before = stock(torch.ones(3, 4))
+        patched.setattr(Changing, "SCALE", 5)
+        if torch.equal(stock(torch.ones(3, 4)), before):
+            pytest.skip("this torch's Dynamo does not guard what is read as type(self).SCALE")
     fast = graphpass.graphed(model, [4], {"x": 0}, **OPTIONS)
     x = torch.randn(3, 4)
     fast(x)

@@ -95,3 +95,14 @@ def test_another_size_of_what_is_not_padded_is_refused_by_name() -> None:
         fast(torch.ones(2, 3), torch.ones(3, 7))
     with pytest.raises(ShapeError, match=r"'w'.*expected .*\(3, 6\).*found .*\(3, 7\)"):
         fast(torch.ones(4, 3), torch.ones(3, 7))
+
+
+def test_a_table_is_no_batch_after_all() -> None:
+    def looked_up(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return table[torch.arange(x.shape[0])] * x
+
+    fast = graphed(looked_up)
+    x, table = torch.randn(3, 2), torch.randn(3, 2)
+    assert torch.equal(fast(x, table), looked_up(x, table))
+    x, table = torch.randn(2, 2), torch.randn(5, 2)
+    assert torch.equal(fast(x, table), looked_up(x, table))

@@ -1,0 +1,230 @@
+"""The guards on real graphs: debug, compare, what is read from the context, failures, padding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cgpass
+import graphpass as gp
+from graphpass.capture import CapturePolicy
+
+pytestmark = pytest.mark.cuda
+
+FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
+KEY = gp.BatchDescriptor(8)
+COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+MODES = pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=str)
+
+
+def wrap(runnable: Callable[..., Any], runtime: gp.GraphRuntime, *, mode: Any = FULL, **given: Any) -> Any:
+    roles = {name: given.pop(name) for name in ("static_inputs", "mutated_inputs") if name in given}
+    return gp.CUDAGraphWrapper(runnable, mode, runtime=runtime, name="f", policy=CapturePolicy(**given), **roles)
+
+
+def call(wrapper: Any, *args: Any, mode: Any = FULL, **context: Any) -> Any:
+    with torch.no_grad(), gp.set_forward_context(runtime_mode=mode, batch_descriptor=KEY, **context):
+        return wrapper(*args)
+
+
+def capture(runtime: gp.GraphRuntime, wrapper: Any, *args: Any, **context: Any) -> Any:
+    with runtime.capturing():
+        return call(wrapper, *args, **context)
+
+
+@torch.library.custom_op("graphpass_gpu_guards::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """Reads Python state that a graph freezes."""
+    return x * SCALE[0]
+
+
+@scaled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("graphpass_gpu_guards::split", mutates_args=())
+def split(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+@split.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("graphpass_gpu_guards::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    if TROUBLE:
+        TROUBLE[-1](x)
+    return x.clone()
+
+
+@fails.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+SCALE: list[float] = [1.0]
+TROUBLE: list[Callable[[torch.Tensor], Any]] = []
+
+
+class Model(nn.Module):
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.op(split(self.first(x)) + 1)).relu()
+
+
+def compiled(model: nn.Module, runtime: gp.GraphRuntime, compiler: str, **options: Any) -> Any:
+    given = cgpass.options(compiler=compiler, splitting_ops=["graphpass_gpu_guards::split"], runtime=runtime, **options)
+    return torch.compile(model, backend="cgpass", options=given)
+
+
+@COMPILERS
+@MODES
+def test_debug_runs_what_a_graph_froze(cuda: torch.device, compiler: str, mode: Any) -> None:
+    model, x = Model(scaled).to(cuda), torch.randn(8, 16, device=cuda)
+    with gp.GraphRuntime() as runtime:
+        SCALE[0] = 1.0
+        fast = compiled(model, runtime, compiler, debug=True)
+        capture(runtime, fast, x, mode=mode)
+        SCALE[0] = 3.0
+        with torch.no_grad():
+            torch.testing.assert_close(call(fast, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
+
+
+@COMPILERS
+@MODES
+def test_compare_names_the_region(cuda: torch.device, compiler: str, mode: Any) -> None:
+    model, x = Model(scaled).to(cuda), torch.randn(8, 16, device=cuda)
+    with gp.GraphRuntime() as runtime:
+        SCALE[0] = 1.0
+        fast = compiled(model, runtime, compiler, compare=True)
+        capture(runtime, fast, x, mode=mode)
+        for _ in range(3):
+            x = torch.randn(8, 16, device=cuda)
+            with torch.no_grad():
+                torch.testing.assert_close(call(fast, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
+        SCALE[0] = 3.0
+        with pytest.raises(gp.MismatchError, match=r"output 0 of g\d+\.r2 differs in a replay.*row 0"):
+            call(fast, x, mode=mode)
+
+
+def test_a_view_that_is_held_is_named_and_overwritten(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    with gp.GraphRuntime() as runtime, caplog.at_level(logging.WARNING, "graphpass"):
+        wrapper = wrap(lambda x: x + 1, runtime, outputs="view", debug=True)
+        x = torch.zeros(8, device=cuda)
+        capture(runtime, wrapper, x)
+        kept = call(wrapper, x)
+        for _ in range(3):
+            call(wrapper, x + 5)
+        assert "a view of output 0 of f is still held" in caplog.text
+        assert torch.equal(kept, torch.full((8,), 6.0, device=cuda))
+
+
+def test_what_the_context_hands_over_is_checked(cuda: torch.device) -> None:
+    with gp.GraphRuntime() as runtime:
+        wrapper = wrap(lambda x: x[gp.get_forward_context().slot_mapping] * gp.get_forward_context().extra, runtime)
+        x, slots = torch.randn(8, device=cuda), torch.arange(8, device=cuda)
+        capture(runtime, wrapper, x, slot_mapping=slots, extra=2)
+        slots.copy_(slots.flip(0))
+        assert torch.equal(call(wrapper, x, slot_mapping=slots, extra=2), x.flip(0) * 2)
+        with pytest.raises(gp.StaticInputError, match="slot_mapping"):
+            call(wrapper, x, slot_mapping=slots.clone(), extra=2)
+        with pytest.raises(gp.CaptureError, match=r"extra of the forward context.*expected 2; found 3"):
+            call(wrapper, x, slot_mapping=slots, extra=3)
+
+
+def out_of_memory(x: torch.Tensor) -> None:
+    torch.empty(1 << 44, dtype=torch.uint8, device=x.device)
+
+
+def interrupt(_x: torch.Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+FAILURES: dict[str, tuple[Callable[[torch.Tensor], Any], Any, str]] = {
+    "out of memory": (out_of_memory, gp.CaptureError, "OutOfMemoryError"),
+    "exception": (lambda x: 1 / 0, gp.CaptureError, "ZeroDivisionError"),
+    "interrupt": (interrupt, KeyboardInterrupt, ""),
+    "host read": (lambda x: x.sum().item() if torch.cuda.is_current_stream_capturing() else None, gp.CaptureError, ""),
+    "synchronize": (
+        lambda x: torch.cuda.synchronize() if torch.cuda.is_current_stream_capturing() else None,
+        gp.CaptureError,
+        "",
+    ),
+}
+
+
+@COMPILERS
+@MODES
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str, mode: Any, compiler: str) -> None:
+    trouble, kind, text = FAILURES[failure]
+    model, x = Model(fails).to(cuda), torch.randn(8, 16, device=cuda)
+    with gp.GraphRuntime() as runtime:
+        fast = compiled(model, runtime, compiler)
+        with torch.no_grad():
+            want = fast(x)
+        capture(runtime, fast, x, mode=mode)
+        runtime.close()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        allocated, buffers = torch.cuda.memory_allocated(), runtime.buffer_bytes()
+        TROUBLE.append(trouble)
+        try:
+            with pytest.raises(kind) as raised:
+                capture(runtime, fast, x, mode=mode)
+        finally:
+            TROUBLE.clear()
+        if kind is gp.CaptureError:
+            for part in ("g0.", str(mode), "8 tokens", "graphpass_gpu_guards.fails", "test_guards.py:", "pool ", text):
+                assert part in str(raised.value)
+        del raised
+        assert not torch.cuda.is_current_stream_capturing()
+        if mode is FULL:  # regions before the one that failed keep their graphs
+            assert torch.cuda.memory_allocated() == allocated
+            assert runtime.buffer_bytes() == buffers
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), want)
+        capture(runtime, fast, x, mode=mode)
+        torch.testing.assert_close(call(fast, x, mode=mode), want)
+
+
+class Attends(nn.Module):
+    def __init__(self, zeroes: bool) -> None:
+        super().__init__()
+        self.zeroes = zeroes
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        keys = gp.zero_padding(x, 2) if self.zeroes else x
+        return F.scaled_dot_product_attention(x, keys, keys, attn_mask=mask[:, None, :])
+
+
+@COMPILERS
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_padding_is_checked(cuda: torch.device, mode: str, compiler: str) -> None:
+    leaky = gp.graphed(lambda x: x - x.mean(0), [4, 8], {"x": 0}, mode=mode, compiler=compiler)
+    with pytest.raises(gp.MismatchError, match="than without padding"):
+        leaky(torch.randn(5, 16, device=cuda))
+    leaky.close()
+    dims = {name: {0: "num_reqs", 1: "seq_len"} for name in ("x", "mask")}
+    fast = gp.graphed(
+        Attends(True), {"num_reqs": [2, 4], "seq_len": [4, 8]}, dims,
+        padding={"mask": False}, mode=mode, compiler=compiler, poison=True,
+    )  # fmt: skip
+    for reqs, tokens in ((3, 5), (2, 3), (4, 8)):
+        x = torch.randn(reqs, tokens, 16, device=cuda)
+        got = fast(x, torch.ones(reqs, tokens, dtype=torch.bool, device=cuda))
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(x, x, x), atol=1e-3, rtol=1e-3)
+    fast.close()

@@ -1,0 +1,430 @@
+"""Weights that are replaced, merged, moved, freed: a graph reads the model's weights of now, or there is an error.
+
+Each change runs through ``torch.compile(backend="cgpass")`` at both levels and through ``graphpass.graphed``; after
+every step results are those of the model called eagerly.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
+
+import graphpass as gp
+from graphpass import BatchDescriptor, CaptureError, GraphRuntime, StaticInputError
+
+MIX = "graphpasstest_weights::mix"
+WAYS = ["FULL", "PIECEWISE", "graphed"]
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+@torch.library.custom_op(MIX, mutates_args=())
+def mix(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(-1) * 2
+
+
+@mix.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Model(nn.Module):
+    """Two regions around a splitting op; the last reads a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.ops.graphpasstest_weights.mix(self.first(x))) * self.scale
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight = self.first.weight
+
+
+class Lora(Model):
+    """A low-rank update beside the first weight, or merged into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(2, 6))
+        self.up = nn.Parameter(torch.randn(6, 2))
+        self.merged = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        update = 0 if self.merged else x @ self.down.t() @ self.up.t()
+        return super().forward(x + update)
+
+    def merge(self, sign: int = 1) -> None:
+        self.first.weight.data.add_(self.first.weight.data @ self.up.data @ self.down.data, alpha=sign)
+        self.merged = sign > 0
+
+    def unmerge(self) -> None:
+        inverse = torch.linalg.inv(torch.eye(6) + self.up.data @ self.down.data)
+        self.first.weight.data.copy_(self.first.weight.data @ inverse)
+        self.merged = False
+
+
+class Quantized(Model):
+    """int8 weights with a scale for each row, as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.randint(-127, 127, (6, 6), dtype=torch.int8))
+        self.register_buffer("steps", torch.rand(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.linear(x, self.packed.to(x.dtype) * self.steps))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def rt() -> Iterator[GraphRuntime]:
+    with GraphRuntime() as runtime:
+        yield runtime
+
+
+def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eager", **options: Any) -> Call:
+    """The captured model as a function of four rows.
+
+    Where a graph went with a weight and capture is closed, the call is refused; it is captured once more then, as an
+    engine would.
+    """
+    options = {"compiler": compiler, "splitting_ops": [MIX], **options}
+    if way == "graphed":
+        fast = gp.graphed(model, [4], {"x": 0}, runtime=rt, **options)
+        fast.capture(torch.randn(4, 6))
+        return fast
+    compiled = torch.compile(model, backend="cgpass", dynamic=True, options={**options, "runtime": rt})
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        context = gp.set_forward_context(runtime_mode=gp.CUDAGraphMode[way], batch_descriptor=BatchDescriptor(4))
+        with torch.no_grad(), context:
+            return compiled(x)
+
+    def call_or_capture(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return call(x)
+        except CaptureError as error:
+            if "capture is closed" not in str(error):
+                raise
+            with rt.capturing():
+                return call(x)
+
+    with rt.capturing():
+        call(torch.randn(4, 6))
+    return call_or_capture
+
+
+def agrees(fast: Call, model: nn.Module) -> None:
+    """Two calls each, so that one at least replays what is there."""
+    dtype = next(model.parameters()).dtype
+    for _ in range(2):
+        x = torch.randn(4, 6, dtype=dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def captured_and_live(rt: GraphRuntime) -> tuple[int, int]:
+    """Graphs captured so far, and the most that live at one key of one region."""
+    return rt.stats().captured, max((counts.static_sets for counts in rt.counts().values()), default=0)
+
+
+# -- what happens to weights
+
+
+def replace(model: Model) -> None:
+    model.first.weight = nn.Parameter(torch.randn(6, 6))
+
+
+def load(model: Model) -> None:
+    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
+
+
+def load_assigned(model: Model) -> None:
+    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()}, assign=True)
+
+
+def write(model: Model) -> None:
+    model.first.weight.data.add_(torch.randn(6, 6))
+
+
+def swap_memory(model: Model) -> None:
+    model.first.weight.data = torch.randn(6, 6)
+
+
+def swap_for_a_view(model: Model) -> None:
+    model.first.weight.data = torch.randn(4, 6, 6)[2]
+
+
+def swap_layout(model: Model) -> None:
+    model.first.weight.data = torch.randn(6, 6).t()
+
+
+def replace_buffer(model: Model) -> None:
+    model.scale = torch.randn(6)
+
+
+def write_buffer(model: Model) -> None:
+    model.scale.mul_(3)
+
+
+def swap_submodule(model: Model) -> None:
+    model.second = nn.Linear(6, 6)
+
+
+def swap_two_weights(model: Model) -> None:
+    model.first.weight, model.second.weight = model.second.weight, model.first.weight
+
+
+def free_and_allocate(model: Model) -> None:
+    """As sharding and offloading do: the parameter stays, its memory goes and comes back elsewhere."""
+    storage = model.first.weight.untyped_storage()
+    num_bytes = storage.nbytes()
+    storage.resize_(0)
+    in_its_place = [torch.randn(6, 6) for _ in range(8)]
+    storage.resize_(num_bytes)
+    model.first.weight.data.copy_(in_its_place[-1])
+
+
+def offload(model: Model) -> None:
+    kept = model.first.weight.data.clone()
+    model.first.weight.data = torch.empty(0)
+    model.first.weight.data = kept
+
+
+def freeze(model: Model) -> None:
+    model.first.weight.requires_grad_(False)
+
+
+CHANGES = [
+    replace, load, load_assigned, write, swap_memory, swap_for_a_view, swap_layout, replace_buffer, write_buffer,
+    swap_submodule, swap_two_weights, free_and_allocate, offload, freeze,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_is_seen_each_time(way: str, change: Callable[[Model], None], rt: GraphRuntime) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt)
+    agrees(fast, model)
+    for _ in range(3):
+        change(model)
+        agrees(fast, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [load_assigned, free_and_allocate], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_regions_see_it_too(
+    way: str, change: Callable[[Model], None], compiler: str, rt: GraphRuntime
+) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt, compiler)
+    change(model)
+    agrees(fast, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [load, write, write_buffer], ids=lambda change: change.__name__)
+def test_what_is_written_in_place_needs_no_capture(way: str, change: Callable[[Model], None], rt: GraphRuntime) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt)
+    before = captured_and_live(rt)
+    change(model)
+    agrees(fast, model)
+    assert captured_and_live(rt) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_round_trip_through_another_dtype(way: str, rt: GraphRuntime) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt)
+    model.to(torch.float64).to(torch.float32)
+    agrees(fast, model)
+    if way != "graphed":  # whose buffers have the dtype of the first call
+        agrees(fast, model.to(torch.float64))
+        agrees(fast, model.to(torch.float32))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("add", "remove"),
+    [
+        (
+            lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+            lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+        ),
+        (weight_norm, lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+        (
+            lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+            lambda layer: parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False),
+        ),
+    ],
+    ids=["doubled", "weight norm", "doubled and left out"],
+)
+@pytest.mark.parametrize("at_capture", [True, False], ids=["added before", "added after"])
+def test_parametrizations_come_and_go(
+    way: str, add: Callable[[nn.Module], Any], remove: Callable[[nn.Module], Any], at_capture: bool, rt: GraphRuntime
+) -> None:
+    model = Model().eval()
+    if at_capture:
+        add(model.first)
+    fast = graphs_of(model, way, rt)
+    if not at_capture:
+        add(model.first)
+    agrees(fast, model)
+    remove(model.first)
+    agrees(fast, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_weights_are_untied_and_tied_again(way: str, rt: GraphRuntime) -> None:
+    model = Tied().eval()
+    fast = graphs_of(model, way, rt)
+    model.first.weight.data.mul_(2)
+    agrees(fast, model)
+    model.second.weight = nn.Parameter(model.first.weight.detach().clone())
+    agrees(fast, model)
+    model.second.weight.data.add_(1)
+    agrees(fast, model)
+    model.first.weight = model.second.weight
+    agrees(fast, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_of_two_weights_is_joined(way: str, rt: GraphRuntime) -> None:
+    """Tied by memory and not by parameter: a write to one is a write to both."""
+    model = Model().eval()
+    fast = graphs_of(model, way, rt)
+    model.second.weight.data = model.first.weight.data
+    agrees(fast, model)
+    model.first.weight.data.mul_(-2)
+    agrees(fast, model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lora_is_merged_and_unmerged(way: str, rt: GraphRuntime) -> None:
+    model = Lora().eval()
+    fast = graphs_of(model, way, rt)
+    x = torch.randn(4, 6)
+    apart = fast(x)
+    for _ in range(2):
+        model.merge()
+        agrees(fast, model)
+        torch.testing.assert_close(fast(x), apart, rtol=1e-3, atol=1e-3)
+        model.unmerge()
+        agrees(fast, model)
+        torch.testing.assert_close(fast(x), apart, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_int8_weights(way: str, rt: GraphRuntime) -> None:
+    model = Quantized().eval()
+    fast = graphs_of(model, way, rt)
+    model.packed.copy_(torch.randint(-127, 127, (6, 6), dtype=torch.int8))
+    agrees(fast, model)
+    model.packed = torch.randint(-127, 127, (6, 6), dtype=torch.int8)
+    agrees(fast, model)
+    model.steps.data = torch.rand(6, 1)
+    agrees(fast, model)
+
+
+@pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize(
+    ("change", "name"), [(swap_memory, "first.*weight"), (free_and_allocate, "first.*weight")], ids=["data", "storage"]
+)
+def test_a_moved_weight_is_refused_by_name(
+    way: str, change: Callable[[Model], None], name: str, rt: GraphRuntime
+) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt, on_moved_input="error")
+    agrees(fast, model)
+    change(model)
+    for _ in range(2):
+        with pytest.raises(StaticInputError, match=name) as refused:
+            fast(torch.randn(4, 6))
+        assert "copy_" in refused.value.remedy
+
+
+# -- how many graphs live
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("change", "most"), [(load_assigned, 1), (replace, 1), (swap_memory, 5)], ids=["assigned", "replaced", "moved"]
+)
+def test_reloading_ten_times_keeps_few_graphs(
+    way: str, change: Callable[[Model], None], most: int, rt: GraphRuntime
+) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt, lazy_capture=True)
+    bytes_before = rt.buffer_bytes()
+    lasting = []
+    for _ in range(10):
+        change(model)
+        lasting.append(model.first.weight.data)  # so that no address comes twice
+        agrees(fast, model)
+        assert captured_and_live(rt)[1] <= most
+    gc.collect()
+    assert captured_and_live(rt)[1] <= most
+    assert rt.buffer_bytes() <= bytes_before + 256 * most, "what keeps moving is copied into one buffer"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs_go_with_the_model(way: str, rt: GraphRuntime) -> None:
+    model = Model().eval()
+    fast = graphs_of(model, way, rt)
+    agrees(fast, model)
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    assert captured_and_live(rt)[1] == 1
+    del model, fast
+    torch.compiler.reset()
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * 4
+    assert captured_and_live(rt)[1] == 0
+    assert rt.buffer_bytes() == 0
+    other = Model().eval()
+    agrees(graphs_of(other, way, rt), other)
+
+
+@pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
+def test_one_model_of_two_dies(way: str, rt: GraphRuntime) -> None:
+    models = [Model().eval(), Model().eval()]
+    models[1].scale.mul_(2)
+    calls = [graphs_of(model, way, rt) for model in models]
+    for fast, model in zip(calls, models, strict=True):
+        agrees(fast, model)
+    assert captured_and_live(rt)[1] == 2
+    del calls[0], models[0], fast, model
+    gc.collect()
+    assert captured_and_live(rt)[1] == 1
+    agrees(calls[0], models[0])
