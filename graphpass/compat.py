@@ -241,6 +241,12 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, HigherOrderOperator)
 
 
+def composite_kernel(operator: Any) -> Callable[..., Any] | None:
+    """What a higher-order operator does on every device, in terms of other ops; None where it says nothing."""
+    kernels: Mapping[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
+    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
 def wraps_for_functorch(target: Any) -> bool:
     """Whether ``target`` only wraps or unwraps a tensor for ``vmap`` or ``grad``; it runs inside their span alone."""
     module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
@@ -391,6 +397,11 @@ def _data_ptrs_equal_in_python(
 _data_ptrs_equal: Callable[..., bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _data_ptrs_equal_in_python
 )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie side by side in memory, in whatever order, each once."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def any_overlap(tensors: list[torch.Tensor]) -> bool:

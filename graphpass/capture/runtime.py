@@ -376,14 +376,15 @@ class GraphRuntime:
             _log.warning("%s", text)
         self.note(text)
 
-    def without_stale(self, leaves: Sequence[Any], positions: Sequence[int]) -> list[Any]:
-        """``leaves`` with clones at those ``positions`` that lie in outputs of an earlier forward.
+    def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
+        """``leaves`` with clones at those ``positions``, all by default, that lie in outputs of an earlier forward.
 
         The next replay overwrites that memory: nothing can be read from it, or copied back to it, afterwards.
         """
         found = list(leaves)
         if self._forward is not self._written_by and self._written:
-            stale = set(map(storage_id, self._written))
+            stale = set(map(storage_id, self._written)) - {0}
+            positions = range(len(found)) if positions is None else positions
             for position, leaf in zip(
                 positions, clone_pool_tensors([leaves[p] for p in positions], stale), strict=True
             ):

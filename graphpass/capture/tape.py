@@ -54,6 +54,8 @@ class _Step:
 class _Tape(compat.TorchDispatchMode):
     """Records every op that reaches it. Argument tensors are held, so no recorded address is ever reused."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
@@ -65,6 +67,8 @@ class _Tape(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        if compat.is_higher_order(func):
+            return self._through_implementation(func, args, kwargs)
         _refuse_what_cuda_refuses(func, args)
         if compat.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
@@ -79,6 +83,14 @@ class _Tape(compat.TorchDispatchMode):
         if targets or mutates:
             self.steps.append(_Step(func, frozen_args, frozen_kwargs, targets))
         return result
+
+    def _through_implementation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A higher-order operator (AOTAutograd's stand-in for an op that writes) by the ops that it is made of."""
+        implementation = compat.composite_kernel(operator)
+        if implementation is None:
+            raise _refusal(str(operator))
+        with self:
+            return implementation(*args, **kwargs)
 
     def call_opaque(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record one call of a compiled artifact, whose kernels no dispatch mode sees."""
@@ -208,7 +220,8 @@ def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], 
     fresh = []
     for position, leaf in enumerate(compat.tree_flatten(result)[0]):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
-            fresh.append((position, distinct_elements(leaf, name="a result")))
+            # An alias: a later ``t_()`` turns the result itself, and not the memory that a replay fills.
+            fresh.append((position, distinct_elements(leaf.detach(), name="a result")))
     return tuple(fresh)
 
 

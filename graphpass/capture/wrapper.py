@@ -176,7 +176,7 @@ class CUDAGraphWrapper:
             entry.check(leaves)
             entry.reads.check(context, self.name)
             clones = self._policy.clones_outputs
-            if entry.staging.mutates:
+            if entry.staging.mutates or entry.outputs.viewed_positions:
                 leaves = self._runtime.without_stale(leaves, entry.staging.positions)
             expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
             outputs = entry.run(leaves, clone=clones, before_replay=self._runtime.before_replay)

@@ -112,7 +112,7 @@ class _Compilation:
         graph_module = self.region.graph_module
         examples = [compat.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
         written = WrittenInputs.of(examples, self.region.mutated_inputs) if self.compiler.functionalizes else None
-        if written is not None and written.overlap(examples):
+        if written is not None and written.defeat_compilers(examples):
             return CompiledRegion.as_traced(graph_module.forward)
         shape_env = self.structure.shape_env
         known = compat.facts_of(shape_env)
@@ -142,7 +142,7 @@ class _Compilation:
         artifacts = []
         for lowest, highest in self.wanted[1]:
             inputs = inputs_within(examples, {symbol: (lowest, highest)})
-            if inputs is None or (written is not None and written.overlap(inputs.values)):
+            if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
                 continue
             with compat.tracing_with(inputs.fake_mode):
                 function = self.compiler.compile(_own_copy(self.region.graph_module, keep_shapes=False), inputs.values)

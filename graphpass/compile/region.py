@@ -20,8 +20,9 @@ class WrittenInputs:
     """The inputs of a region that writes to some of them, for a compiler that functionalizes the writes.
 
     Such a compiler takes apart what overlaps, by the offsets it saw; at other offsets, or where nothing overlapped when
-    the region was compiled, its artifact is wrong without a word. So artifacts serve inputs that do not overlap, and
-    all others run as they were traced.
+    the region was compiled, its artifact is wrong without a word. So it is where it is written to an input with gaps (a
+    block of columns) at symbolic sizes: views of it that are returned get other strides. So artifacts serve inputs
+    that do neither, and all others run as they were traced.
 
     Attributes:
         tensors: positions of the tensor inputs.
@@ -36,6 +37,12 @@ class WrittenInputs:
         """Those of a region with inputs like ``examples``; None for one that writes to no input."""
         tensors = tuple(p for p, value in enumerate(examples) if isinstance(value, torch.Tensor))
         return cls(tensors, frozenset(written)) if written else None
+
+    def defeat_compilers(self, args: Sequence[Any]) -> bool:
+        """Whether something written has gaps, or overlaps another input."""
+        with compat.quiet_shapes(compat.fake_mode_of(args)):
+            dense = all(compat.is_dense(args[position]) for position in self.written)
+        return not dense or self.overlap(args)
 
     def overlap(self, args: Sequence[Any]) -> bool:
         """Whether something written lies in a storage where inputs overlap."""
@@ -116,8 +123,8 @@ class CompiledRegion:
     Attributes:
         function: the artifact that serves every size.
         opaque: whether its kernels bypass torch's dispatcher, so that a recorder has to treat a call as one op.
-        uncompiled: the region as it was traced, for inputs that overlap.
-        written_inputs: what must not overlap for the artifacts; None where nothing is asked.
+        uncompiled: the region as it was traced, for inputs that no artifact serves.
+        written_inputs: what is asked of inputs for the artifacts; None where nothing is.
         size_position: the input that is the size which ``sized`` goes by.
         sized: artifacts for certain sizes; the first that serves a size goes before ``function``.
         guards: what compiling assumed of the symbols, over the key's symbols.
@@ -139,7 +146,7 @@ class CompiledRegion:
 
     def __call__(self, *args: Any) -> Any:
         """Run the region."""
-        if self.written_inputs is not None and self.written_inputs.overlap(args):
+        if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled(*args)
         if self.size_position is None:
             return self.function(*args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from graphpass import compat
 from graphpass.capture import GraphRuntime
-from graphpass.capture.layout import storage_id
 from graphpass.context import set_forward_context
 from graphpass.errors import OptionError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -71,24 +70,6 @@ class KeyInputs:
     def versions(self) -> dict[str, int | None]:
         """The version of each buffer's contents: whoever writes to one counts it up."""
         return {name: compat.version_of(buffer.tensor) for name, buffer in self.buffers.items()}
-
-    def refuse_shared_memory(self, given: Mapping[str, Any], mutated: Set[str]) -> None:
-        """Refuse arguments that share memory with one that the model writes to: their buffers share none.
-
-        Raises:
-            ShapeError: naming both.
-        """
-        owners: dict[int, str] = {}
-        for name in self.buffers if mutated else ():
-            memory = storage_id(given[name])
-            other = owners.setdefault(memory, name) if memory else name
-            if other != name and not mutated.isdisjoint((name, other)):
-                raise ShapeError(
-                    f"arguments {other!r} and {name!r} share memory, and the model writes to it",
-                    expected="memory of its own for every argument that the model writes to",
-                    found="two views of one storage",
-                    remedy=f"pass {name}.clone(), or call the model itself",
-                )
 
     def fill(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding.

@@ -374,14 +374,16 @@ class GraphedModel:
         inputs = self._key_inputs(key, given)
         # The buffers are filled within the forward: a replay on another stream may still be reading them.
         with inputs.forward(self.runtime, mode, key, sizes):
+            # A view that an earlier call returned may come back as an argument, and this replay overwrites it.
+            given = dict(zip(given, self.runtime.without_stale(list(given.values())), strict=True))
             inputs.fill(given, sizes)
             run = self._runs.get((mode, key))
             if run is not None:
-                inputs.refuse_shared_memory(given, run.mutated)
+                run.refuse_shared_memory(given)
             if run is None or (run.direct is not None and not run.direct.holds(self._modules)):
                 with self._capturing():
                     leaves, run = self._graphed_call(mode, key, inputs)
-                inputs.refuse_shared_memory(given, run.mutated)
+                run.refuse_shared_memory(given)
             else:
                 leaves = self._replayed(inputs, run)
             needs_check = self._poisons or (self._checks_padding and (mode, key) not in self._checked)

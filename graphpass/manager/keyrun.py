@@ -77,6 +77,7 @@ class KeyRun:
         why_not_direct: why, where ``direct`` is None.
         why_not_repeated: why calling it twice is not like calling it once, were its tensors put back; else None.
         state: tensors of the model, or reached by it, that it writes to.
+        static_memory: storages of all tensors that are no arguments.
         generators: random number generators that it draws from.
     """
 
@@ -90,7 +91,28 @@ class KeyRun:
     why_not_direct: str | None
     why_not_repeated: str | None
     state: tuple[torch.Tensor, ...]
+    static_memory: frozenset[int]
     generators: tuple[torch.Generator, ...]
+
+    def refuse_shared_memory(self, given: Mapping[str, Any]) -> None:
+        """Refuse arguments that share memory with what the model writes to: the buffer of each is memory of its own.
+
+        Raises:
+            ShapeError: naming them.
+        """
+        if not (self.mutated or self.state):
+            return
+        written = {storage_id(tensor): "a tensor of the model, which writes to it" for tensor in self.state}
+        owners: dict[int, str] = {}
+        for name, value in given.items():
+            memory = storage_id(value) if isinstance(value, torch.Tensor) else 0
+            if not memory:
+                continue
+            other = owners.setdefault(memory, name)
+            if other != name and not self.mutated.isdisjoint((name, other)):
+                raise _shared(name, f"{other!r}, and the model writes to it")
+            if memory in written or (name in self.mutated and memory in self.static_memory):
+                raise _shared(name, written.get(memory, "a tensor of the model, and the model writes to it"))
 
     def cut(self, leaves: Sequence[Any], given: Mapping[str, Any], sizes: Mapping[str, int]) -> list[Any]:
         """Outputs cut to the real sizes; where an argument came back, the caller's own tensor."""
@@ -106,6 +128,15 @@ class KeyRun:
             # The buffer is filled anew by the next call, so a view of it cannot leave.
             cut.append(part.clone() if owner is not None else part)
         return cut
+
+
+def _shared(name: str, other: str) -> ShapeError:
+    return ShapeError(
+        f"argument {name!r} shares memory with {other}",
+        expected="memory of its own for every argument, where the model writes to it",
+        found="two views of one storage",
+        remedy=f"pass {name}.clone(), or call the model itself",
+    )
 
 
 def learn_key(
@@ -178,6 +209,10 @@ def learn_key(
             for position in callable_.partition.mutated_inputs
             if id(args[position]) not in buffers
         ),
+        static_memory=frozenset(
+            storage_id(value) for value in flat if isinstance(value, torch.Tensor) and id(value) not in buffers
+        )
+        - {0},
         generators=tuple(value for value in flat if isinstance(value, torch.Generator)),
     )
 

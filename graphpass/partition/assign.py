@@ -14,7 +14,7 @@ from graphpass.partition.analysis import CALLS, Analysis, is_recomputed
 from graphpass.partition.execute import storages_of, tensors_in, value_of
 from graphpass.partition.opnames import display_name, names_of
 from graphpass.partition.passes import is_rebuilt_output, unpacked_from
-from graphpass.partition.rules import SplitReason, SplitRule
+from graphpass.partition.rules import SplitReason, SplitRule, reshapes_in_place
 
 __all__ = ["NodeGroup", "assign"]
 
@@ -55,6 +55,9 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
     reasons = _reasons(body, rules)
     _spread_over_spans(body, reasons)
     runs = _runs(body, reasons)
+    while torn := _reshaped_across_runs(runs):
+        reasons.update(torn)
+        runs = _runs(body, reasons)
     trivial = [kind == "captured" and all(_is_trivial(n, analysis) for n in nodes) for kind, nodes in runs]
     runs = _fold_allocations(runs, trivial)
     groups: list[NodeGroup] = []
@@ -170,6 +173,22 @@ def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, 
             runs.append((kind, deque()))
         runs[-1][1].append(node)
     return runs
+
+
+def _reshaped_across_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
+    """Captured nodes that turn or reshape a tensor in place which another run has as well: a replay turns nothing."""
+    shared: dict[int, set[int]] = {}
+    for position, (_, nodes) in enumerate(runs):
+        for node in nodes:
+            for storage in storages_of([value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]):
+                shared.setdefault(storage, set()).add(position)
+    return {
+        node: (SplitReason("reshaped in place", f"{display_name(node)} of a tensor that another region has too"),)
+        for kind, nodes in runs
+        if kind == "captured"
+        for node in nodes
+        if reshapes_in_place(node) and any(len(shared[storage]) > 1 for storage in storages_of(value_of(node)))
+    }
 
 
 def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:

@@ -97,5 +97,11 @@ def test_an_op_that_cannot_be_captured_is_named(rt: GraphRuntime, compiler: str)
             context = gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.FULL, batch_descriptor=gp.BatchDescriptor(4))
             with context, pytest.raises(CaptureError) as raised:
                 compiled(torch.ones(4))
-    for text in ("cgpasstest_host.reads", "at test_failures.py:", "reads(y) * 2", "aten::item cannot be captured", "splitting_ops"):
+    for text in (
+        "cgpasstest_host.reads",
+        "at test_failures.py:",
+        "reads(y) * 2",
+        "aten::item cannot be captured",
+        "splitting_ops",
+    ):
         assert text in str(raised.value)

@@ -1,0 +1,280 @@
+"""Run a program eagerly and over graphs, call by call, and compare everything that a caller could see."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import cgpass
+import graphpass as gp
+from tests.fuzz.inputs import Feed
+from tests.fuzz.programs import STATE, Call, Program, module_class
+from tests.fuzz.tracing import DirectlyCompiled
+
+__all__ = ["Outcome", "check"]
+
+_GRAPHED_SIZES = (4, 8)
+_RECOMPILES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a program fared.
+
+    Attributes:
+        calls: calls that were compared.
+        replayed: whether a graph was replayed.
+        refusal: the typed error that ended it, or None.
+        mismatch: what differs from eager, or None.
+    """
+
+    calls: int
+    replayed: bool
+    refusal: str | None = None
+    mismatch: str | None = None
+
+
+def check(
+    program: Program, compiler: str = "eager", device: torch.device | str = "cpu", *, stock: bool = False
+) -> Outcome:
+    """Compare ``program`` over graphs with eager.
+
+    Args:
+        program: what to run.
+        compiler: the backend's option.
+        device: where to run it.
+        stock: compare ``torch.compile(backend=compiler)`` with eager instead, without graphpass: is a difference ours?
+    """
+    device = torch.device(device)
+    made = module_class(program, device)
+    with gp.GraphRuntime() as runtime, torch.no_grad(), _roomy_dynamo():
+        under_test = _stock(program, compiler) if stock else _ROUTES[program.route](program, compiler, runtime, device)
+        sides = [_Side([made(seed).to(device) for seed in (0, 1)], Feed(device)) for _ in range(2)]
+        outcome = _compare(program, sides, under_test)
+        if outcome.mismatch or stock:
+            return outcome
+        return Outcome(outcome.calls, runtime.stats().replayed > 0, outcome.refusal)
+
+
+@dataclass(slots=True)
+class _Side:
+    """One side of the comparison: its modules, its inputs, and the results that its caller kept."""
+
+    modules: list[Any]
+    feed: Feed
+
+
+def _compare(program: Program, sides: Sequence[_Side], under_test: Callable[..., Any]) -> Outcome:
+    eager, ours = sides
+    kept: list[tuple[int, Any, Any]] = []
+    whole = program.route == "graphed"
+    device = eager.modules[0].b.device
+    for step, call in enumerate(_calls(program)):
+        given = [side.feed.inputs(call, step, side.modules[call.instance]) for side in sides]
+        _seed(step, device)
+        try:
+            wanted = eager.modules[call.instance](*given[0])
+        except RuntimeError:  # eager cannot run it on inputs that lie so
+            return Outcome(step, replayed=False)
+        state = _random_state(device)
+        _seed(step, device)
+        try:
+            found = under_test(call, ours.modules[call.instance], *given[1])
+        except Exception as error:
+            refusal = getattr(error, "inner_exception", None) or error
+            if isinstance(refusal, gp.GraphpassError):
+                return Outcome(step, replayed=False, refusal=_reason(refusal))
+            return Outcome(step, replayed=False, mismatch=f"call {step}: {type(refusal).__name__}: {refusal}")
+        if not whole and not all(map(torch.equal, state, _random_state(device))):
+            return Outcome(step, replayed=False, mismatch=f"call {step}: the generator is not where eager leaves it")
+        # A view that was fed back has had its last use when the next replay overwrites it.
+        ended = "x" if program.outputs == "view" and call.layout == "feedback" else ""
+        seen = [_seen(s, g, r, without=ended) for s, g, r in zip(sides, given, (wanted, found), strict=True)]
+        difference = _difference(*seen, with_aliases=not whole)
+        if difference is None and program.outputs == "clone":
+            differing = (s for s, old, now in kept if _difference(old, now, with_aliases=False))
+            earlier = next(differing, None)
+            difference = None if earlier is None else f"a result of call {earlier} that was kept has changed"
+        if difference is not None:
+            return Outcome(step, replayed=False, mismatch=f"call {step} ({call}): {difference}")
+        # What graphed returns of an input is a copy of it.
+        kept.append((step, *_to_keep(wanted, found, given[0] if whole else ())))
+        for side, results in zip(sides, (wanted, found), strict=True):
+            side.feed.returned(results)
+    return Outcome(len(program.calls), replayed=False)
+
+
+def _reason(error: gp.GraphpassError) -> str:
+    """A typed error without the names and sizes of one program."""
+    text = f"{type(error).__name__}: {error.problem}: found {error.found}"
+    return re.sub(r"'[^']*'|\d+ tokens|\b[grtuv]\d+\b|\bg\d+\.\w+|\d+", "_", text)[:150]
+
+
+def _calls(program: Program) -> Sequence[Call]:
+    """The program's calls; a padded one is called at every real size besides."""
+    if program.route != "graphed":
+        return program.calls
+    return (*program.calls, *(Call(program.calls[0].mode, rows) for rows in range(1, max(_GRAPHED_SIZES) + 1)))
+
+
+def _seen(side: _Side, given: Sequence[torch.Tensor], results: Sequence[Any], *, without: str) -> dict[str, Any]:
+    """All that a caller can look at after a call: arguments, both modules' state, results."""
+    state = {
+        f"{name} of module {index}": getattr(module, name)
+        for index, module in enumerate(side.modules)
+        for name in STATE
+    }
+    arguments = {name: value for name, value in zip("xyi", given, strict=True) if name != without}
+    return {**arguments, **state, **_named(results)}
+
+
+def _named(results: Sequence[Any]) -> dict[str, Any]:
+    return {f"result {index}": value for index, value in enumerate(results)}
+
+
+def _to_keep(
+    wanted: Sequence[Any], found: Sequence[Any], given: Sequence[torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results to look at again after later calls; without those that lie in memory of ``given``."""
+    names = [
+        name
+        for name, value in _named(wanted).items()
+        if not isinstance(value, torch.Tensor) or all(_distance(value, tensor) is None for tensor in given)
+    ]
+    return {name: _named(wanted)[name] for name in names}, {name: _named(found)[name] for name in names}
+
+
+def _difference(wanted: dict[str, Any], found: dict[str, Any], *, with_aliases: bool) -> str | None:
+    if len(wanted) != len(found):
+        return f"{len(found)} values instead of {len(wanted)}"
+    for name, value in wanted.items():
+        other = found[name]
+        if not isinstance(value, torch.Tensor):
+            if type(value) is not type(other) or value != other:
+                return f"{name} is {other!r} instead of {value!r}"
+        elif not isinstance(other, torch.Tensor) or (value.shape, value.dtype) != (other.shape, other.dtype):
+            return f"{name} is {_described(other)} instead of {_described(value)}"
+        elif not torch.allclose(value, other, rtol=1e-4, atol=1e-5, equal_nan=True):
+            return f"{name} is {other.flatten().tolist()[:8]} instead of {value.flatten().tolist()[:8]}"
+    return _alias_difference(wanted, found) if with_aliases else None
+
+
+def _alias_difference(wanted: dict[str, Any], found: dict[str, Any]) -> str | None:
+    names = [name for name, value in wanted.items() if isinstance(value, torch.Tensor) and value.numel()]
+    for one, other in itertools.combinations(names, 2):
+        apart, found_apart = (_distance(side[one], side[other]) for side in (wanted, found))
+        if apart != found_apart:
+            return f"{one} and {other} share memory {found_apart} bytes apart, and {apart} in eager (None: they do not)"
+    return None
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> int | None:
+    """Bytes between the first elements of two tensors of one storage; None for different storages."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return None
+    return other.data_ptr() - one.data_ptr()
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """torch.manual_seed without its bookkeeping for devices that are not here, which takes milliseconds."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+# -- ways to run a program -----------------------------------------------------------------------------------------
+
+
+def _options(program: Program, compiler: str, runtime: gp.GraphRuntime) -> dict[str, Any]:
+    return cgpass.options(
+        compiler=compiler,
+        splitting_ops=list(program.splitting_ops),
+        outputs=program.outputs,
+        runtime=runtime,
+        lazy_capture=True,
+    )
+
+
+@contextlib.contextmanager
+def _at(call: Call) -> Any:
+    mode = gp.CUDAGraphMode.parse(call.mode)
+    descriptor = gp.BatchDescriptor(call.rows) if mode else None
+    with gp.set_forward_context(runtime_mode=mode, batch_descriptor=descriptor):
+        yield
+
+
+def _directly(program: Program, compiler: str, runtime: gp.GraphRuntime, device: torch.device) -> Callable[..., Any]:
+    compiled = DirectlyCompiled(program, _options(program, compiler, runtime), device)
+
+    def run(call: Call, module: Any, *inputs: torch.Tensor) -> Any:
+        with _at(call):
+            return compiled(module, *inputs)
+
+    return run
+
+
+def _through_dynamo(
+    program: Program, compiler: str, runtime: gp.GraphRuntime, device: torch.device
+) -> Callable[..., Any]:
+    return _compiled_by_instance(program, backend="cgpass", options=_options(program, compiler, runtime))
+
+
+def _stock(program: Program, compiler: str) -> Callable[..., Any]:
+    return _compiled_by_instance(program, backend=compiler)
+
+
+def _compiled_by_instance(program: Program, **how: Any) -> Callable[..., Any]:
+    torch.compiler.reset()
+    compiled: dict[int, Any] = {}
+
+    def run(call: Call, module: Any, *inputs: torch.Tensor) -> Any:
+        if id(module) not in compiled:
+            compiled[id(module)] = torch.compile(module, dynamic=program.dynamic, **how)
+        with _at(call):
+            return compiled[id(module)](*inputs)
+
+    return run
+
+
+def _graphed(program: Program, compiler: str, runtime: gp.GraphRuntime, device: torch.device) -> Callable[..., Any]:
+    torch.compiler.reset()
+    fill = float("nan") if program.padding == "nan" else 0.0
+    graphed: dict[int, Any] = {}
+    options = {name: value for name, value in _options(program, compiler, runtime).items() if name != "lazy_capture"}
+
+    def run(call: Call, module: Any, *inputs: torch.Tensor) -> Any:
+        if id(module) not in graphed:
+            graphed[id(module)] = gp.graphed(
+                module,
+                _GRAPHED_SIZES,
+                {"x": 0, "y": 0, "i": 0},
+                padding={"x": fill, "y": fill, "i": 0},
+                mode="PIECEWISE" if call.mode == "PIECEWISE" else "FULL",
+                **options,
+            )
+        return graphed[id(module)](*inputs)
+
+    return run
+
+
+_ROUTES = {"direct": _directly, "dynamo": _through_dynamo, "graphed": _graphed}
+
+
+def _roomy_dynamo() -> Any:
+    """Programs are called in more ways than Dynamo compiles a function by default."""
+    return torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES)

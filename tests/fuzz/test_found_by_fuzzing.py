@@ -1,0 +1,123 @@
+"""Programs that once gave wrong answers over graphs, made small: one entry for each cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.oracle import check
+from tests.fuzz.programs import Call, Program
+
+TURNED = ("t0 = x.clone()", "t0.t_()")
+SPLIT_THEN_TURNED = ("t0 = fresh(x)", "t0.t_()", "t1 = t0 * 2")
+
+FOUND: dict[str, tuple[str, Program]] = {
+    "a result that is turned in place after it was made": (
+        "eager",
+        Program(TURNED, ("t0",), (Call("FULL", 4),), dynamic=False, route="dynamo"),
+    ),
+    "a result that is turned in place and no square": (
+        "eager",
+        Program(TURNED, ("t0",), (Call("FULL", 3),), dynamic=False, route="dynamo"),
+    ),
+    "what an eager region returned is turned in place by the next": (
+        "eager",
+        Program(
+            SPLIT_THEN_TURNED,
+            ("t1",),
+            (Call("PIECEWISE", 4),) * 2,
+            splitting_ops=("graphpassfuzz::fresh",),
+            dynamic=False,
+            route="dynamo",
+        ),
+    ),
+    "what is turned in place behind a split is returned": (
+        "aot_eager",
+        Program(
+            SPLIT_THEN_TURNED,
+            ("t0",),
+            (Call("PIECEWISE", 4),) * 2,
+            splitting_ops=("graphpassfuzz::fresh",),
+            dynamic=False,
+            route="dynamo",
+        ),
+    ),
+    "a view of a fed back result": (
+        "eager",
+        Program(
+            ("t0 = x.unsqueeze(0).expand(2, -1, -1)", "t1 = y * 2"),
+            ("t1", "t0"),
+            (Call("FULL", 6), Call("FULL", 6, "feedback")),
+            outputs="view",
+            dynamic=False,
+        ),
+    ),
+    "an input of a padded call that lies in a buffer which the model writes": (
+        "eager",
+        Program(
+            ("t0 = x + 1", "self.b.mul_(0.5)", "t1 = x * 2"),
+            ("t0", "t1"),
+            (Call("FULL", 3, "buffer"),),
+            route="graphed",
+        ),
+    ),
+    "a written input of a padded call that lies in a buffer": (
+        "eager",
+        Program(("x.add_(1)", "self.b.mul_(0.5)"), ("x",), (Call("FULL", 3, "buffer"),), route="graphed"),
+    ),
+    "a cut makes a block of columns an input that the region writes to and returns": (
+        "aot_eager",
+        Program(
+            ("t0 = y[:, :2]", "t0.mul_(0.5)", "t0.add_(0.25)", "t1 = t0.view(t0.size())"),
+            ("t1",),
+            (Call("PIECEWISE", 3), Call("FULL", 3), Call("NONE", 3)),
+            splitting_ops=("aten::mul_",),
+        ),
+    ),
+    "a cut makes two blocks of columns inputs of a region that writes to one": (
+        "aot_eager",
+        Program(
+            (
+                *("u0 = y.chunk(2, 1)", "t0 = u0[0]", "v0 = u0[1]", "y.mul_(0.5)"),
+                *("v0.add_(t0.mean())", "t1 = v0.view(t0.size())", "t1.mul_(0.5)"),
+            ),
+            ("y",),
+            (Call("PIECEWISE", 3), Call("FULL", 3), Call("NONE", 3)),
+            splitting_ops=("aten::mul_",),
+        ),
+    ),
+    "a padded call writes to an input that is its last result": (
+        "eager",
+        Program(
+            ("x.clamp_(-1, 1)", "t0 = x * y"),
+            ("t0",),
+            (Call("FULL", 6), Call("FULL", 6, "feedback")),
+            outputs="view",
+            route="graphed",
+        ),
+    ),
+    "a padded call returns an input that is its last result": (
+        "eager",
+        Program(
+            ("t0 = y @ self.w",),
+            ("t0", "x"),
+            (Call("FULL", 4), Call("FULL", 4, "feedback")),
+            outputs="view",
+            route="graphed",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("compiler", "program"), FOUND.values(), ids=FOUND)
+def test_a_program_that_once_was_wrong(compiler: str, program: Program) -> None:
+    assert check(program, compiler).mismatch is None
+
+
+@pytest.mark.parametrize("line", ["write(x, y)", "t0 = mixed(x)"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_an_op_that_writes_to_its_argument_is_captured_by_aot_eager(line: str, mode: str) -> None:
+    program = Program((line, "t1 = x + 1"), ("t1",), (Call(mode, 3),) * 2)
+    outcome = check(program, "aot_eager")
+    assert outcome.mismatch is None
+    assert outcome.refusal is None
+    assert outcome.replayed
