@@ -35,6 +35,13 @@ class Place:
 CPU = Place("cpu", torch.float32, 1e-5)
 CPU_BF16 = Place("cpu", torch.bfloat16, 2e-2)
 CUDA = Place("cuda", torch.bfloat16, 2e-2)
+CUDA_F32 = Place("cuda", torch.float32, 1e-4)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative norm of the difference."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +67,16 @@ class Stock:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dynamic_dims", {name: dict(enumerate(self.ladder)) for name in self.inputs})
 
-    def build(self, place: Place, num_layers: int) -> torch.nn.Module:
-        """The model with weights far from the initial ones, under which every token would attend to all alike."""
+    def build(self, place: Place, num_layers: int, attention: str = "sdpa") -> torch.nn.Module:
+        """The model with weights far from the initial ones, under which every token would attend to all alike.
+
+        ``attention`` is the name of an attention function that is registered with Hugging Face.
+        """
         transformers = pytest.importorskip("transformers")
         config = getattr(transformers, self.name.removesuffix("Model") + "Config")(
             **self.config, num_hidden_layers=num_layers
         )
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = attention
         model: torch.nn.Module = getattr(transformers, self.name)(config).eval()
         seeded = torch.Generator().manual_seed(0)
         with torch.no_grad():
