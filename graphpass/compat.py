@@ -667,49 +667,23 @@ def complete_guards() -> contextlib.AbstractContextManager[Any]:
     return config.patch(**found) if found else contextlib.nullcontext()
 
 
-def writes_python_state(function: Any) -> str | None:
-    """Why calling what Dynamo compiled for ``function`` does more than run its graph; None when it does not.
-
-    Dynamo applies a model's side effects (``self.step += 1``, a list that grows) in the bytecode around the graph.
-    """
+def compiled_code_of(function: Any) -> list[Any]:
+    """The code objects that Dynamo wrote for ``function``, the newest first."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     entries = [] if code is None else torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
-    if not entries:
-        return "Dynamo's code for it was not found"
-    for entry in entries:
-        instructions = list(dis.get_instructions(entry.code))
-        for position, instruction in enumerate(instructions):
-            called = str(instruction.argval)
-            if "setattr" in called:
-                return f"it sets the attribute {_last_text_before_call(instructions[position:])!r}"
-            if instruction.opname in _STORES or called in _MUTATING_METHODS:
-                return f"it changes Python state ({instruction.opname} {called})"
-    return None
-
-
-def _last_text_before_call(instructions: Sequence[dis.Instruction]) -> str:
-    """The attribute's name in the call of a ``setattr(object, name, value)``."""
-    text = ""
-    for instruction in instructions:
-        if instruction.opname.startswith("CALL"):
-            break
-        if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
-            text = instruction.argval
-    return text
-
-
-_STORES = frozenset(
-    {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "STORE_DEREF"}
-)
-_MUTATING_METHODS = frozenset({"append", "extend", "insert", "update", "clear", "pop", "add", "remove"})
+    return [entry.code for entry in entries]
 
 
 def is_past_recompile_limit(function: Any, local_values: dict[str, Any]) -> bool:
     """Whether Dynamo would run ``function`` uncompiled for these local variables, as it has compiled it too often."""
+    num_compiled = len(torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__))
+    return num_compiled >= torch._dynamo.config.recompile_limit and not has_code_for(function, local_values)
+
+
+def has_code_for(function: Any, local_values: dict[str, Any]) -> bool:
+    """Whether Dynamo has compiled ``function`` for what it would find now."""
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
-    if len(entries) < torch._dynamo.config.recompile_limit:
-        return False
-    return not any(entry.guard_manager.check(local_values) for entry in entries)
+    return any(entry.guard_manager.check(local_values) for entry in entries)
 
 
 def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dict[str, Any]], bool] | None:

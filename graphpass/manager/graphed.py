@@ -444,7 +444,10 @@ class GraphedModel:
             why_not = why_not or compare_with_unpadded(call, self._model)
             self._checked.add((mode, key))
         if why_not is not None:
-            self.runtime.note(f"whether padding changes real rows is not checked: {why_not}")
+            text = f"whether padding changes real rows is not checked: {why_not}"
+            if self._poisons and self._traffic.is_first(text):
+                _log.warning("%s", text)
+            self.runtime.note(text)
 
     def _capturing(self) -> contextlib.AbstractContextManager[Any]:
         scope = self.runtime.scope()

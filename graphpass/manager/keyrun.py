@@ -13,7 +13,8 @@ import torch
 from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.errors import ShapeError
-from graphpass.manager.guards import AmbientState, DynamoGuards, OwnedTensors
+from graphpass.manager.effects import Effect, python_effects
+from graphpass.manager.guards import AmbientState, DynamoGuards, OwnedTensors, local_values
 from graphpass.manager.padding import InputBuffer
 
 __all__ = ["DirectCall", "KeyRun", "learn_key"]
@@ -189,7 +190,8 @@ def learn_key(
         for position in callable_.partition.mutated_inputs
         if id(args[position]) in buffers
     }
-    direct, why_not = _direct(leaves, reached, buffers, entry, arguments, modules)
+    effects = python_effects(entry)
+    direct, why_not = _direct(leaves, reached, buffers, entry, arguments, modules, effects)
     memory = {storage_id(buffer.tensor): buffer for buffer in buffers.values() if storage_id(buffer.tensor)}
     owners = tuple(memory.get(storage_id(leaf)) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
     flat = [value for _, args, _ in reached for value in args]
@@ -202,7 +204,7 @@ def learn_key(
         mutated=mutated,
         direct=direct,
         why_not_direct=why_not,
-        why_not_repeated=_several_graphs(reached) or compat.writes_python_state(entry),
+        why_not_repeated=_several_graphs(reached) or _not_like_once(effects, entry, arguments),
         state=tuple(
             args[position]
             for callable_, args, _ in reached
@@ -215,6 +217,17 @@ def learn_key(
         - {0},
         generators=tuple(value for value in flat if isinstance(value, torch.Generator)),
     )
+
+
+def _not_like_once(effects: Sequence[Effect], entry: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
+    """The side effect for which a second call is not like the first.
+
+    One that writes a constant is none, if Dynamo would run the same code again: then what it found was the constant.
+    """
+    varying = next((effect.text for effect in effects if not effect.is_constant), None)
+    if varying is None and effects and not compat.has_code_for(entry, local_values(entry, arguments)):
+        return effects[0].text
+    return varying
 
 
 def _several_graphs(reached: Reached) -> str | None:
@@ -349,6 +362,7 @@ def _direct(
     entry: Callable[..., Any],
     arguments: Mapping[str, Any],
     modules: Sequence[torch.nn.Module],
+    effects: Sequence[Effect],
 ) -> tuple[DirectCall | None, str | None]:
     """The call past Dynamo, or why there is none."""
     several = _several_graphs(reached)
@@ -373,9 +387,8 @@ def _direct(
     )
     if owned is None:
         return None, "it reads tensors that are neither arguments, parameters nor buffers"
-    effects = compat.writes_python_state(entry)
-    if effects is not None:
-        return None, effects
+    if effects:
+        return None, effects[0].text
     guards = DynamoGuards.of(entry, arguments)
     if guards is None:
         return None, "Dynamo's code for it is more than one graph, or its guards hold for one call only"

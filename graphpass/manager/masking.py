@@ -16,7 +16,7 @@ def _zero_padding(x: torch.Tensor, num_dims: int) -> torch.Tensor:
     if is_padding is None:
         return x.clone()
     rows = is_padding.view(x.shape[:num_dims])
-    return x.masked_fill(rows.view(*rows.shape, *[1] * (x.dim() - num_dims)), 0)
+    return x.clone().masked_fill_(rows.view(*rows.shape, *[1] * (x.dim() - num_dims)), 0)  # in the layout of x
 
 
 @_zero_padding.register_fake

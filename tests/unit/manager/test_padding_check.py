@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -238,3 +240,107 @@ def test_zero_padding_is_a_copy_where_nothing_is_padding(num_dims: int) -> None:
     with gp.set_forward_context(is_padding=rows.flatten()):
         zeroed = gp.zero_padding(x, num_dims)
     assert torch.equal(zeroed, torch.stack([x[0], torch.zeros(4), x[2]]))
+
+
+# -- models that are called twice
+
+
+@dataclass
+class Result:
+    rows: torch.Tensor
+    none: torch.Tensor | None = None
+
+
+torch.export.register_dataclass(Result)
+
+
+class Global:
+    flag = True
+
+
+SETTINGS = Global()
+
+
+def sets_a_constant(x: torch.Tensor) -> torch.Tensor:
+    SETTINGS.flag = False
+    return x - x.mean(0)
+
+
+def replaces_what_it_reads(x: torch.Tensor) -> torch.Tensor:
+    SETTINGS.flag = not SETTINGS.flag
+    return x - x.mean(0)
+
+
+MADE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a dataclass": lambda x: Result(x - x.mean(0)),
+    "an ordered dict": lambda x: OrderedDict(rows=x - x.mean(0), more=x),
+    "a dict": lambda x: {"rows": x - x.mean(0)},
+    "a list that grows": lambda x: [*[x], x - x.mean(0)],
+    "a constant that is set": sets_a_constant,
+}
+
+
+@pytest.mark.parametrize("model", MADE.values(), ids=MADE)
+def test_making_a_result_is_no_side_effect(model: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(MismatchError):
+        graphed(model)(torch.randn(5, 6))
+
+
+@pytest.mark.parametrize("name", ["a dataclass", "an ordered dict", "a dict"])
+def test_a_model_that_makes_its_result_is_called_past_dynamo(name: str) -> None:
+    model = MADE[name]
+    fast = graphed(model)
+    x = torch.randn(8, 6)
+    torch.testing.assert_close(vars(fast(x)) if name == "a dataclass" else fast(x), _plain(model(x)))
+    assert "through Dynamo" not in str(fast.report())
+
+
+def _plain(result: Any) -> Any:
+    return vars(result) if isinstance(result, Result) else result
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.named = {"count": 0}
+
+    def forward(self, x: torch.Tensor, how: str) -> Any:
+        result = Result(x - x.mean(0))
+        if how == "append":
+            self.seen.append(1)
+        elif how == "setitem":
+            self.named["count"] = 5
+        elif how == "attribute":
+            self.last = result
+        return result
+
+
+@pytest.mark.parametrize("how", ["append", "setitem", "attribute"])
+def test_what_the_model_keeps_is_one(how: str) -> None:
+    model = Keeps()
+    fast = graphed(model)
+    fast(torch.randn(5, 6), how)
+    assert "is not checked: it " in str(fast.report())
+    assert len(model.seen) == (how == "append")
+
+
+def test_a_switch_is_thrown_once() -> None:
+    SETTINGS.flag = True
+    fast = graphed(replaces_what_it_reads)
+    fast(torch.randn(5, 6))
+    assert SETTINGS.flag is False
+    assert "is not checked: it sets the attribute 'flag'" in str(fast.report())
+
+
+def test_poison_says_aloud_what_it_cannot_check(caplog: pytest.LogCaptureFixture) -> None:
+    graphed(replaces_what_it_reads, poison=True)(torch.randn(5, 6))
+    assert "is not checked" in caplog.text
+
+
+def test_zero_padding_keeps_the_layout() -> None:
+    x = torch.randn(3, 4, 5).transpose(1, 2)
+    with gp.set_forward_context(is_padding=torch.tensor([False, True, False])):
+        zeroed = gp.zero_padding(x)
+    assert zeroed.stride() == torch.empty_like(x).stride()
+    assert torch.equal(zeroed, x * torch.tensor([1.0, 0.0, 1.0])[:, None, None])
