@@ -218,7 +218,7 @@ class GraphedCallable:
             self.name,
             descriptor,
             [(r.name, "replay" if r.kind == "captured" else "eager") for r in self.partition.regions],
-            lambda callees: self.partition.bind({**eager, **callees}),
+            lambda callees: self.partition.bind({**self._callees, **eager, **callees}),
             self._planned(captured, entries),
             args=args,
             static=self.static,
@@ -232,18 +232,31 @@ class GraphedCallable:
             scope.plans.append(plan)
 
     def _planned(self, captured: Sequence[Region], entries: Mapping[str, GraphEntry]) -> dict[str, PlannedReplay]:
-        """Where each captured region's inputs come from: the call, an earlier replay, or neither."""
+        """The regions whose entry is sure, and where their inputs come from: the call, an earlier replay, or neither.
+
+        What an eager region hands over may share memory in another way next time, which takes another entry; a region
+        that this matters for goes through its wrapper, and so does one that reads what such a region returns.
+        """
         written = set(self.partition.mutated_inputs)
         arguments = {given.name: p for p, given in enumerate(self.partition.inputs) if p not in written}
-        replayed = {output for region in captured for output in region.outputs}
-        return {
-            region.name: PlannedReplay(
-                entry=entries[region.name],
+        replayed: set[str] = set()
+        looked_up: set[str] = set()
+        planned = {}
+        for region in captured:
+            entry = entries[region.name]
+            staged = entry.staging.positions
+            is_handed = any(region.inputs[position] not in arguments for position in staged)
+            depends = is_handed and (bool(entry.staging.pattern) or (entry.staging.mutates and len(staged) > 1))
+            if depends or not looked_up.isdisjoint(region.inputs):
+                looked_up.update(region.outputs)
+                continue
+            planned[region.name] = PlannedReplay(
+                entry=entry,
                 arguments={p: arguments[value] for p, value in enumerate(region.inputs) if value in arguments},
                 replayed=frozenset(p for p, value in enumerate(region.inputs) if value in replayed),
             )
-            for region in captured
-        }
+            replayed.update(region.outputs)
+        return planned
 
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:

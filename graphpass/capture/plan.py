@@ -24,7 +24,6 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.capture.tally import Tally
 from graphpass.context import ForwardContext
-from graphpass.errors import StaticInputError
 from graphpass.keys import BatchDescriptor
 
 __all__ = ["PlannedReplay", "ReplayPlan"]
@@ -71,18 +70,8 @@ class PlannedReplay:
 
 
 def _checked(entry: GraphEntry) -> Callable[..., Any]:
-    mutates = entry.staging.mutates
-    staged, pattern = entry.staging.positions, entry.staging.pattern
-
     def replay(*leaves: Any) -> list[Any]:
         entry.check(leaves)
-        if mutates and alias_pattern(leaves, staged) != pattern:
-            raise StaticInputError(
-                f"inputs of {entry.name} share memory in another way than at capture, and it writes to them",
-                expected=f"the sharing {pattern} among {[entry.checks.names[p] for p in staged]}",
-                found=str(alias_pattern(leaves, staged)),
-                remedy="make the eager region before it return fresh tensors, or always views",
-            )
         return entry.replay(leaves)
 
     return replay

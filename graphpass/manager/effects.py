@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from graphpass import compat
 
 __all__ = ["Effect", "python_effects"]
 
-_STORES = frozenset(
-    {"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL", "STORE_DEREF"}
-)
 _MUTATING_METHODS = frozenset(
     {"append", "extend", "insert", "update", "clear", "pop", "add", "remove", "__setitem__", "__delitem__"}
 )
-# They move values about and say nothing of where these came from.
-_BETWEEN = frozenset({"COPY", "PRECALL", "PUSH_NULL", "CACHE", "NOP", "EXTENDED_ARG"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,101 +40,155 @@ def python_effects(function: Callable[..., Any]) -> list[Effect]:
     codes = compat.compiled_code_of(function)
     if not codes:
         return [Effect("Dynamo's code for it was not found", is_constant=False)]
-    return [effect for code in codes for effect in _Scan(tuple(_instructions(code))).effects()]
+    return [effect for code in codes for effect in _effects_of(code)]
 
 
-def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    return (instruction for instruction in dis.get_instructions(code) if instruction.opname not in _BETWEEN)
+def _effects_of(code: types.CodeType) -> list[Effect]:
+    machine = _Machine()
+    for instruction in dis.get_instructions(code):
+        machine.run(instruction)
+    return machine.effects
 
 
-@dataclass(slots=True)
-class _Scan:
-    """One pass over straight-line code, with what its local variables hold.
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What is known of a value on the stack or in a variable.
 
     Attributes:
-        made: variables with an object that this code has made by ``__new__``.
-        setters: variables with a function that sets attributes.
-        classes: variables with a class that was looked up in an ``__mro__``, whose methods take the object first.
+        kind: ``made`` (an object that this code has made), ``new`` (its class's ``__new__``), ``setter`` (a function
+            that sets attributes), ``mro``, ``class`` (looked up in one), ``mutator`` (a method that changes its
+            object), ``constant``, or empty.
+        held: the constant, or the object that a mutator belongs to.
     """
 
-    code: tuple[dis.Instruction, ...]
-    made: set[str] = field(default_factory=set)
-    setters: set[str] = field(default_factory=set)
-    classes: set[str] = field(default_factory=set)
+    kind: str = ""
+    held: Any = None
 
-    def effects(self) -> Iterator[Effect]:
-        """Those that reach beyond what the code has made."""
-        for position, instruction in enumerate(self.code):
-            name = str(instruction.argval)
-            if instruction.opname == "STORE_FAST":
-                self._keep(position, name)
-            elif instruction.opname in _STORES:
-                yield Effect(f"it changes Python state ({instruction.opname} {name})", is_constant=False)
-            elif self._is_setter(instruction):
-                yield from self._attribute(position)
-            elif instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and name in _MUTATING_METHODS:
-                yield from self._method(position)
 
-    def _keep(self, position: int, variable: str) -> None:
-        """Note what a variable is given, or forget what it held."""
-        for held in (self.made, self.setters, self.classes):
-            held.discard(variable)
-        source = self.code[position - 1]
-        if self._is_local(source, self.made) or self._is_new_object(position - 1):
-            self.made.add(variable)
-        elif self._is_setter(source):
-            self.setters.add(variable)
-        elif source.opname.startswith("BINARY_SUBSCR") and self._loads(position - 3, "__mro__"):
-            self.classes.add(variable)
+_UNKNOWN = _Value()
+_MADE = _Value("made")
+_IGNORED = frozenset({"PRECALL", "CACHE", "NOP", "EXTENDED_ARG", "RESUME", "COPY_FREE_VARS", "END_FOR", "KW_NAMES"})
 
-    def _attribute(self, position: int) -> Iterator[Effect]:
-        """A call ``setattr(target, name, value)``, of whose function a load stands here."""
-        rest = self.code[position + 1 :]
-        if rest and rest[0].opname == "STORE_FAST":  # kept for later besides
-            rest = rest[1:]
-        if not rest or self._is_local(rest[0], self.made):
+
+class _Machine:
+    """Runs straight-line code over what is known of its values; a loop's body once."""
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self._stack: list[_Value] = []
+        self._variables: dict[str, _Value] = {}
+
+    def run(self, instruction: dis.Instruction) -> None:
+        """One instruction; those without a method here take and give values of which nothing is known."""
+        name = instruction.opname
+        if name in _IGNORED:
             return
-        name = next((at for at, i in enumerate(rest) if i.opname == "LOAD_CONST" and isinstance(i.argval, str)), None)
-        if name is None:
-            yield Effect("it sets an attribute", is_constant=False)
+        own: Callable[[dis.Instruction], None] | None = getattr(self, f"_{name.lower()}", None)
+        if own is not None:
+            own(instruction)
             return
-        value = rest[name + 1 : name + 3]
-        # A value that is more than its constant goes on with what is made of it.
-        is_constant = bool(value) and value[0].opname == "LOAD_CONST" and not _goes_on(value[1:])
-        yield Effect(f"it sets the attribute {rest[name].argval!r}", is_constant=is_constant)
+        jump = False if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs else None
+        net = dis.stack_effect(instruction.opcode, instruction.arg, jump=jump)
+        if net <= 0:
+            self._pop(1 - net)
+            net = 1
+        self._stack += [_UNKNOWN] * (net - 1) + [self._named(instruction)]
 
-    def _method(self, position: int) -> Iterator[Effect]:
-        """A call of a method that changes its object: the one before it, or its first argument if a class is."""
-        before, after = self.code[position - 1], self.code[position + 1 : position + 2]
-        target = after[0] if after and self._is_local(before, self.classes) else before
-        if not self._is_local(target, self.made):
-            name = self.code[position].argval
-            yield Effect(f"it changes Python state ({self.code[position].opname} {name})", is_constant=False)
+    def _pop(self, count: int = 1) -> list[_Value]:
+        """The topmost values, deepest first."""
+        return [self._stack.pop() if self._stack else _UNKNOWN for _ in range(count)][::-1]
 
-    def _is_setter(self, instruction: dis.Instruction) -> bool:
-        if instruction.opname == "LOAD_FAST":
-            return instruction.argval in self.setters
-        return instruction.opname.startswith("LOAD") and "setattr" in str(instruction.argval)
+    def _named(self, instruction: dis.Instruction) -> _Value:
+        """A function that sets attributes is known by its name, wherever it is loaded from."""
+        is_setter = instruction.opname.startswith("LOAD") and "setattr" in str(instruction.argval)
+        return _Value("setter") if is_setter else _UNKNOWN
 
-    def _is_local(self, instruction: dis.Instruction, variables: set[str]) -> bool:
-        return instruction.opname.startswith("LOAD_FAST") and instruction.argval in variables
+    def _found(self, what: str, value: _Value) -> None:
+        self.effects.append(Effect(what, is_constant=value.kind == "constant"))
 
-    def _is_new_object(self, position: int) -> bool:
-        """Whether the call that ends here is one of ``__new__``, with arguments that are no calls."""
-        if not self.code[position].opname.startswith("CALL"):
-            return False
-        for instruction in reversed(self.code[:position]):
-            if instruction.opname.startswith("CALL") or instruction.opname.startswith("STORE"):
-                return False
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == "__new__":
-                return True
-        return False
+    def _load_fast(self, instruction: dis.Instruction) -> None:
+        self._stack.append(self._variables.get(instruction.argval, _UNKNOWN))
 
-    def _loads(self, position: int, name: str) -> bool:
-        return position >= 0 and self.code[position].argval == name
+    _load_fast_check = _load_fast
 
+    def _store_fast(self, instruction: dis.Instruction) -> None:
+        (self._variables[instruction.argval],) = self._pop()
 
-def _goes_on(following: Sequence[dis.Instruction]) -> bool:
-    return bool(following) and following[0].opname.startswith(
-        ("BINARY", "UNARY", "LOAD_ATTR", "LOAD_METHOD", "COMPARE")
-    )
+    def _delete_fast(self, instruction: dis.Instruction) -> None:
+        self._variables.pop(instruction.argval, None)
+
+    def _load_const(self, instruction: dis.Instruction) -> None:
+        named = self._named(instruction)
+        self._stack.append(_Value("constant", instruction.argval) if named is _UNKNOWN else named)
+
+    def _copy(self, instruction: dis.Instruction) -> None:
+        depth = instruction.arg or 1
+        self._stack.append(self._stack[-depth] if depth <= len(self._stack) else _UNKNOWN)
+
+    def _swap(self, instruction: dis.Instruction) -> None:
+        values = self._pop(instruction.arg or 2)
+        self._stack += [values[-1], *values[1:-1], values[0]]
+
+    def _pop_top(self, _: dis.Instruction) -> None:
+        self._pop()
+
+    _return_value = _pop_jump_if_false = _pop_jump_if_true = _jump_backward = _pop_top  # a loop's iterator goes with it
+
+    def _load_attr(self, instruction: dis.Instruction) -> None:
+        (owner,) = self._pop()
+        name = instruction.argval
+        kinds = {"__new__": "new", "__mro__": "mro"}
+        if name in _MUTATING_METHODS:
+            found = _Value("mutator", owner)
+        else:
+            found = _Value(kinds[name]) if name in kinds else self._named(instruction)
+        net = dis.stack_effect(instruction.opcode, instruction.arg)
+        self._stack += [found, owner][: net + 1]
+
+    _load_method = _load_attr
+
+    def _binary_subscr(self, _: dis.Instruction) -> None:
+        container, _index = self._pop(2)
+        self._stack.append(_Value("class") if container.kind == "mro" else _UNKNOWN)
+
+    def _call(self, instruction: dis.Instruction) -> None:
+        num_arguments = instruction.arg or 0
+        taken = self._pop(num_arguments + 2)
+        arguments = taken[2:]
+        kinds = {value.kind: value for value in taken[:2]}
+        if "setter" in kinds and len(arguments) == 3 and arguments[0].kind != "made":
+            self._found(f"it sets the attribute {arguments[1].held!r}", arguments[2])
+        mutator = kinds.get("mutator")
+        if mutator is not None:
+            # Of a class that was looked up, the method takes the object first.
+            target = arguments[0] if mutator.held.kind == "class" and arguments else mutator.held
+            if target.kind != "made":
+                self._found("it changes Python state by a method", _UNKNOWN)
+        self._stack.append(_MADE if "new" in kinds else _UNKNOWN)
+
+    def _store_attr(self, instruction: dis.Instruction) -> None:
+        value, owner = self._pop(2)
+        if owner.kind != "made":
+            self._found(f"it sets the attribute {instruction.argval!r}", value)
+
+    def _store_subscr(self, _: dis.Instruction) -> None:
+        _value, container, _key = self._pop(3)
+        if container.kind != "made":
+            self._found("it changes an item", _UNKNOWN)
+
+    def _delete_attr(self, instruction: dis.Instruction) -> None:
+        self._pop()
+        self._found(f"it deletes the attribute {instruction.argval!r}", _UNKNOWN)
+
+    def _delete_subscr(self, _: dis.Instruction) -> None:
+        self._pop(2)
+        self._found("it deletes an item", _UNKNOWN)
+
+    def _store_global(self, instruction: dis.Instruction) -> None:
+        (value,) = self._pop()
+        self._found(f"it sets the variable {instruction.argval!r}", value)
+
+    _store_deref = _store_global
+
+    def _delete_global(self, instruction: dis.Instruction) -> None:
+        self._found(f"it deletes the variable {instruction.argval!r}", _UNKNOWN)

@@ -51,6 +51,18 @@ FOUND: dict[str, tuple[str, Program]] = {
             dynamic=False,
         ),
     ),
+    "what an eager region hands over shares memory in another way in a later step": (
+        "eager",
+        Program(
+            (
+                *("t0 = x.reshape(x.shape[1], x.shape[0])", "t2 = x.as_strided((2, 2), (2, 1), 1)"),
+                *("t6 = t0 + t0.mean()", "t8 = t2.index_select(0, i)"),
+            ),
+            ("t6",),
+            (Call("PIECEWISE", 3), Call("PIECEWISE", 3, "offset")),
+            dynamic=False,
+        ),
+    ),
     "an input of a padded call that lies in a buffer which the model writes": (
         "eager",
         Program(
