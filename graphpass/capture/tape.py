@@ -183,7 +183,7 @@ class TapeDevice(GraphDevice):
 
     @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+        return tensor.detach()  # the caller who gets the recorded result may turn it in place
 
     @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:

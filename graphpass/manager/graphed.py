@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from graphpass import compat
 from graphpass.capture import EnteredCallable, GraphRuntime
+from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.context import set_forward_context
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.dispatch.ladder import least_padded_to
@@ -387,9 +388,9 @@ class GraphedModel:
             else:
                 leaves = self._replayed(inputs, run)
             needs_check = self._poisons or (self._checks_padding and (mode, key) not in self._checked)
-            if needs_check and not self._settings.policy.clones_outputs:  # replays follow before the caller reads
-                leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             leaves = run.cut(leaves, given, sizes)
+            if needs_check and not self._settings.policy.clones_outputs:  # replays follow before the caller reads
+                leaves = clone_pool_tensors(leaves, self.runtime.forward_pool_storages())
             for name in run.mutated:
                 given[name].copy_(inputs.buffers[name].real(sizes))
             if needs_check:

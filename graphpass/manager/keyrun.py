@@ -119,7 +119,7 @@ class KeyRun:
         """Outputs cut to the real sizes; where an argument came back, the caller's own tensor."""
         cut = []
         for leaf, dims, owner in zip(leaves, self.cuts, self.owners, strict=True):
-            if owner is not None and leaf is owner.tensor:
+            if owner is not None and _is_whole(leaf, owner.tensor):
                 cut.append(given[owner.name])
                 continue
             part = leaf
@@ -129,6 +129,15 @@ class KeyRun:
             # The buffer is filled anew by the next call, so a view of it cannot leave.
             cut.append(part.clone() if owner is not None else part)
         return cut
+
+
+def _is_whole(leaf: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return leaf is buffer or (
+        leaf.data_ptr() == buffer.data_ptr()
+        and leaf.shape == buffer.shape
+        and leaf.stride() == buffer.stride()
+        and leaf.dtype == buffer.dtype
+    )
 
 
 def _shared(name: str, other: str) -> ShapeError:

@@ -51,6 +51,16 @@ FOUND: dict[str, tuple[str, Program]] = {
             dynamic=False,
         ),
     ),
+    "what a region returned while it was captured is turned in place by an eager one": (
+        "eager",
+        Program(
+            ("t5 = y.sigmoid()", "u5 = t5.t_()", "t6 = torch.cat([t5, u5], 1)"),
+            ("t5",),
+            (Call("PIECEWISE", 4),) * 2,
+            splitting_ops=("aten::cat",),
+            dynamic=False,
+        ),
+    ),
     "what an eager region hands over shares memory in another way in a later step": (
         "eager",
         Program(
@@ -95,6 +105,17 @@ FOUND: dict[str, tuple[str, Program]] = {
             ("y",),
             (Call("PIECEWISE", 3), Call("FULL", 3), Call("NONE", 3)),
             splitting_ops=("aten::mul_",),
+        ),
+    ),
+    "a view of a buffer comes back from a call that writes to it": (
+        "eager",
+        Program(
+            ("write(x, y)",),
+            ("x",),
+            (Call("NONE", 4, "buffer"), Call("NONE", 4, "feedback")),
+            outputs="view",
+            dynamic=False,
+            route="graphed",
         ),
     ),
     "a padded call writes to an input that is its last result": (
