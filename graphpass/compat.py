@@ -655,16 +655,18 @@ def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def complete_guards() -> contextlib.AbstractContextManager[Any]:
-    """Within the body Dynamo compiles guards that look at every tensor and attribute in each call.
+def guards_see_layouts() -> bool:
+    """Whether Dynamo's guards see ``parameter.data = parameter.data.t()``: torch 2.11 by default does not.
 
-    By default it takes what a module holds for unchanged while the module's dict has not been written to;
-    ``parameter.data = other`` is not seen then.
+    It takes what a module holds for unchanged while the module's dict has not been written to.
     """
-    config: Any = torch._dynamo.config
-    shortcuts = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags")
-    found = {name: False for name in shortcuts if hasattr(config, name)}
-    return config.patch(**found) if found else contextlib.nullcontext()
+    return not getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
+
+
+def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A check that the tensors have the shapes and strides of now: one native call; False may also mean another mode."""
+    guards: Any = _torch_attribute("_C._dynamo.guards.TensorGuards")
+    return partial(guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, *tensors)
 
 
 def compiled_code_of(function: Any) -> list[Any]:

@@ -334,7 +334,7 @@ class GraphedModel:
         largest = max((key for _, keys in self._dispatcher.capture_plan() for key in keys), key=lambda k: k.num_tokens)
         mode = next(iter(self._dispatcher.capture_plan()))[0]
         context = set_forward_context(runtime_mode=mode, batch_descriptor=largest)
-        with self.runtime.scope_opened() as scope, context, compat.complete_guards():
+        with self.runtime.scope_opened() as scope, context:
             scope.stops_at_entry = True
             try:
                 self._compiled(**traced)
@@ -460,8 +460,7 @@ class GraphedModel:
         assert scope is not None
         scope.reached.clear()
         versions = inputs.versions()
-        with compat.complete_guards():
-            result = self._compiled(**inputs.arguments())
+        result = self._compiled(**inputs.arguments())
         if not scope.reached:
             raise CaptureError(
                 f"nothing was captured for {mode} {key}",

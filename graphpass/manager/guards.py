@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from graphpass import compat
-from graphpass.errors import CaptureError
+from graphpass.errors import CaptureError, ShapeError
 
-__all__ = ["AmbientState", "DynamoGuards", "OwnedTensors", "entry_of", "local_values", "modules_of"]
+__all__ = ["AmbientState", "DynamoGuards", "KeptLayouts", "OwnedTensors", "entry_of", "local_values", "modules_of"]
 
 
 _TRAINING = operator.attrgetter("training")
@@ -118,6 +118,37 @@ class OwnedTensors:
         """Whether the model still keeps the same tensors in the same modules."""
         # All of it in C: hundreds of look-ups stand in every direct call.
         return all(map(operator.is_, map(dict.get, self.owners, self.names), self.kept))
+
+
+class KeptLayouts:
+    """Shapes and strides of a model's tensors, compared where Dynamo's guards do not see them change.
+
+    Args:
+        tensors: parameters and buffers that a captured call was given.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
+        self._layouts = [(tensor.shape, tensor.stride()) for tensor in self._tensors]
+        self._unchanged = None if compat.guards_see_layouts() else compat.layout_check(self._tensors)
+
+    def refuse_change(self) -> None:
+        """Compare with the layouts as they are now.
+
+        Raises:
+            ShapeError: a tensor has another one.
+        """
+        if self._unchanged is None or self._unchanged():
+            return
+        for tensor, (shape, stride) in zip(self._tensors, self._layouts, strict=True):
+            if (tensor.shape, tensor.stride()) != (shape, stride):
+                raise ShapeError(
+                    "a parameter or buffer has another layout than at capture, at its old address",
+                    expected=f"{tuple(shape)} with strides {stride}",
+                    found=f"{tuple(tensor.shape)} with strides {tensor.stride()}",
+                    remedy="write into it in place, or torch.compiler.reset() and close(), and capture again",
+                )
+        self._unchanged = compat.layout_check(self._tensors)  # another mode, or requires_grad: the layouts are the same
 
 
 def modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:

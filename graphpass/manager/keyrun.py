@@ -14,7 +14,7 @@ from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.errors import ShapeError
 from graphpass.manager.effects import Effect, python_effects
-from graphpass.manager.guards import AmbientState, DynamoGuards, OwnedTensors, local_values
+from graphpass.manager.guards import AmbientState, DynamoGuards, KeptLayouts, OwnedTensors, local_values
 from graphpass.manager.padding import InputBuffer
 
 __all__ = ["DirectCall", "KeyRun", "learn_key"]
@@ -33,6 +33,7 @@ class DirectCall:
         owned: where the model keeps the parameters among them.
         ambient: process-wide settings that Dynamo's guards would have compared.
         guards: Dynamo's own, for everything else that tracing the model relied on.
+        layouts: what those may not see.
         leaf_sources: for each leaf of the result, the callable's flat output it is, or the buffer of the argument that
             the model returns as it is; None for None.
     """
@@ -42,6 +43,7 @@ class DirectCall:
     owned: OwnedTensors
     ambient: AmbientState
     guards: DynamoGuards
+    layouts: KeptLayouts
     leaf_sources: tuple[int | InputBuffer | None, ...]
 
     def holds(self, modules: Sequence[torch.nn.Module]) -> bool:
@@ -49,9 +51,13 @@ class DirectCall:
 
         Raises:
             CaptureError: an ambient setting changed since capture.
+            ShapeError: a parameter has another layout, which Dynamo does not see.
         """
         self.ambient.refuse_change(modules)
-        return self.owned.in_place() and self.guards.hold()
+        if not self.owned.in_place() or not self.guards.hold():
+            return False
+        self.layouts.refuse_change()
+        return True
 
     def run(self) -> list[Any]:
         """Call it under the forward context that is set; the leaves of the result."""
@@ -391,9 +397,8 @@ def _direct(
             return None, "its result holds more than the graph's outputs"
     if {source for source in sources if isinstance(source, int)} != set(range(len(outputs))):
         return None, "the graph has outputs that are no part of the result: the model keeps state"
-    owned = OwnedTensors.locate(
-        modules, [value for value in args if isinstance(value, torch.Tensor) and id(value) not in buffers]
-    )
+    kept = [value for value in args if isinstance(value, torch.Tensor) and id(value) not in buffers]
+    owned = OwnedTensors.locate(modules, kept)
     if owned is None:
         return None, "it reads tensors that are neither arguments, parameters nor buffers"
     if effects:
@@ -401,4 +406,5 @@ def _direct(
     guards = DynamoGuards.of(entry, arguments)
     if guards is None:
         return None, "Dynamo's code for it is more than one graph, or its guards hold for one call only"
-    return DirectCall(callable_, tuple(args), owned, AmbientState.now(modules), guards, tuple(sources)), None
+    ambient, layouts = AmbientState.now(modules), KeptLayouts(kept)
+    return DirectCall(callable_, tuple(args), owned, ambient, guards, layouts, tuple(sources)), None

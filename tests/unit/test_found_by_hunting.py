@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import graphpass
-from graphpass import GraphedModel, ShapeError
+from graphpass import GraphedModel, ShapeError, compat
+from graphpass.manager.guards import KeptLayouts
 
 OPTIONS: dict[str, Any] = {"compiler": "eager"}
 
@@ -80,7 +81,27 @@ def test_direct_calls_see_every_change_that_dynamo_guards(change: Callable[[Chan
         torch.testing.assert_close(fast(x), model(x).detach())
     change(model)
     for _ in range(2):
-        torch.testing.assert_close(fast(x), model(x).detach())
+        try:
+            got = fast(x)
+        except ShapeError as refused:  # where Dynamo does not see it, graphpass does
+            assert "another layout" in str(refused)
+            assert not compat.guards_see_layouts()
+            continue
+        torch.testing.assert_close(got, model(x).detach())
+
+
+def test_layouts_are_compared_where_dynamo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "guards_see_layouts", lambda: False)
+    weight, other = nn.Parameter(torch.randn(4, 4)), torch.randn(3)
+    layouts = KeptLayouts([weight, other, weight])
+    layouts.refuse_change()
+    weight.requires_grad_(False)
+    weight.add_(1)
+    layouts.refuse_change()
+    layouts.refuse_change()
+    weight.data = weight.data.t()
+    with pytest.raises(ShapeError, match=r"another layout than at capture.*\(1, 4\)"):
+        layouts.refuse_change()
 
 
 def test_direct_calls_see_a_class_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
