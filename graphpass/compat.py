@@ -664,7 +664,7 @@ def guards_see_layouts() -> bool:
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """A check that the tensors have the shapes and strides of now: one native call; False may also mean another mode."""
+    """Whether the tensors have the shapes and strides of now: one native call; False may also mean another mode."""
     guards: Any = _torch_attribute("_C._dynamo.guards.TensorGuards")
     return partial(guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, *tensors)
 

@@ -234,6 +234,17 @@ def test_a_file_is_short_and_finished(source: Path) -> None:
     assert re.findall(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b", text) == []
 
 
+def test_each_guarantee_is_linked_to_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", page)
+    promised, _, _ = page.partition("## What it cannot see")
+    for guarantee in re.split(r"^- ", promised, flags=re.MULTILINE)[1:]:
+        assert "](../tests/" in guarantee, guarantee
+    missing = [link for link in links if link[0] not in (ROOT / link[1]).read_text(encoding="utf-8")]
+    assert links
+    assert missing == []
+
+
 def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
