@@ -375,8 +375,9 @@ class GraphedModel:
         inputs = self._key_inputs(key, given)
         # The buffers are filled within the forward: a replay on another stream may still be reading them.
         with inputs.forward(self.runtime, mode, key, sizes):
-            # A view that an earlier call returned may come back as an argument, and this replay overwrites it.
-            given = dict(zip(given, self.runtime.without_stale(list(given.values())), strict=True))
+            if not self._settings.policy.clones_outputs:
+                # A view that an earlier call returned may come back as an argument, and this replay overwrites it.
+                given = dict(zip(given, self.runtime.without_stale(list(given.values())), strict=True))
             inputs.fill(given, sizes)
             run = self._runs.get((mode, key))
             if run is not None:
