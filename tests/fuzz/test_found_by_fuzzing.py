@@ -123,7 +123,7 @@ FOUND: dict[str, tuple[str, Program]] = {
         Program(
             ("x.clamp_(-1, 1)", "t0 = x * y"),
             ("t0",),
-            (Call("FULL", 6), Call("FULL", 6, "feedback")),
+            (Call("FULL", 6), Call("FULL", 6), Call("FULL", 6, "feedback")),
             outputs="view",
             route="graphed",
         ),
@@ -133,7 +133,7 @@ FOUND: dict[str, tuple[str, Program]] = {
         Program(
             ("t0 = y @ self.w",),
             ("t0", "x"),
-            (Call("FULL", 4), Call("FULL", 4, "feedback")),
+            (Call("FULL", 4), Call("FULL", 4), Call("FULL", 4, "feedback")),
             outputs="view",
             route="graphed",
         ),
