@@ -367,7 +367,8 @@ class GraphedModel:
         with inputs.forward(self.runtime, mode, key, sizes):
             inputs.fill(example, sizes)
             leaves, run = self._graphed_call(mode, key, inputs)
-            self._check_padding(mode, key, inputs, run, example, sizes, run.cut(leaves, example, sizes))
+            if self._needs_padding_check(mode, key, inputs, sizes):
+                self._check_padding(mode, key, inputs, run, example, sizes, run.cut(leaves, example, sizes))
 
     def _replay(
         self, mode: CUDAGraphMode, key: BatchDescriptor, given: Mapping[str, Any], sizes: Mapping[str, int]
@@ -388,7 +389,7 @@ class GraphedModel:
                 run.refuse_shared_memory(given)
             else:
                 leaves = self._replayed(inputs, run)
-            needs_check = self._poisons or (self._checks_padding and (mode, key) not in self._checked)
+            needs_check = self._needs_padding_check(mode, key, inputs, sizes)
             leaves = run.cut(leaves, given, sizes)
             if needs_check and not self._settings.policy.clones_outputs:  # replays follow before the caller reads
                 leaves = clone_pool_tensors(leaves, self.runtime.forward_pool_storages())
@@ -414,6 +415,12 @@ class GraphedModel:
             )
         return list(leaves)
 
+    def _needs_padding_check(
+        self, mode: CUDAGraphMode, key: BatchDescriptor, inputs: KeyInputs, sizes: Mapping[str, int]
+    ) -> bool:
+        is_new = self._checks_padding and (mode, key) not in self._checked
+        return (is_new or self._poisons) and sizes != inputs.padded
+
     def _check_padding(
         self,
         mode: CUDAGraphMode,
@@ -425,8 +432,6 @@ class GraphedModel:
         returned: Sequence[Any],
     ) -> None:
         """See :mod:`graphpass.manager.paddingcheck`."""
-        if sizes == inputs.padded:
-            return
         call = PaddedCall(
             key=f"{mode} {key}",
             inputs=inputs,

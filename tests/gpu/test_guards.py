@@ -14,6 +14,7 @@ from torch import nn
 import cgpass
 import graphpass as gp
 from graphpass.capture import CapturePolicy
+from tests.unit.manager.models import Attends
 
 pytestmark = pytest.mark.cuda
 
@@ -199,16 +200,6 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
             torch.testing.assert_close(fast(x), want)
         capture(runtime, fast, x, mode=mode)
         torch.testing.assert_close(call(fast, x, mode=mode), want)
-
-
-class Attends(nn.Module):
-    def __init__(self, zeroes: bool) -> None:
-        super().__init__()
-        self.zeroes = zeroes
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        keys = gp.zero_padding(x, 2) if self.zeroes else x
-        return F.scaled_dot_product_attention(x, keys, keys, attn_mask=mask[:, None, :])
 
 
 @COMPILERS

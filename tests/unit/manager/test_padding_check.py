@@ -14,6 +14,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass.errors import MismatchError
+from tests.unit.manager.models import Attends
 
 
 def graphed(model: Callable[..., Any], sizes: Any = (4, 8), dims: Any = None, **options: Any) -> gp.GraphedModel:
@@ -145,19 +146,13 @@ def test_views_handed_out_are_those_of_the_call() -> None:
     assert torch.equal(fast(torch.ones(5, 6)), torch.full((5, 6), 3.0))
 
 
+def test_views_of_an_unpadded_call_are_no_copies() -> None:
+    fast = graphed(lambda x: x + 1, outputs="view")
+    first, second = fast(torch.zeros(4, 6)), fast(torch.ones(4, 6))
+    assert first.data_ptr() == second.data_ptr()
+
+
 # -- poison
-
-
-class Attends(nn.Module):
-    """Attention along a padded sequence; the mask keeps padding out, unless it is NaN."""
-
-    def __init__(self, zeroes: bool) -> None:
-        super().__init__()
-        self.zeroes = zeroes
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        keys = gp.zero_padding(x, 2) if self.zeroes else x
-        return F.scaled_dot_product_attention(x, keys, keys, attn_mask=mask[:, None, :])
 
 
 def attending(zeroes: bool, **options: Any) -> gp.GraphedModel:
