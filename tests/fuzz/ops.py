@@ -71,6 +71,7 @@ class Op:
         )
 
 
+# Dynamo ends its graph at a masked assignment to a tensor without dimensions; [:] is what such a tensor refuses.
 _BY_ROW = """
 {t} = {a} + {like}
 {t} = {a} - {like}
@@ -124,7 +125,7 @@ _BY_ROW = """
 {m}[:, 1:] = {s}
 {m}[:, :2] = {m}[:, 2:]
 {a}.masked_fill_({a} > 0.3, 0.1)
-{a}[{a} > 0.4] = 0.2
+{a}[:][{a} > 0.4] = 0.2
 {t} = {a} * 1; torch.add({a}, {s}, out={t})
 {t} = torch.zeros({m}.size(0), {m}.size(1), device=device); torch.mul({m}, {like}, out={t})
 {t} = {r}.gather(1, i.unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Programs that once gave wrong answers over graphs, made small: one entry for each cause."""
+"""Programs that once gave wrong answers or failed over graphs, made small: one entry for each cause."""
 
 from __future__ import annotations
 
@@ -138,11 +138,21 @@ FOUND: dict[str, tuple[str, Program]] = {
             route="graphed",
         ),
     ),
+    "a masked assignment to a tensor without dimensions, where Dynamo ends its graph": (
+        "aot_eager",
+        Program(
+            ("t0 = x.max(0)[0]", "t1 = t0.select(0, 1)", "t1[t1 > 0.4] = 0.2", "t2 = y + t0"),
+            ("t1", "t2"),
+            (Call("NONE", 3), Call("FULL", 3), Call("PIECEWISE", 3)),
+            dynamic=False,
+            route="dynamo",
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize(("compiler", "program"), FOUND.values(), ids=FOUND)
-def test_a_program_that_once_was_wrong(compiler: str, program: Program) -> None:
+def test_a_program_that_once_failed(compiler: str, program: Program) -> None:
     assert check(program, compiler).mismatch is None
 
 
