@@ -13,7 +13,7 @@ import torch
 import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode
-from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, SDPA, STOCK, VOCABULARY, Place, Stock
+from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, SDPA, STOCK, VOCABULARY, Place, Stock, difference
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 CAPTURE_SEED, REPLAY_SEED = 1, 2
@@ -46,16 +46,9 @@ def depth(compiler: str, place: Place) -> int:
     return 2 if (compiler, place) == ("eager", CPU) else 1
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative norm of the difference."""
-    assert found.shape == expected.shape
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 def agree(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], place: Place) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
         assert difference(found[name], value) < place.tolerance, name
 
 

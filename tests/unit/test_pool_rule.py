@@ -6,7 +6,6 @@ Graphs of one runtime overwrite each other's memory, so one forward of it runs a
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime, PoolBusyError
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 SPLIT = "graphpasstest_pool::between"
 BOTH = ["FULL", "PIECEWISE"]
@@ -56,22 +57,6 @@ class Model(nn.Module):
 class Other(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).exp().clamp(max=3.0) - 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def rt() -> Iterator[GraphRuntime]:
-    with GraphRuntime() as runtime:
-        yield runtime
 
 
 @pytest.fixture

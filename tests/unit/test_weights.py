@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CaptureError, GraphRuntime, StaticInputError
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 MIX = "graphpasstest_weights::mix"
 WAYS = ["FULL", "PIECEWISE", "graphed"]
@@ -93,22 +95,6 @@ class Quantized(Model):
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight * 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def rt() -> Iterator[GraphRuntime]:
-    with GraphRuntime() as runtime:
-        yield runtime
 
 
 def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eager", **options: Any) -> Call:

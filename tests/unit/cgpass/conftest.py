@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,13 +37,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """``capturing()`` collects garbage at its end; here it need not look at what torch.compile imported."""
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def quick_captures(quick_collections: None) -> None:
+    """Every module here captures."""
 
 
 @pytest.fixture
@@ -53,12 +47,6 @@ def python_calls() -> Iterator[list[str]]:
     PYTHON_CALLS.clear()
     yield PYTHON_CALLS
     PYTHON_CALLS.clear()
-
-
-@pytest.fixture
-def rt() -> Iterator[GraphRuntime]:
-    with GraphRuntime() as runtime:
-        yield runtime
 
 
 @pytest.fixture

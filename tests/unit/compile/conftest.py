@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +34,6 @@ def gain(x: torch.Tensor, name: str) -> torch.Tensor:
 @gain.register_fake
 def _(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.empty_like(x)
-
-
-@pytest.fixture
-def rt() -> Iterator[gp.GraphRuntime]:
-    with gp.GraphRuntime() as runtime:
-        yield runtime
 
 
 @pytest.fixture
