@@ -11,6 +11,7 @@ import operator
 import os
 import re
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -581,7 +582,7 @@ def compilers_of(compiled: Any) -> list[Any]:
     code = getattr(function, "__code__", None)
     if code is None:
         return [backend]
-    entries = [innermost_backend(entry.backend) for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(code)]
+    entries = [innermost_backend(entry.backend) for entry in _cache_entries(code)]
     return [backend, *(other for other in entries if other == backend)]
 
 
@@ -672,20 +673,23 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
 def compiled_code_of(function: Any) -> list[Any]:
     """The code objects that Dynamo wrote for ``function``, the newest first."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    entries = [] if code is None else torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
-    return [entry.code for entry in entries]
+    return [] if code is None else [entry.code for entry in _cache_entries(code)]
+
+
+def _cache_entries(code: types.CodeType) -> list[Any]:
+    """What Dynamo has compiled ``code`` to, the newest first."""
+    return list(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
 def is_past_recompile_limit(function: Any, local_values: dict[str, Any]) -> bool:
     """Whether Dynamo would run ``function`` uncompiled for these local variables, as it has compiled it too often."""
-    num_compiled = len(torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__))
+    num_compiled = len(_cache_entries(function.__code__))
     return num_compiled >= torch._dynamo.config.recompile_limit and not has_code_for(function, local_values)
 
 
 def has_code_for(function: Any, local_values: dict[str, Any]) -> bool:
     """Whether Dynamo has compiled ``function`` for what it would find now."""
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
-    return any(entry.guard_manager.check(local_values) for entry in entries)
+    return any(entry.guard_manager.check(local_values) for entry in _cache_entries(function.__code__))
 
 
 def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dict[str, Any]], bool] | None:
@@ -694,7 +698,7 @@ def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dic
     A check over local variables, closure variables among them, like ``local_values``. None where no code of Dynamo's
     would run, or where the code it would run only leads to functions that are guarded by themselves.
     """
-    for entry in torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__):
+    for entry in _cache_entries(function.__code__):
         if entry.guard_manager.check(local_values):
             called = {str(instruction.argval) for instruction in dis.get_instructions(entry.code)}
             is_whole = any("__compiled_fn" in name for name in called) and not any("__resume" in n for n in called)

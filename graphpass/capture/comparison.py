@@ -23,7 +23,7 @@ from graphpass.capture.snapshot import default_random_state, state_kept
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import MismatchError
 
-__all__ = ["Difference", "EagerRun", "first_difference"]
+__all__ = ["Difference", "EagerRun", "first_difference", "row_errors"]
 
 # (relative, absolute): the same kernels in the same order, up to another choice of algorithm under capture.
 _REPLAY: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
@@ -76,11 +76,16 @@ def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Differe
     if share is None or not expected.numel():
         return first_difference(found, expected)
     found, expected = _wide(found), _wide(expected)
-    rows = [t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected)]
-    same = (rows[0] == rows[1]) | (rows[0].isnan() & rows[1].isnan())
-    apart = torch.where(same, 0.0, rows[0] - rows[1]).norm(dim=1)
-    close = apart <= share * (1 + rows[1].nan_to_num(0.0, 0.0, 0.0).norm(dim=1))
+    off, norms = row_errors(*(t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected)))
+    close = off <= share * (1 + norms)
     return _difference(found, expected, close if expected.dim() else close[0])
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of two matrices, the norm of their difference, where NaN equals NaN, and that of ``expected``."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    off = torch.where(same, 0.0, found - expected).norm(dim=1)
+    return off, expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> Difference | None:

@@ -357,11 +357,10 @@ class GraphRuntime:
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """``outputs`` are no longer valid: overwritten where that helps to find who reads them."""
         assert self._device is not None
-        if not self._shows_stale:
+        if self._shows_stale:
+            fill_with_sentinel(outputs)
+        else:
             self._device.make_stale(outputs)
-            return
-        for output in outputs:
-            fill_with_sentinel(output)
 
     def watched(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
         """``outputs`` as views whose holders are named should they keep one for too long; for ``debug``."""

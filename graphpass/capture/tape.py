@@ -187,8 +187,7 @@ class TapeDevice(GraphDevice):
 
     @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
-        for output in outputs:
-            fill_with_sentinel(output)
+        fill_with_sentinel(outputs)
 
     @override
     def begin_forward(self) -> None:

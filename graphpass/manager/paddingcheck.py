@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.capture.comparison import row_errors
 from graphpass.capture.snapshot import default_random_state, state_kept
 from graphpass.errors import MismatchError
 from graphpass.manager.buffers import KeyInputs
@@ -158,10 +159,7 @@ def _apart(found: Any, expected: Any) -> str | None:
     if tolerance is None or not expected.numel():
         return None  # where two values are as good as equal, rounding may choose another index
     width = expected.shape[-1] if expected.dim() else 1
-    rows, wanted = found.to(torch.float64).reshape(-1, width), expected.to(torch.float64).reshape(-1, width)
-    same = (rows == wanted) | (rows.isnan() & wanted.isnan())
-    norms = wanted.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
-    off = torch.where(same, 0.0, rows - wanted).norm(dim=1)
+    off, norms = row_errors(*(t.to(torch.float64).reshape(-1, width) for t in (found, expected)))
     wrong = ~(off <= tolerance * torch.maximum(norms, norms.mean()))
     if not bool(wrong.any()):
         return None
