@@ -142,6 +142,9 @@ def test_real_rows_have_the_same_bits_whatever_padding_holds(
     reference = stock.build(place, 1)
     fast = graphed(stock, model, mode, compiler, {poisoned: contents, **dict.fromkeys(masks, 0)})
     fast.capture(**batch_of(stock, place, stock.sizes[0]))
+    # The check of a key replays once more where the model may write to its weights: an older Dynamo leaves functions
+    # in the graph of which nobody says that they do not.
+    while_captured = {key: c.replayed for (_, _, key), c in fast.runtime.counts().items()}
     dispatcher = gp.CudagraphDispatcher(mode, stock.ladder, max_num_reqs=4, lazy=True)
     replays: Counter[BatchDescriptor] = Counter()
     for size in stock.sizes:
@@ -160,8 +163,9 @@ def test_real_rows_have_the_same_bits_whatever_padding_holds(
             assert_same_bits(found, first, (size, kind))
         for output, value in expected.items():
             assert difference(first[output], value) < place.tolerance, (output, size)
-    counted = {(level, key, c.captured, c.replayed) for (_, level, key), c in fast.runtime.counts().items()}
-    assert counted == {(mode, key, 1, 1 + times) for key, times in replays.items()}
+    counts = fast.runtime.counts().items()
+    counted = {(level, key, c.captured, c.replayed - while_captured[key]) for (_, level, key), c in counts}
+    assert counted == {(mode, key, 1, times) for key, times in replays.items()}
     assert fast.runtime.stats().callables == 1
     fast.close()
 
