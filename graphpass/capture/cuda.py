@@ -44,6 +44,7 @@ class CudaDevice(GraphDevice):
         self._pool = pool
         self._retired_pools: list[Any] = []
         self._stream: torch.cuda.Stream | None = None
+        self._last_current: Any = None
         self._last_stream: torch.cuda.Stream | None = None
 
     @override
@@ -60,7 +61,7 @@ class CudaDevice(GraphDevice):
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        with self._on_capture_stream():
+        with self._on_capture_stream(), compat.blas_workspaces_of_its_own():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = body()
@@ -94,10 +95,13 @@ class CudaDevice(GraphDevice):
 
     @override
     def begin_forward(self) -> None:
+        current = compat.current_stream_of(self.device)
+        if current == self._last_current:
+            return
         stream = torch.cuda.current_stream(self.device)
-        if self._last_stream is not None and self._last_stream != stream:
+        if self._last_stream is not None:
             stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        self._last_current, self._last_stream = current, stream
 
     @override
     def pool_bytes(self) -> int:
@@ -114,7 +118,7 @@ class CudaDevice(GraphDevice):
     def close(self) -> None:
         self._pool = self._given_pool
         self._retired_pools.clear()
-        self._last_stream = None
+        self._last_current = self._last_stream = None
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager

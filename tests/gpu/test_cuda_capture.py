@@ -305,6 +305,38 @@ def test_a_cpu_tensor_in_the_middle_costs_one_split(cuda: torch.device) -> None:
             call(compiled, key(4), x, mode=FULL)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("by", ["another graph is reset", "inductor records graphs", "cleared"])
+def test_nobody_takes_a_graphs_workspace_away(cuda: torch.device, by: str) -> None:
+    """The matrix product is split along its long dimension: its parts are summed up in a workspace."""
+    left = torch.randn(64, 65536, device=cuda, dtype=torch.bfloat16)
+    right = torch.randn(65536, 64, device=cuda, dtype=torch.bfloat16)
+    expected = left @ right
+    with gp.GraphRuntime() as runtime:
+        wrapper = gp.CUDAGraphWrapper(torch.matmul, "FULL", runtime=runtime, name="product", static_inputs=(0, 1))
+        context = gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.FULL, batch_descriptor=gp.BatchDescriptor(64))
+        with torch.no_grad(), context:
+            with runtime.capturing():
+                wrapper(left, right)
+            if by == "another graph is reset":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    left @ right
+                graph.reset()
+                torch._C._cuda_clearCublasWorkspaces()  # what torch does at a reset since 2.12, for that stream
+            elif by == "inductor records graphs":
+                other = torch.compile(lambda a, b: a @ b, mode="reduce-overhead")
+                for _ in range(3):
+                    other(left, right)
+            else:
+                torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            claimed = [torch.full((1 << 20,), 7, dtype=torch.uint8, device=cuda) for _ in range(256)]
+            for _ in range(3):
+                torch.testing.assert_close(wrapper(left, right), expected, rtol=2e-2, atol=2.0)
+            assert all(bool((block == 7).all()) for block in claimed), "the replay wrote to memory of others"
+
+
 def test_graphed_on_the_gpu(cuda: torch.device) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)).to(cuda).eval()
     fast = gp.graphed(model, capture_sizes=[1, 2, 4, 8, 16, 32], dynamic_dims={"input": 0})
