@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,8 +114,10 @@ class GraphedCallable:
     def call(self, args: tuple[Any, ...]) -> Any:
         """Run with one argument for each of the partition's inputs."""
         context = current_context()
-        if context is None or context.capture is not None or not context.runtime_mode:
+        if context is None or context.capture is not None:
             return self._without_graph(context, args)
+        if not context.runtime_mode:
+            return self._told_scope(args, self._stitched(*args))
         if context.runtime_mode not in self._modes:
             raise ContextError(
                 f"{self.name} was not built for runtime mode {context.runtime_mode}",
@@ -137,7 +140,11 @@ class GraphedCallable:
                 remedy="dispatch with mode PIECEWISE: the region stays eager and costs one split",
             )
         self._check_key(context, args)
-        outputs = self._full.call_flat(context, args) if full else self._piecewise(context, args)
+        outputs = self._as_a_whole(context, args) if full else self._piecewise(context, args)
+        return self._told_scope(args, outputs)
+
+    def _told_scope(self, args: tuple[Any, ...], outputs: Any) -> Any:
+        scope = self.runtime.scope()
         if scope is not None:
             scope.reached.append((self, args, tuple(compat.tree_flatten(outputs)[0])))
         return outputs
@@ -177,6 +184,29 @@ class GraphedCallable:
                     remedy="pad the input to the descriptor's size",
                 )
 
+    def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
+        outputs = self._full.call_flat(context, args)
+        if self.runtime.scope() is not None:
+            self._tell_plan(self._full_plan(context, args))
+        return outputs
+
+    def _full_plan(self, context: ForwardContext, args: tuple[Any, ...]) -> ReplayPlan:
+        """One replay, of the graph that has just run, for whoever holds the arguments and calls nothing else."""
+        assert context.batch_descriptor is not None
+        written = set(self.partition.mutated_inputs)
+        settled = {position: position for position in range(len(args)) if position not in written}
+        return ReplayPlan.of(
+            self.name,
+            context.batch_descriptor,
+            [("full", "replay")],
+            operator.itemgetter("full"),
+            {"full": PlannedReplay(self.runtime.forward_entries()[-1], settled, frozenset())},
+            args=args,
+            static=self.static,
+            generation=self.runtime.generation,
+            reuses_outputs=True,
+        )
+
     def _piecewise(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
         runtime, descriptor = self.runtime, context.batch_descriptor
         assert descriptor is not None
@@ -188,6 +218,7 @@ class GraphedCallable:
             plan = next((p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None)
             if plan is not None:
                 outputs = plan.run(args, runtime, context)
+                self._tell_plan(plan)
             else:
                 first = len(runtime.forward_entries())
                 outputs = self._stitched(*args)
@@ -227,6 +258,9 @@ class GraphedCallable:
         )
         alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
         self._plans[descriptor] = [*alive[1 - MAX_STATIC_SETS :], plan]
+        self._tell_plan(plan)
+
+    def _tell_plan(self, plan: ReplayPlan) -> None:
         scope = self.runtime.scope()
         if scope is not None:
             scope.plans.append(plan)

@@ -177,8 +177,9 @@ class ReplayPlan:
             StaticInputError: an eager region, or the context, handed over what a graph cannot read.
         """
         self._reads.check(context, self.name)
-        if self._checks is not None and self._staging is not None:
+        if self._checks:
             self._checks.check(args)
+        if self._staging:
             self._staging.check(args)
             with torch.no_grad():
                 self._staging.copy_in(args)

@@ -94,7 +94,10 @@ class Recorder:
         staging = Staging.for_inputs(
             leaves, sources.staged, mutated=mutated_positions, names=self.call.names, arena=self.arena
         )
-        body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(staging))
+        # Only what is captured as a whole returns to whoever opened the scope.
+        scope = self.runtime.scope() if self.mode is CUDAGraphMode.FULL else None
+        keep_results = None if scope is None else scope.keep_results
+        body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(staging), keep_results)
         log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         mutated = [body.inputs[position] for position in sorted(mutated_positions)]
@@ -107,6 +110,8 @@ class Recorder:
                 tally.warmed += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = _storages(body.returned)
+            if scope is not None and scope.prepare is not None:
+                scope.prepare()
             with state_kept(mutated, generators, device.device):
                 log.is_open = not self.policy.debug
                 graph, recorded = (
@@ -218,9 +223,16 @@ class _Body:
     """The region over its fixed inputs, as what is warmed up and recorded."""
 
     def __init__(
-        self, name: str, runnable: Callable[..., Any], spec: Any, inside: InsideCapture, inputs: list[Any]
+        self,
+        name: str,
+        runnable: Callable[..., Any],
+        spec: Any,
+        inside: InsideCapture,
+        inputs: list[Any],
+        keep_results: Callable[[list[Any]], list[Any]] | None,
     ) -> None:
         self._name, self._runnable, self._spec, self._inside = name, runnable, spec, inside
+        self._keep_results = keep_results
         self.inputs = inputs
         self.returned: list[Any] = []
         self.returned_spec: Any = None
@@ -233,6 +245,8 @@ class _Body:
         args, kwargs = compat.tree_unflatten(self.inputs, self._spec)
         result = self._inside.call(self._name, self._runnable, args, kwargs)
         self.returned, self.returned_spec = compat.tree_flatten(result)
+        if self._keep_results is not None:
+            self.returned = self._keep_results(self.returned)
         return [*self.returned, *(seen.tensor for seen in observed or ())]
 
 

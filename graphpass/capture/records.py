@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +75,18 @@ class CaptureScope:
     Attributes:
         reached: (callable, its flat arguments, its flat outputs), in the order of the calls.
         plans: the replay plan of each callable and key captured in the scope.
+        keep_results: called with the flat outputs of each callable that is captured as a whole, while it is warmed up
+            and recorded; the graph returns what it returns. Who wants results in memory of its own copies them there.
+        prepare: called between the warm-up and the recording of each callable that is captured as a whole: what the
+            model reads besides its arguments is as it was before the warm-up.
         stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
             callable a compiled call reaches, without its effects.
     """
 
     reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
     plans: list[Any] = field(default_factory=list)
+    keep_results: Callable[[list[Any]], list[Any]] | None = None
+    prepare: Callable[[], object] | None = None
     stops_at_entry: bool = False
 
 

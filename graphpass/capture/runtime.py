@@ -334,6 +334,11 @@ class GraphRuntime:
                 raise
         return is_outermost
 
+    def follow_last_forward(self) -> None:
+        """Order the current stream's work behind the last forward: it may still be reading what is written now."""
+        if self._device is not None:
+            self._device.begin_forward()
+
     def exit_forward(self) -> None:
         """End what :meth:`enter_forward` began."""
         self._turn.give_back()

@@ -147,6 +147,9 @@ class Staging:
             _names=self._names + other._names,
         )
 
+    def __bool__(self) -> bool:
+        return bool(self.positions)
+
     @property
     def mutates(self) -> bool:
         """Whether the region writes to one of the staged inputs."""
