@@ -17,6 +17,7 @@ __all__ = [
     "GraphpassError",
     "MismatchError",
     "OptionError",
+    "OutOfPagesError",
     "PartitionError",
     "PoolBusyError",
     "ShapeError",
@@ -83,6 +84,10 @@ class MismatchError(GraphpassError, RuntimeError):
 
 class PoolBusyError(GraphpassError, RuntimeError):
     """A forward started inside another forward of the same pool."""
+
+
+class OutOfPagesError(GraphpassError, RuntimeError):
+    """A paged KV cache has fewer free pages than were asked for."""
 
 
 class DeviceError(GraphpassError, RuntimeError):

@@ -74,6 +74,11 @@ class CudagraphDispatcher:
         return self._mode
 
     @property
+    def capture_fields(self) -> tuple[str, ...]:
+        """The fields of ``capture_sizes``; a list has ``num_tokens`` only."""
+        return tuple(self._grid.sizes)
+
+    @property
     def uniform_decode_query_len(self) -> int:
         """Tokens of one request in a uniform decode batch."""
         return self._limits.query_len

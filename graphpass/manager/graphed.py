@@ -23,7 +23,7 @@ from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.buffers import BufferSet, KeyInputs
 from graphpass.manager.guards import entry_of, local_values, modules_of
-from graphpass.manager.keyrun import KeyRun, learn_key
+from graphpass.manager.keyrun import KeyRun, learn_key, nothing_reached
 from graphpass.manager.learned import SharedDims, candidate_dims, shared_dims, stand_in, trace_sizes
 from graphpass.manager.padding import PadRule, checked_rule
 from graphpass.manager.paddingcheck import PaddedCall, compare_with_unpadded, poisoned
@@ -468,12 +468,7 @@ class GraphedModel:
         versions = inputs.versions()
         result = self._compiled(**inputs.arguments())
         if not scope.reached:
-            raise CaptureError(
-                f"nothing was captured for {mode} {key}",
-                expected="a call that enters a compiled graph",
-                found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
-                remedy="give dynamic_dims every dimension that varies, or raise torch._dynamo.config.recompile_limit",
-            )
+            raise nothing_reached(f"{mode} {key}")
         self._modules = modules_of(self._model)
         run = learn_key(
             result,

@@ -12,15 +12,18 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.layout import storage_id
-from graphpass.errors import ShapeError
+from graphpass.errors import CaptureError, ShapeError
 from graphpass.manager.effects import Effect, python_effects
 from graphpass.manager.guards import AmbientState, DynamoGuards, KeptLayouts, OwnedTensors, local_values
 from graphpass.manager.padding import InputBuffer
 
-__all__ = ["DirectCall", "KeyRun", "learn_key"]
+__all__ = ["DirectCall", "KeyRun", "LeafSources", "leaf_sources", "learn_key", "nothing_reached"]
 
 Reached = Sequence[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
 Dims = Mapping[int, str]
+LeafSources = tuple[int | InputBuffer | None, ...]
+"""For each leaf of a result: the graph's flat output that it is, or the buffer of the argument that is returned as it
+is; None for None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,7 @@ class DirectCall:
         ambient: process-wide settings that Dynamo's guards would have compared.
         guards: Dynamo's own, for everything else that tracing the model relied on.
         layouts: what those may not see.
-        leaf_sources: for each leaf of the result, the callable's flat output it is, or the buffer of the argument that
-            the model returns as it is; None for None.
+        leaf_sources: where the result's leaves come from.
     """
 
     callable: Any
@@ -44,7 +46,7 @@ class DirectCall:
     ambient: AmbientState
     guards: DynamoGuards
     layouts: KeptLayouts
-    leaf_sources: tuple[int | InputBuffer | None, ...]
+    leaf_sources: LeafSources
 
     def holds(self, modules: Sequence[torch.nn.Module]) -> bool:
         """Whether the model still has the parameters of the capture, and is what Dynamo traced.
@@ -82,6 +84,7 @@ class KeyRun:
         mutated: names of the arguments that the model writes to.
         direct: the call past Dynamo, None where one is not safe.
         why_not_direct: why, where ``direct`` is None.
+        effects: what the model's Python does besides returning its result.
         why_not_repeated: why calling it twice is not like calling it once, were its tensors put back; else None.
         state: tensors of the model, or reached by it, that it writes to.
         static_memory: storages of all tensors that are no arguments.
@@ -96,6 +99,7 @@ class KeyRun:
     mutated: frozenset[str]
     direct: DirectCall | None
     why_not_direct: str | None
+    effects: tuple[Effect, ...]
     why_not_repeated: str | None
     state: tuple[torch.Tensor, ...]
     static_memory: frozenset[int]
@@ -219,6 +223,7 @@ def learn_key(
         mutated=mutated,
         direct=direct,
         why_not_direct=why_not,
+        effects=tuple(effects),
         why_not_repeated=_several_graphs(reached) or _not_like_once(effects, entry, arguments),
         state=tuple(
             args[position]
@@ -380,23 +385,10 @@ def _direct(
     effects: Sequence[Effect],
 ) -> tuple[DirectCall | None, str | None]:
     """The call past Dynamo, or why there is none."""
-    several = _several_graphs(reached)
-    if several is not None:
-        return None, several
-    callable_, args, outputs = reached[0]
-    positions = {id(output): position for position, output in enumerate(outputs)}
-    sources: list[int | InputBuffer | None] = []
-    for leaf in leaves:
-        if leaf is None:
-            sources.append(None)
-        elif id(leaf) in positions:
-            sources.append(positions[id(leaf)])
-        elif id(leaf) in buffers:
-            sources.append(buffers[id(leaf)])
-        else:
-            return None, "its result holds more than the graph's outputs"
-    if {source for source in sources if isinstance(source, int)} != set(range(len(outputs))):
-        return None, "the graph has outputs that are no part of the result: the model keeps state"
+    sources = leaf_sources(leaves, reached, buffers)
+    if isinstance(sources, str):
+        return None, sources
+    callable_, args, _ = reached[0]
     kept = [value for value in args if isinstance(value, torch.Tensor) and id(value) not in buffers]
     owned = OwnedTensors.locate(modules, kept)
     if owned is None:
@@ -407,4 +399,36 @@ def _direct(
     if guards is None:
         return None, "Dynamo's code for it is more than one graph, or its guards hold for one call only"
     ambient, layouts = AmbientState.now(modules), KeptLayouts(kept)
-    return DirectCall(callable_, tuple(args), owned, ambient, guards, layouts, tuple(sources)), None
+    return DirectCall(callable_, tuple(args), owned, ambient, guards, layouts, sources), None
+
+
+def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, InputBuffer]) -> LeafSources | str:
+    """Where the leaves of a result come from; or why the graph alone does not tell."""
+    several = _several_graphs(reached)
+    if several is not None:
+        return several
+    outputs = reached[0][2]
+    positions = {id(output): position for position, output in enumerate(outputs)}
+    sources: list[int | InputBuffer | None] = []
+    for leaf in leaves:
+        if leaf is None:
+            sources.append(None)
+        elif id(leaf) in positions:
+            sources.append(positions[id(leaf)])
+        elif id(leaf) in buffers:
+            sources.append(buffers[id(leaf)])
+        else:
+            return "its result holds more than the graph's outputs"
+    if {source for source in sources if isinstance(source, int)} != set(range(len(outputs))):
+        return "the graph has outputs that are no part of the result: the model keeps state"
+    return tuple(sources)
+
+
+def nothing_reached(key: str) -> CaptureError:
+    """The error for a call in a capture scope that entered no compiled graph."""
+    return CaptureError(
+        f"nothing was captured for {key}",
+        expected="a call that enters a compiled graph",
+        found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
+        remedy="give dynamic_dims every dimension that varies, or raise torch._dynamo.config.recompile_limit",
+    )

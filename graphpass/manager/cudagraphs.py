@@ -1,0 +1,375 @@
+"""The manager: persistent buffers, a graph for every key, any batch.
+
+A step is a dispatch, one fused copy into the buffers, and the replay of what was captured for the key, past Dynamo: the
+arguments of the graph are the manager's own tensors and the model's parameters, held since the capture. What Dynamo's
+guards would have said about them is asked of the parameters' places and addresses and of torch's settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from graphpass import compat
+from graphpass.capture import GraphRuntime
+from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
+from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputError
+from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
+from graphpass.manager.guards import modules_of
+from graphpass.manager.keycapture import Key, KeyCapture, context_of, other_structure
+from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
+from graphpass.manager.managerstats import CapturedKey, ManagerStats, StepCounts
+from graphpass.manager.stepbuffers import Sizes, StepBuffers
+from graphpass.modes import CUDAGraphMode
+from graphpass.tables import Report
+
+__all__ = ["CudaGraphManager"]
+
+_log = logging.getLogger("graphpass")
+_OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
+
+
+class CudaGraphManager:
+    """Runs any batch of a model over the graphs of a dispatcher's keys.
+
+    Args:
+        model: a module or function, called with one keyword argument for each input.
+        dispatcher: which graphs there are, and which of them serves a batch. The manager marks its keys as captured.
+        inputs: the model's tensors, each with its shape at the largest batch.
+        attention: makes the metadata that the model's attention reads from the forward context; None for a model
+            without. It bounds the dispatcher's mode by what it can be captured with.
+        runtime: owner of pool and statistics; None for one of its own.
+        device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
+        cut: {output: {dimension: key field}} for outputs whose symbolic shape does not say it, as in
+            :func:`graphpass.graphed`.
+        options: the backend's, see :func:`cgpass.options`; those of mode, sizes and outputs are the manager's own.
+
+    Raises:
+        OptionError: an option, an input or a size cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dispatcher: CudagraphDispatcher,
+        inputs: Sequence[InputSpec],
+        *,
+        attention: AttentionMetadataBuilder | None = None,
+        runtime: GraphRuntime | None = None,
+        device: torch.device | str | None = None,
+        cut: Mapping[int | str, Mapping[int, str]] | None = None,
+        **options: Any,
+    ) -> None:
+        _refuse_own_options(options)
+        self.runtime = runtime if runtime is not None else GraphRuntime()
+        self.dispatcher = dispatcher
+        self.model = model
+        self.attention = attention
+        modules = modules_of(model)
+        self._inputs = StepBuffers(inputs, _device_of(modules) if device is None else torch.device(device))
+        self._bound_mode()
+        self._keys = KeyCapture(model, dispatcher, self._inputs, attention, self.runtime, dict(cut or {}), options)
+        self._fields = frozenset(dispatcher.capture_fields)
+        self._steps: dict[Key, KeyStep] = {}
+        self._captured: dict[Key, CapturedKey] = {}
+        self._left_out: tuple[Key, ...] = ()
+        self._counts = StepCounts()
+        self._turn = threading.RLock()
+
+    @classmethod
+    def for_causal_lm(cls, model: torch.nn.Module, **options: Any) -> CudaGraphManager:
+        """A manager that generates text with a stock Hugging Face decoder.
+
+        Takes what :func:`graphpass.manager.generation.causal_lm` takes.
+        """
+        # Not at the top: generation is a loop over this class.
+        from graphpass.manager.generation import causal_lm
+
+        return causal_lm(model, **options)
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Greedy continuations of many prompts, on a manager made by :meth:`for_causal_lm`.
+
+        Takes what :func:`graphpass.manager.generation.generate` takes: ``max_new_tokens``, ``eos_token_id``, ...
+        """
+        from graphpass.manager.generation import generate
+
+        return generate(self, prompts, **options)
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The input buffers at the largest batch. Whoever writes batches here passes ``inputs=None``."""
+        return self._inputs.tensors
+
+    def needs_capture(self) -> bool:
+        """Whether some key of the dispatcher has no graph yet."""
+        return bool(self._missing())
+
+    def capture(self, max_bytes: int | None = None) -> None:
+        """Capture every key that has no graph: mixed batches, then uniform decode, each from the largest down.
+
+        Before each key its inputs and attention metadata are prepared outside of the graph, with short sequences on
+        scratch pages, and again between its warm-up and its recording.
+
+        Args:
+            max_bytes: stop before the graph pool is likely to exceed this; :meth:`stats` says which keys were left
+                out. Batches of those keys run in the next larger one, or without a graph.
+
+        Raises:
+            CaptureError: everything is captured already, or a key could not be captured; it names the key.
+        """
+        missing = self._missing()
+        if not missing:
+            raise CaptureError(
+                "there is nothing to capture",
+                expected="keys without a graph: needs_capture()",
+                found=f"{len(self._captured)} keys, all captured" if self._captured else "a dispatcher without keys",
+                remedy="call recapture() to capture them anew, or close() first",
+            )
+        with self._turn, torch.inference_mode(False), torch.no_grad():
+            self._keys.learn()
+            missing = self._missing()  # learning may have found that there is no FULL
+            with self.runtime.capturing(), self._progress(missing) as progress:
+                for done, key in enumerate(progress):
+                    progress.set_postfix_str(f"{key[0]} {key[1]}")
+                    if max_bytes is not None and self._next_may_exceed(max_bytes):
+                        self._left_out = tuple(missing[done:])
+                        self.runtime.note(f"{len(self._left_out)} keys left out: the pool would exceed {max_bytes}")
+                        return
+                    self._capture(key)
+            self._left_out = ()
+
+    def recapture(self, max_bytes: int | None = None) -> None:
+        """Drop all graphs and capture every key anew: after the weights were replaced, or a setting changed."""
+        self.close()
+        self.capture(max_bytes)
+
+    def run(self, batch: Batch) -> Any:
+        """What the model returns for this batch, over a graph where one fits.
+
+        Its tensors lie in buffers of the manager that all sizes share: they are valid until the next run.
+
+        Raises:
+            ShapeError: the batch is larger than the buffers, or its inputs or requests do not fit it.
+            CaptureError: nothing was captured yet, or torch's settings are not those of the capture.
+        """
+        with self._turn:
+            sizes = self._sizes_of(batch)
+            extra = batch.extra
+            if self.attention is not None:
+                # A ladder for what attention bounds, or one bound for all keys.
+                extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
+            step = self.dispatcher.dispatch(
+                batch.num_tokens,
+                num_reqs=batch.num_reqs,
+                uniform_decode=batch.uniform_decode,
+                num_active_loras=batch.num_active_loras,
+                extra=extra,
+            )
+            if not step.mode:
+                return self._without_graph(step, batch, sizes)
+            key = (step.mode, step.descriptor)
+            found = self._steps.get(key)
+            if found is None or not found.holds(self._keys.modules, self.runtime.generation):
+                found = self._captured_anew(key)
+            self._counts.replayed(key, batch.num_tokens)
+            return self._replay(found, key, batch, sizes)
+
+    def stats(self) -> ManagerStats:
+        """What was captured and how it was used so far."""
+        return ManagerStats(
+            keys=tuple(map(self._counts.of, self._captured.values())),
+            fallbacks=self._counts.by_reason(),
+            fallback_tokens=self._counts.fallback_tokens,
+            left_out=self._left_out,
+            pool_bytes=self.runtime.pool_bytes(),
+            buffer_bytes=self._keys.buffer_bytes(),
+        )
+
+    def report(self) -> Report:
+        """The tables of :meth:`stats`, and regions with reasons, counts of each graph, notes."""
+        return Report((*self.stats().tables(), *self.runtime.report().tables))
+
+    def close(self) -> None:
+        """Drop all graphs and give the pool back; it can be captured again."""
+        with self._turn:
+            self.runtime.close()
+            self.dispatcher.forget_captured()
+            self._steps.clear()
+            self._captured.clear()
+            self._left_out = ()
+            self._keys.forget()
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    def _bound_mode(self) -> None:
+        """Bound the dispatcher's mode by what attention can be captured with."""
+        if self.attention is None:
+            return
+        query_len = self.dispatcher.uniform_decode_query_len
+        mode, reason = resolve_mode(self.dispatcher.mode, self.attention.support, query_len=query_len, piecewise=True)
+        if mode is not self.dispatcher.mode:
+            _log.warning("%s", reason)
+            self.runtime.note(reason)
+            self.dispatcher.initialize_keys(mode, query_len)
+
+    def _missing(self) -> list[Key]:
+        return [
+            (mode, key)
+            for mode, keys in self.dispatcher.capture_plan()
+            for key in keys
+            if (mode, key) not in self._steps
+        ]
+
+    @staticmethod
+    def _progress(keys: Sequence[Key]) -> tqdm[Key]:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_first = not distributed or torch.distributed.get_rank() == 0
+        return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)
+
+    def _next_may_exceed(self, max_bytes: int) -> bool:
+        """Whether one more key, growing the pool like the last one, would take it above ``max_bytes``."""
+        growth = next(reversed(self._captured.values())).pool_bytes if self._captured else 0
+        return self.runtime.pool_bytes() + growth > max_bytes
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def _captured_anew(self, key: Key) -> KeyStep:
+        """Capture a key whose graph is not there, or read weights that were replaced since."""
+        mode, descriptor = key
+        if self._keys.settings.policy.on_moved_input == "error":
+            raise StaticInputError(
+                f"the model's weights are not where the graph of {mode} {descriptor} reads them",
+                expected="the parameters and buffers of the capture, written in place",
+                found="others, or at other addresses",
+                remedy="call recapture(), or set on_moved_input='copy'",
+            )
+        self.runtime.note(f"{mode} {descriptor}: captured anew, since weights were replaced or its graph was dropped")
+        with self._inputs.kept(), torch.inference_mode(False), torch.no_grad(), self.runtime.scope_opened():
+            return self._capture(key)
+
+    def _capture(self, key: Key) -> KeyStep:
+        self._steps[key], self._captured[key] = self._keys.capture(key)
+        return self._steps[key]
+
+    def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes) -> Any:
+        mode, descriptor = key
+        learned = self._keys.learn()
+        # What is filled now may still be read by a replay on another stream.
+        self.runtime.follow_last_forward()
+        self._inputs.fill(batch.inputs, sizes, step.inputs.buffers)
+        metadata = None
+        if self.attention is not None:
+            metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
+        with context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens) as context:
+            if step.plan is None:
+                self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
+            else:
+                self.runtime.enter_forward(context, (step.inputs.is_padding,), "a manager")
+                try:
+                    returned = step.plan.run(step.args, self.runtime, context)
+                    if mode is CUDAGraphMode.PIECEWISE:
+                        flat = returned if step.returns_flat else compat.tree_flatten(returned)[0]
+                        learned.outputs.store(learned.leaves(flat, step.inputs), step.inputs.sizes)
+                finally:
+                    self.runtime.exit_forward()
+        self._copy_back(learned, batch, sizes, step.inputs)
+        return learned.result(sizes)
+
+    def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes) -> Any:
+        self._refuse_uncaptured(step)
+        is_first = self._counts.fell_back(step, batch.num_tokens)
+        if step.reason is not DispatchReason.EMPTY and step.reason is not DispatchReason.DISABLED:
+            self._report_fallback(step, is_first=is_first)
+        with torch.inference_mode(False), torch.no_grad():
+            learned = self._keys.learn()
+            if step.reason is DispatchReason.EMPTY:
+                return learned.result(sizes)
+            # All rows of an input by request: their number says nothing that a compiled region has to know.
+            inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": batch.num_tokens})
+            self.runtime.follow_last_forward()
+            self._inputs.fill(batch.inputs, sizes, inputs.buffers)
+            metadata = None if self.attention is None else self.attention.build(batch.attention, None)
+            with context_of(metadata, inputs, CUDAGraphMode.NONE, None, batch.num_tokens):
+                self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
+        self._copy_back(learned, batch, sizes, inputs)
+        return learned.result(sizes)
+
+    def _store(self, learned: Learned, result: Any, sizes: Sizes) -> None:
+        leaves, spec = compat.tree_flatten(result)
+        if spec != learned.run.spec:
+            raise other_structure(learned, spec)
+        learned.outputs.store(leaves, sizes)
+
+    @staticmethod
+    def _copy_back(learned: Learned, batch: Batch, sizes: Sizes, inputs: PaddedInputs) -> None:
+        """What the model wrote to an input, into the caller's tensor."""
+        if batch.inputs is not None:
+            for name in learned.run.mutated:
+                batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
+
+    def _refuse_uncaptured(self, step: Dispatch) -> None:
+        if step.reason is DispatchReason.NOT_CAPTURED and not self._steps:
+            raise CaptureError(
+                "nothing has been captured yet",
+                expected="capture() before the first run",
+                found=f"{len(self._missing())} keys without a graph",
+                remedy="call capture(), or make the dispatcher with lazy=True to capture each key at its first use",
+            )
+
+    def _report_fallback(self, step: Dispatch, *, is_first: bool) -> None:
+        text = f"no graph for {step.descriptor}: {step.reason.explanation}; it runs compiled, without a graph"
+        if self._keys.settings.on_fallback == "error":
+            raise CaptureError(
+                "this batch has no graph, and on_fallback is 'error'",
+                expected="a batch that fits a captured key",
+                found=f"{step.descriptor} ({step.reason})",
+                remedy="add a larger capture size, or set on_fallback='warn'",
+            )
+        if self._keys.settings.on_fallback == "warn" and is_first:
+            _log.warning("%s", text)
+        self.runtime.note(text)
+
+    # -- shapes -----------------------------------------------------------------------------------------------------
+
+    def _sizes_of(self, batch: Batch) -> dict[str, int]:
+        """The real size of each field that an input is cut by.
+
+        Raises:
+            ShapeError: the batch is larger than the buffers, or says no number of requests where an input has them.
+        """
+        sizes = {}
+        for field, largest in self._inputs.largest.items():
+            size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
+            if size is None or not 0 <= size <= largest:
+                raise ShapeError(
+                    "the batch does not fit the buffers",
+                    expected=f"{field} from 0 to {largest}",
+                    found=f"{field}={size}",
+                    remedy="split the batch, or declare the inputs at a larger batch",
+                )
+            sizes[field] = size
+        return sizes
+
+
+def _device_of(modules: Sequence[torch.nn.Module]) -> torch.device:
+    first = next((tensor for module in modules[:1] for tensor in module.parameters()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _refuse_own_options(options: Mapping[str, Any]) -> None:
+    own = sorted(set(_OWN_OPTIONS).intersection(options))
+    if own:
+        raise OptionError(
+            f"option {own[0]!r} is the manager's own",
+            expected="options of compiling: compiler, splitting_ops, on_fallback, on_moved_input, debug, compare, ...",
+            found=f"{own[0]}={options[own[0]]!r}",
+            remedy="modes and sizes are the dispatcher's; outputs always lie in the manager's buffers",
+        )

@@ -1,0 +1,271 @@
+"""How a manager captures: it learns what the model returns, then takes one key after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture import CaptureScope, GraphRuntime
+from graphpass.context import entered, set_forward_context
+from graphpass.dispatch import CudagraphDispatcher
+from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.manager.batch import AttentionMetadataBuilder
+from graphpass.manager.guards import entry_of, modules_of
+from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
+from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs, WeightGuards
+from graphpass.manager.managerstats import CapturedKey
+from graphpass.manager.padding import InputBuffer
+from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["Key", "KeyCapture", "context_of", "other_structure"]
+
+_log = logging.getLogger("graphpass")
+_LEAST_SYMBOLIC = 2
+Key = tuple[CUDAGraphMode, BatchDescriptor]
+
+
+class KeyCapture:
+    """Compiles a model and captures its keys over a manager's buffers.
+
+    Args:
+        model: what is compiled, called with one keyword argument for each input.
+        dispatcher: its keys; captured ones are marked.
+        inputs: the persistent input buffers.
+        attention: makes metadata; None for a model without.
+        runtime: owner of pool and statistics.
+        cut: {output: {dimension: key field}}, what symbols do not say.
+        options: the backend's, the manager's own left out.
+
+    Attributes:
+        settings: the options, validated.
+        modules: all modules of the model, as of the last capture.
+        compiled: the model through Dynamo.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dispatcher: CudagraphDispatcher,
+        inputs: StepBuffers,
+        attention: AttentionMetadataBuilder | None,
+        runtime: GraphRuntime,
+        cut: Mapping[int | str, Mapping[int, str]],
+        options: Mapping[str, Any],
+    ) -> None:
+        # Not at the top: whoever imports cgpass first (its entry point does) is importing graphpass from within it.
+        from cgpass.settings import Settings
+
+        self._model, self._dispatcher, self._inputs = model, dispatcher, inputs
+        self._attention, self._runtime, self._cut = attention, runtime, cut
+        # A model with an op that no graph can hold goes on with regions.
+        has_full = dispatcher.mode.has_mode(CUDAGraphMode.FULL)
+        given = {
+            **options,
+            "mode": CUDAGraphMode.FULL_AND_PIECEWISE if has_full else dispatcher.mode,
+            "splitting_ops": [*(attention.splitting_ops if attention else ()), *options.get("splitting_ops", ())],
+            "outputs": "view",
+            "runtime": runtime,
+        }
+        self.settings = Settings.of(given)
+        self.modules = modules_of(model)
+        self._entry = entry_of(model)
+        self.compiled = torch.compile(self._entry, backend="cgpass", options=given)
+        self._learned: Learned | None = None
+        self._guards: dict[Any, WeightGuards] = {}
+        self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
+
+    def forget(self) -> None:
+        """Nothing is captured any more, and what the model returns is learned anew."""
+        self._learned = None
+        self._guards.clear()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the input and output buffers."""
+        return self._inputs.num_bytes() + (0 if self._learned is None else self._learned.outputs.num_bytes())
+
+    # -- learning ---------------------------------------------------------------------------------------------------
+
+    def learn(self) -> Learned:
+        """Run once, without a graph, to see what the model returns, and make buffers for it.
+
+        The sizes of this run differ from each other: torch takes two sizes that are equal by chance for one symbol.
+        """
+        if self._learned is not None:
+            return self._learned
+        keys = [key for _, keys in self._dispatcher.capture_plan() for key in keys]
+        num_tokens = max((key.num_tokens for key in keys), default=self._inputs.largest["num_tokens"])
+        if num_tokens == self._inputs.largest.get("num_reqs"):
+            num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
+        inputs = self.inputs_at({**self._inputs.largest, "num_tokens": num_tokens})
+        metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
+        with (
+            self._runtime.scope_opened() as scope,
+            context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens),
+        ):
+            versions = inputs.versions()
+            result = self.compiled(**inputs.arguments)
+            if not scope.reached:
+                raise nothing_reached(f"{num_tokens} tokens")
+            run = learn_key(
+                result,
+                scope.reached,
+                inputs.by_id(),
+                padded=inputs.sizes,
+                declared_cuts=self._cut,
+                entry=self._entry,
+                arguments=inputs.arguments,
+                written=inputs.written_since(versions),
+                modules=self.modules,
+            )
+            leaves = compat.tree_flatten(result)[0]
+            sources = leaf_sources(leaves, scope.reached, inputs.by_id())
+            never_full = next((c.never_full for c, _, _ in scope.reached if c.never_full is not None), None)
+            why = self._why_through_dynamo(run, sources, scope.reached[0][1])
+        outputs = OutputBuffers.like(leaves, run.cuts, self._inputs.largest)
+        self._learned = Learned(run, outputs, None if isinstance(sources, str) else sources, why)
+        if why is not None:
+            self._runtime.note(f"every step goes through Dynamo's guards: {why}")
+        if never_full is not None:
+            self._give_up_full(never_full)
+        return self._learned
+
+    def _why_through_dynamo(self, run: KeyRun, sources: LeafSources | str, args: Sequence[Any]) -> str | None:
+        if isinstance(sources, str):
+            return sources
+        if self.settings.policy.compare:
+            return "compare=True"
+        varying = next((effect.text for effect in run.effects if not effect.is_constant), None)
+        if varying is None and WeightGuards.of(self.modules, args, self._inputs.storages()) is None:
+            return "it reads tensors that are neither arguments, parameters nor buffers"
+        return varying
+
+    def _give_up_full(self, reason: str) -> None:
+        if not self._dispatcher.mode.has_mode(CUDAGraphMode.FULL):
+            return
+        text = f"FULL is not possible, PIECEWISE instead: {reason}"
+        if self.settings.on_fallback == "error":
+            raise CaptureError(
+                "the model cannot be captured as a whole, and on_fallback is 'error'",
+                expected="a model without such an op, or a dispatcher of mode PIECEWISE",
+                found=reason,
+                remedy="make the dispatcher with mode='PIECEWISE', or set on_fallback='warn'",
+            )
+        if self.settings.on_fallback == "warn":
+            _log.warning("%s", text)
+        self._runtime.note(text)
+        self._dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, self._dispatcher.uniform_decode_query_len)
+
+    # -- capturing --------------------------------------------------------------------------------------------------
+
+    def _prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
+        """Fill the inputs with valid entries and make example metadata: what a capture, or a first run, reads."""
+        self._inputs.fill(None, inputs.sizes, inputs.buffers)
+        if self._attention is None:
+            return None
+        query_len = self._dispatcher.uniform_decode_query_len if key.uniform else None
+        example = self._attention.example(key, query_len=query_len)
+        return self._attention.build(example, key if mode is CUDAGraphMode.FULL else None)
+
+    def capture(self, key: Key) -> tuple[KeyStep, CapturedKey]:
+        """Capture one key inside an open scope, and learn how to replay it past Dynamo."""
+        mode, descriptor = key
+        learned, scope = self.learn(), self._runtime.scope()
+        assert scope is not None
+        inputs = self.inputs_at(self._key_sizes(descriptor))
+        started, pool_bytes = time.perf_counter(), self._runtime.pool_bytes()
+        scope.reached.clear()
+        scope.plans.clear()
+        is_direct = learned.why_through_dynamo is None
+        scope.prepare = partial(self._prepared, inputs, descriptor, mode)
+        scope.keep_results = partial(learned.keep, inputs) if is_direct else None
+        try:
+            metadata = scope.prepare()
+            with context_of(metadata, inputs, mode, descriptor, descriptor.num_tokens):
+                result = self.compiled(**inputs.arguments)
+        finally:
+            scope.prepare = scope.keep_results = None
+        if not scope.reached:
+            raise nothing_reached(f"{mode} {descriptor}")
+        step = self._key_step(scope, inputs, result) if is_direct else KeyStep(inputs, (), None, False, None)
+        self._dispatcher.mark_captured(mode, descriptor)
+        elapsed = time.perf_counter() - started
+        return step, CapturedKey(mode, descriptor, elapsed, self._runtime.pool_bytes() - pool_bytes)
+
+    def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> KeyStep:
+        assert self._learned is not None
+        leaves, spec = compat.tree_flatten(result)
+        sources = leaf_sources(leaves, scope.reached, inputs.by_id())
+        if spec != self._learned.run.spec or _names_of(sources) != _names_of(self._learned.sources):
+            raise other_structure(self._learned, spec)
+        self.modules = modules_of(self._model)
+        callable_, args, _ = scope.reached[0]
+        guards = self._guards.get(callable_)
+        if guards is None or not guards.hold(self.modules):
+            guards = WeightGuards.of(self.modules, args, self._inputs.storages())
+            assert guards is not None
+            self._guards[callable_] = guards
+        plan = next((plan for plan in reversed(scope.plans) if plan.name == callable_.name), None)
+        return KeyStep(inputs, tuple(args), plan, callable_.returns_flat, guards)
+
+    def _key_sizes(self, key: BatchDescriptor) -> dict[str, int]:
+        """The padded size of each field; all rows of an input by request, where the key names no number of them."""
+        sizes = {**self._inputs.largest, "num_tokens": key.num_tokens}
+        if "num_reqs" in sizes and key.num_reqs is not None:
+            sizes["num_reqs"] = key.num_reqs
+        if any(size > self._inputs.largest[field] for field, size in sizes.items()):
+            raise OptionError(
+                f"the key {key} does not fit the buffers",
+                expected=f"at most {self._inputs.largest}",
+                found=str(sizes),
+                remedy="declare the inputs at the dispatcher's largest size",
+            )
+        return sizes
+
+    def inputs_at(self, sizes: Sizes) -> PaddedInputs:
+        """The model's inputs at these padded sizes, the same tensor objects in every call."""
+        known = self._shapes.get(tuple(sizes.values()))
+        if known is None:
+            buffers = self._inputs.at(sizes)
+            arguments = {name: buffer.tensor for name, buffer in buffers.items()}
+            known = PaddedInputs(dict(sizes), buffers, arguments, self._inputs.is_padding(sizes["num_tokens"]))
+            self._shapes[tuple(sizes.values())] = known
+        return known
+
+
+def context_of(
+    metadata: Any, inputs: PaddedInputs, mode: CUDAGraphMode, key: BatchDescriptor | None, num_tokens: int
+) -> entered:
+    """The forward context of one step."""
+    return set_forward_context(
+        metadata,
+        runtime_mode=mode,
+        batch_descriptor=key,
+        num_tokens=num_tokens,
+        slot_mapping=None if metadata is None else metadata.slot_mapping,
+        is_padding=inputs.is_padding,
+    )
+
+
+def other_structure(learned: Learned, spec: Any) -> ShapeError:
+    """The error for a result of another structure than the first."""
+    return ShapeError(
+        "the model returned another structure than in its first run",
+        expected=str(learned.run.spec),
+        found=str(spec),
+        remedy="return the same structure for every batch",
+    )
+
+
+def _names_of(sources: LeafSources | str | None) -> Any:
+    """Sources that can be compared between keys: buffers of one input by its name."""
+    if not isinstance(sources, tuple):
+        return sources
+    return [source.name if isinstance(source, InputBuffer) else source for source in sources]

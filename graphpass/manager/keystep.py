@@ -1,0 +1,153 @@
+"""What a manager holds of each key: the padded arguments, and how a step replays past Dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture.layout import storage_id
+from graphpass.capture.plan import ReplayPlan
+from graphpass.manager.guards import AmbientState, KeptLayouts, OwnedTensors
+from graphpass.manager.keyrun import KeyRun, LeafSources
+from graphpass.manager.padding import InputBuffer
+from graphpass.manager.stepbuffers import OutputBuffers, Sizes
+
+__all__ = ["KeyStep", "Learned", "PaddedInputs", "WeightGuards"]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInputs:
+    """The model's inputs at one padded shape: views of the persistent buffers.
+
+    Attributes:
+        sizes: the padded size of each key field.
+        buffers: by input.
+        arguments: the tensors alone, as the model is called with them.
+        is_padding: which tokens are padding.
+    """
+
+    sizes: Sizes
+    buffers: Mapping[str, InputBuffer]
+    arguments: Mapping[str, torch.Tensor]
+    is_padding: torch.Tensor
+
+    def by_id(self) -> dict[int, InputBuffer]:
+        """Id of a tensor -> its buffer."""
+        return {id(buffer.tensor): buffer for buffer in self.buffers.values()}
+
+    def written_since(self, versions: Mapping[str, int | None]) -> list[str]:
+        """The inputs whose contents were written to since :meth:`versions` returned these."""
+        return [name for name, version in self.versions().items() if version != versions[name]]
+
+    def versions(self) -> dict[str, int | None]:
+        """The version of each input's contents."""
+        return {name: compat.version_of(tensor) for name, tensor in self.arguments.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a first run without a graph taught about the model's results.
+
+    Attributes:
+        run: how to cut and build them.
+        outputs: the buffers that they are left in.
+        sources: which outputs of the graph they are; None where the graph alone does not tell.
+        why_through_dynamo: why a step cannot go past Dynamo, or None.
+    """
+
+    run: KeyRun
+    outputs: OutputBuffers
+    sources: LeafSources | None
+    why_through_dynamo: str | None
+
+    def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
+        """The result's leaves, of a graph's flat outputs."""
+        assert self.sources is not None
+        return [
+            flat[source] if isinstance(source, int) else source and inputs.arguments[source.name]
+            for source in self.sources
+        ]
+
+    def keep(self, inputs: PaddedInputs, flat: list[Any]) -> list[Any]:
+        """Copy a graph's flat outputs into the buffers; the outputs with what lies there in their place."""
+        assert self.sources is not None
+        self.outputs.store(self.leaves(flat, inputs), inputs.sizes)
+        kept = list(flat)
+        for index, source in enumerate(self.sources):
+            if isinstance(source, int):
+                kept[source] = self.outputs.cut(index, inputs.sizes)
+        return kept
+
+    def result(self, sizes: Sizes) -> Any:
+        """The model's result over the first entries of the buffers."""
+        return self.run.build_result([self.outputs.cut(index, sizes) for index in range(len(self.outputs.buffers))])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGuards:
+    """What Dynamo's guards would have said about a model whose graph is replayed past them.
+
+    Attributes:
+        ambient: torch's settings and the modules' train/eval flags at capture.
+        owned: where the model keeps the tensors that the graph reads.
+        layouts: their shapes and strides.
+    """
+
+    ambient: AmbientState
+    owned: OwnedTensors
+    layouts: KeptLayouts
+
+    @classmethod
+    def of(cls, modules: Sequence[torch.nn.Module], args: Sequence[Any], own: frozenset[int]) -> WeightGuards | None:
+        """The guards as of now; None where the graph reads tensors that no module keeps.
+
+        Args:
+            modules: all modules of the model.
+            args: the graph's arguments.
+            own: storages of the manager's buffers.
+        """
+        kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
+        owned = OwnedTensors.locate(modules, kept)
+        return None if owned is None else cls(AmbientState.now(modules), owned, KeptLayouts(kept))
+
+    def hold(self, modules: Sequence[torch.nn.Module]) -> bool:
+        """Whether the model still keeps the same tensors in the same places.
+
+        Raises:
+            CaptureError: a setting changed since capture.
+            ShapeError: a tensor has another layout, at its old address.
+        """
+        self.ambient.refuse_change(modules)
+        if not self.owned.in_place():
+            return False
+        self.layouts.refuse_change()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStep:
+    """One captured key.
+
+    Attributes:
+        inputs: the padded inputs.
+        args: the graph's arguments: those inputs, their sizes, parameters.
+        plan: what replays; None where a step goes through Dynamo.
+        returns_flat: the plan returns a flat tuple or list.
+        guards: compared in every step that goes past Dynamo.
+    """
+
+    inputs: PaddedInputs
+    args: tuple[Any, ...]
+    plan: ReplayPlan | None
+    returns_flat: bool
+    guards: WeightGuards | None
+
+    def holds(self, modules: Sequence[torch.nn.Module], generation: int) -> bool:
+        """Whether what was captured can be replayed as it is."""
+        if self.plan is None or self.guards is None:
+            return True
+        return self.guards.hold(modules) and self.plan.serves(self.args, generation)
