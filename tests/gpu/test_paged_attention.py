@@ -1,0 +1,164 @@
+"""Attention over pages on a GPU: the kernels that only CUDA has, both dtypes, and real graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import graphpass as gp
+from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
+from graphpass.manager.paged import PagedRequests
+from graphpass.manager.pagedop import BatchedKeys, PackedKeys
+from tests.unit.manager.paged_reference import Heads, Paged, StepTensors
+
+pytestmark = pytest.mark.cuda
+
+FULL = CUDAGraphMode.FULL
+TOLERANCE = {torch.float32: {"rtol": 1e-3, "atol": 1e-4}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+HEADS = [Heads(4, 2, 16), Heads(16, 8, 128), Heads(4, 4, 64), Heads(4, 2, 64, window=5)]
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 6, 1]]
+
+
+def run(paged: Paged, tensors: Sequence[StepTensors], metadata: Any, num_rows: int, padding: float = 7.5) -> list[Any]:
+    with torch.inference_mode(), gp.set_forward_context(metadata, slot_mapping=metadata.slot_mapping):
+        return [paged.call(layer, n, num_rows, padding) for n, layer in enumerate(tensors)]
+
+
+def assert_right(outs: Sequence[torch.Tensor], tensors: Sequence[StepTensors], *, padded: bool = True) -> None:
+    for out, layer in zip(outs, tensors, strict=True):
+        real = len(layer.expected)
+        torch.testing.assert_close(out[:real], layer.expected, **TOLERANCE[out.dtype])
+        assert not padded or not out[real:].any()
+
+
+def run_eager(paged: Paged, requests: Sequence[Any], query_lens: Sequence[int]) -> None:
+    step, tensors = paged.grow(requests, query_lens)
+    assert_right(run(paged, tensors, paged.attention.build(step, None), sum(query_lens)), tensors)
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_eager_steps_and_mixed_keys(heads: Heads, dtype: torch.dtype, cuda: torch.device) -> None:
+    """Half precision goes to ``varlen_attn``, float32 and uniform batches to one masked attention."""
+    paged = Paged(heads, dtype=dtype, device=cuda, support=AttentionSupport.ALWAYS)
+    requests = [paged.begin() for _ in range(3)]
+    key = BatchDescriptor(20, num_reqs=6)
+    for query_lens in STEPS:
+        step, tensors = paged.grow(requests, query_lens)
+        eager = paged.attention.build(step, None)
+        is_packed = dtype is torch.bfloat16 and len(set(query_lens)) > 1
+        assert isinstance(eager.keys, PackedKeys if is_packed else BatchedKeys)
+        assert_right(run(paged, tensors, eager, 25, torch.nan), tensors)
+        assert_right(run(paged, tensors, paged.attention.build(step, key), 20, torch.nan), tensors)
+    assert not paged.cache.tensor[:, :, 0].any()
+
+
+@DTYPES
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_uniform_keys(heads: Heads, query_len: int, dtype: torch.dtype, cuda: torch.device) -> None:
+    """Real rows have the same bits whatever padding holds."""
+    results = []
+    for padding in (0.0, 7.5, torch.nan):
+        paged = Paged(heads, dtype=dtype, device=cuda)
+        requests = [paged.begin() for _ in range(3)]
+        run_eager(paged, requests, [7, 2, 4])
+        key = BatchDescriptor(5 * query_len, num_reqs=5, uniform=True, extra=(("max_seq_len", 24),))
+        step, tensors = paged.grow(requests, [query_len] * 3)
+        outs = run(paged, tensors, paged.attention.build(step, key), key.num_tokens, padding)
+        assert_right(outs, tensors, padded=padding == 0.0)
+        results.append([out[: 3 * query_len] for out in outs])
+    for outs in results[1:]:
+        assert all(torch.equal(out, first) for out, first in zip(outs, results[0], strict=True))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("key", "query_lens"),
+    [
+        (BatchDescriptor(4, num_reqs=4, uniform=True, extra=(("max_seq_len", 32),)), [[1, 1, 1], [1, 1], [1, 1, 1]]),
+        (BatchDescriptor(12, num_reqs=4, uniform=True), [[3, 3, 3], [3, 3], [3]]),
+        (BatchDescriptor(20, num_reqs=6), [[4, 1, 2], [9, 1], [1, 2, 3]]),
+    ],
+    ids=["decode", "drafts", "mixed"],
+)
+def test_a_captured_op_follows_its_refilled_metadata(
+    key: BatchDescriptor, query_lens: list[list[int]], dtype: torch.dtype, cuda: torch.device
+) -> None:
+    paged = Paged(Heads(4, 2, 64), dtype=dtype, device=cuda, support=AttentionSupport.ALWAYS)
+    requests = [paged.begin() for _ in range(3)]
+    run_eager(paged, requests, [7, 2, 4])
+    example = paged.attention.example(key, query_len=key.num_tokens // key.num_reqs if key.uniform else None)
+    metadata = paged.attention.build(example, key)
+    shape = (key.num_tokens, 2, 64)
+    inputs = [StepTensors(paged.random(shape[0], 4, 64), *(paged.random(*shape) for _ in range(3))) for _ in range(2)]
+    outs = [torch.empty_like(layer.query) for layer in inputs]
+
+    def layers() -> None:
+        with gp.set_forward_context(metadata):
+            for n, (layer, out) in enumerate(zip(inputs, outs, strict=True)):
+                torch.ops.graphpass.paged_attention(
+                    layer.query, layer.key, layer.value, out, n, paged.heads.scale, paged.heads.window
+                )
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        layers()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            layers()
+    torch.cuda.current_stream().wait_stream(stream)
+    for counts in query_lens:
+        step, tensors = paged.grow(requests[: len(counts)], counts)
+        assert paged.attention.build(step, key) is metadata
+        for layer, given in zip(inputs, tensors, strict=True):
+            for name in ("query", "key", "value"):
+                getattr(layer, name).copy_(Paged.padded(getattr(given, name), key.num_tokens, 7.5))
+        graph.replay()
+        assert_right(outs, tensors)
+    graph.reset()
+
+
+def test_tables_reach_the_gpu_although_the_host_goes_on(cuda: torch.device) -> None:
+    """Steps are built faster than a busy stream takes them: none overwrites what another's transfer reads."""
+    paged = Paged(Heads(2, 2, 16), device=cuda)
+    key = BatchDescriptor(4, num_reqs=4, uniform=True)
+    metadata = paged.attention.build(PagedRequests([1], [1], [[2]]), key)
+    copies = []
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    for page in range(2, 34):
+        assert paged.attention.build(PagedRequests([1], [1], [[page]]), key) is metadata
+        copies.append(metadata.block_tables[0, 0].clone())
+    assert torch.stack(copies).tolist() == list(range(2, 34))
+
+
+@DTYPES
+def test_the_wrapper_checks_what_the_graph_read(dtype: torch.dtype, cuda: torch.device) -> None:
+    """The metadata of another key is refused: its tables lie elsewhere."""
+    paged = Paged(Heads(4, 2, 64), dtype=dtype, device=cuda)
+    keys = [BatchDescriptor(4, num_reqs=4, uniform=True, extra=(("max_seq_len", n),)) for n in (16, 32)]
+    rows = StepTensors(paged.random(4, 4, 64), *(paged.random(4, 2, 64) for _ in range(3)))
+
+    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        torch.ops.graphpass.paged_attention(query, key, value, out, 0, 1.0, -1)
+        return out
+
+    def call(wrapper: Any, metadata: Any) -> Any:
+        with gp.set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=keys[0]):
+            return wrapper(rows.query, rows.key, rows.value)
+
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        wrapper = gp.CUDAGraphWrapper(layer, FULL, runtime=runtime, name="layer")
+        example = paged.attention.example(keys[0], query_len=1)
+        with runtime.capturing():
+            call(wrapper, paged.attention.build(example, keys[0]))
+        call(wrapper, paged.attention.build(example, keys[0]))
+        with pytest.raises((gp.StaticInputError, gp.CaptureError)):
+            call(wrapper, paged.attention.build(example, keys[1]))
