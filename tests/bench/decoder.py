@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-__all__ = ["SPLITTING_OP", "Decoder", "DecoderSizes", "decode_attention", "make_decoder"]
+__all__ = ["SPLITTING_OP", "Decoder", "DecoderSizes", "SixInputs", "decode_attention", "make_decoder"]
 
 SPLITTING_OP = "graphpass_bench::decode_attention"
 
@@ -212,6 +212,19 @@ class Decoder(torch.nn.Module):
         query, key, value, out = regional
         arguments = (query, key, value, layer.key_cache, layer.value_cache, self.slots, out)
         return lambda: op(*arguments)
+
+
+class SixInputs(torch.nn.Module):
+    """A decoder with four more inputs of one number a token, as an engine's model has them: all read, all zero here."""
+
+    names = ("hidden", "positions", "first", "second", "third", "fourth")
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return self.decoder(hidden + sum(others.values())[:, None], positions)  # type: ignore[index]
 
 
 def make_decoder(

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import cgpass
 import graphpass as gp
-from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, make_decoder
+from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, SixInputs, make_decoder
 from tests.bench.timing import HandCapture, Timing, environment, interleaved, plain_compiled, with_own_code, write_json
 
 EAGER = "eager"
@@ -286,6 +286,7 @@ def _forms(setup: Setup, model: Decoder, inputs: list[torch.Tensor], console: Co
         console.print("reduce-overhead needs a GPU: skipped; hand-captured graphs are called again instead")
     forms.append(full_floor(FULL_FLOOR, compiled, inputs, HandCapture(setup.device)))
     forms += _full_forms(setup, model, inputs)
+    forms += _manager_forms(setup, model, inputs)
     forms += bare_list(BARE_LIST, model, inputs, setup.compiler, HandCapture(setup.device))
     forms += _split_forms(setup, model, inputs)
     return forms
@@ -307,6 +308,30 @@ def _full_forms(setup: Setup, model: Decoder, inputs: list[torch.Tensor]) -> lis
         fast.capture(*inputs)
         step = partial(fast, *inputs)
         forms.append(Form(f"graphed FULL, {outputs}", step, None, fast.runtime, 1, FULL_FLOOR))
+    return forms
+
+
+def _manager_forms(setup: Setup, model: Decoder, inputs: list[torch.Tensor]) -> list[Form]:
+    """FULL under the manager: over inputs in its buffers, and copied there in each step, two and six of them."""
+    batch = len(inputs[0])
+    forms = []
+    for names, whole in ((SixInputs.names[:2], model), (SixInputs.names, SixInputs(model))):
+        given = dict(zip(names, (*inputs, *(torch.zeros_like(inputs[0][:, 0]) for _ in names[2:])), strict=True))
+        specs = [gp.InputSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()]
+        manager = gp.CudaGraphManager(
+            whole,
+            gp.CudagraphDispatcher("FULL", [batch], max_num_reqs=batch),
+            specs,
+            cut={0: {0: "num_tokens"}},
+            compiler=setup.compiler,
+        )
+        manager.capture()
+        staged = partial(manager.run, gp.Batch(batch, inputs=given))
+        forms.append(Form(f"manager FULL, {len(given)} staged", staged, None, manager.runtime, 1, FULL_FLOOR))
+        if whole is model:
+            staged()
+            in_place = partial(manager.run, gp.Batch(batch))
+            forms.append(Form("manager FULL, inputs in place", in_place, None, manager.runtime, 1, FULL_FLOOR))
     return forms
 
 

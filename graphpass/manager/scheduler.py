@@ -1,0 +1,396 @@
+"""Continuous batching: which requests run in a step, with how many tokens, on which pages. Numbers only, no tensor.
+
+Every running request that is past its prompt takes one token a step; what the token budget leaves goes to prompts, in
+the order of arrival, in chunks. A request is admitted when all pages that it may ever need are free, so nothing is
+ever preempted, and strictly in the order of arrival, so nothing starves: a running request advances in every step or
+stands behind an older one that does.
+
+The scheduler counts tokens when they are planned, not when they are known. So a step can be planned, and launched,
+before the tokens of the one before have been read: only the end-of-sequence token is then learned one step late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from graphpass.errors import OptionError, OutOfPagesError, ShapeError
+
+__all__ = ["PageSource", "Request", "Scheduler", "StepPlan"]
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class PageSource(Protocol):
+    """Where pages come from; what is handed out is nobody else's until it is freed."""
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        ...
+
+    def allocate(self, num_pages: int, /) -> list[int]:
+        """That many pages, at most ``num_free``."""
+        ...
+
+    def free(self, pages: Sequence[int], /) -> None:
+        """Give pages back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A prompt to go on with. Requests are compared by identity.
+
+    Attributes:
+        name: what errors call it.
+        prompt: token ids, shape (tokens,).
+        max_new_tokens: where it ends at the latest.
+        eos_token_ids: tokens that end it; they are its last token where they come.
+    """
+
+    name: str
+    prompt: Ints
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(
+        name: str, prompt: Sequence[int] | Ints, max_new_tokens: int, eos_token_id: int | Collection[int] | None = None
+    ) -> Request:
+        """A request made of plain values; the prompt is copied.
+
+        Raises:
+            OptionError: the prompt is empty or holds something else than token ids, or nothing is to be generated.
+        """
+        try:
+            tokens = np.array(prompt)
+        except ValueError:  # ragged
+            tokens = np.empty((0, 0))
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0:
+            raise OptionError(
+                f"{name} has no prompt that could be run",
+                expected="a flat sequence of at least 1 token id, each an integer of at least 0",
+                found=_shortened(prompt),
+                remedy="pass the token ids of one prompt",
+            )
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+            raise OptionError(
+                f"{name} asks for no new token",
+                expected="max_new_tokens, an integer of at least 1",
+                found=repr(max_new_tokens),
+                remedy="leave the request out, or ask for a token",
+            )
+        return Request(name, tokens.astype(np.int64), int(max_new_tokens), _token_ids(name, eos_token_id))
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and generated text together, at most."""
+        return len(self.prompt) + self.max_new_tokens
+
+
+def _token_ids(name: str, eos_token_id: int | Collection[int] | None) -> frozenset[int]:
+    if eos_token_id is None:
+        return frozenset()
+    given = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
+    if any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
+        raise OptionError(
+            f"{name} cannot end with what is no token",
+            expected="eos_token_id: a token id, several, or None",
+            found=repr(eos_token_id),
+            remedy="pass the tokenizer's eos_token_id, or leave it out",
+        )
+    return frozenset(int(token) for token in given)
+
+
+def _shortened(prompt: Any) -> str:
+    text = repr(prompt)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """The work of one step: a row for each request that takes part, in the order of admission.
+
+    The arrays are the reader's, except ``block_tables``: its rows hold for as long as their requests run.
+
+    Attributes:
+        requests: of each row.
+        slots: a number below ``max_num_reqs`` that is the request's own while it runs, int64 (rows,).
+        query_lens: tokens of each row in this step, int64 (rows,).
+        seq_lens: tokens of each row after this step, these included, int64 (rows,).
+        decodes: the row is past its prompt: its one token came out of the step before, bool (rows,).
+        samples: the row's last token is the last one known of its request, so a new token follows, bool (rows,).
+        ends: the new token is the request's last whatever it is, bool (rows,).
+        block_tables: pages of each row, int32 (rows, most pages a request); 0 behind a row's own pages.
+        num_tokens: of all rows.
+        uniform_decode: every row has one token.
+        same_rows: the step before had the same requests in the same rows, one token each, and each got a new one:
+            every number went up by one and nothing else changed.
+    """
+
+    requests: tuple[Request, ...]
+    slots: Ints
+    query_lens: Ints
+    seq_lens: Ints
+    decodes: Flags
+    samples: Flags
+    ends: Flags
+    block_tables: npt.NDArray[np.int32]
+    num_tokens: int
+    uniform_decode: bool
+    same_rows: bool
+
+
+class Scheduler:
+    """Plans steps until every request that was added has all its tokens.
+
+    Args:
+        pages: where a request's pages come from; nothing else has to take from it, but may.
+        num_pages: pages there are when all are free.
+        page_size: tokens of one page.
+        max_num_reqs: requests that run at once.
+        max_num_tokens: tokens of a step, at least ``max_num_reqs``, so that prompts are never kept out for good.
+        max_seq_len: tokens of a request, prompt and new ones together.
+        vocab_size: token ids lie below it; None where it is not known.
+
+    Raises:
+        OptionError: a limit is below 1, or there are fewer tokens than requests.
+    """
+
+    def __init__(
+        self,
+        pages: PageSource,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        vocab_size: int | None = None,
+    ) -> None:
+        limits = {"num_pages": num_pages, "page_size": page_size, "max_num_reqs": max_num_reqs}
+        _check_limits({**limits, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len})
+        self._source = pages
+        self._num_pages, self._page_size = num_pages, page_size
+        self._max_num_tokens, self._max_seq_len = max_num_tokens, max_seq_len
+        self._vocab_size = vocab_size
+        self._waiting: deque[Request] = deque()
+        self._slot_of: dict[Request, int] = {}  # in the order of admission
+        self._pages_of: dict[Request, list[int]] = {}
+        self._free_slots = list(range(max_num_reqs))[::-1]
+        self._computed, self._prompt, self._new, self._limit = np.zeros((4, max_num_reqs), dtype=np.int64)
+        most_pages = -(-max_seq_len // page_size)
+        self._block_tables = np.zeros((max_num_reqs, most_pages), dtype=np.int32)
+        self._running: list[Request] = []
+        self._slots: Ints = np.zeros(0, dtype=np.int64)
+        self._rows_changed = False
+        self._decode: StepPlan | None = None
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never run; nothing is kept.
+
+        Raises:
+            ShapeError: the request is longer than ``max_seq_len``, or needs more pages than there are.
+            OptionError: a token of its prompt is not in the vocabulary.
+        """
+        if self._vocab_size is not None and request.prompt.max() >= self._vocab_size:
+            raise OptionError(
+                f"{request.name} holds a token that the model does not know",
+                expected=f"token ids below {self._vocab_size}",
+                found=str(request.prompt.max()),
+                remedy="use the tokenizer of this model",
+            )
+        if request.max_length > self._max_seq_len:
+            raise ShapeError(
+                f"{request.name} is too long",
+                expected=f"at most {self._max_seq_len} tokens, prompt and new ones together (max_seq_len)",
+                found=f"{len(request.prompt)} + {request.max_new_tokens}",
+                remedy="shorten the prompt, lower max_new_tokens, or make the manager with a larger max_seq_len",
+            )
+        if self._pages_needed(request) > self._num_pages:
+            raise ShapeError(
+                f"{request.name} needs more pages than there are",
+                expected=f"at most {self._num_pages} pages of {self._page_size} tokens (num_pages)",
+                found=f"{self._pages_needed(request)} pages for {request.max_length} tokens",
+                remedy="make the manager with more pages, or lower max_new_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request behind all others.
+
+        Raises:
+            OptionError, ShapeError: as :meth:`check`; or the request is here already.
+        """
+        self.check(request)
+        if request in self._slot_of or request in self._waiting:
+            raise OptionError(
+                f"{request.name} was added twice",
+                expected="a request of its own for each text to generate",
+                found="the same object",
+                remedy="make another Request with the same prompt",
+            )
+        self._waiting.append(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, whatever it has left to do, and give its pages back; one that is not here stays out.
+
+        Its pages may be another request's in the next step: steps run in the order they were planned.
+        """
+        slot = self._slot_of.pop(request, None)
+        if slot is not None:
+            self._source.free(self._pages_of.pop(request))
+            self._free_slots.append(slot)
+            self._rows_changed = True
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def close(self) -> None:
+        """Take out every request."""
+        self._waiting.clear()
+        for request in list(self._slot_of):
+            self.finish(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold pages."""
+        return len(self._slot_of)
+
+    def has_work(self) -> bool:
+        """Whether some request waits, or has a token to come that no step was planned for."""
+        if self._rows_changed:
+            self._collect_rows()
+        return bool(self._waiting or self._running)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when there is nothing to run.
+
+        Raises:
+            OutOfPagesError: requests wait for pages that others than this scheduler's requests hold.
+        """
+        self._admit()
+        if self._rows_changed:
+            self._collect_rows()
+        if not self._running:
+            return None
+        plan = self._decode_again() if self._decode is not None else self._mixed()
+        if plan.ends.any():
+            self._rows_changed = True
+        # With one token a row there was one for every row: a budget of at least max_num_reqs is not used up then.
+        repeats = plan.uniform_decode and plan.samples.all() and not self._rows_changed
+        self._decode = plan if repeats else None
+        return plan
+
+    def _pages_needed(self, request: Request) -> int:
+        return -(-request.max_length // self._page_size)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_slots:
+            request = self._waiting[0]
+            needed = self._pages_needed(request)
+            if needed > self._source.num_free:
+                break
+            self._start(self._waiting.popleft(), self._source.allocate(needed))
+        if self._waiting and not self._slot_of:
+            raise OutOfPagesError(
+                f"{self._waiting[0].name} waits for pages that nobody here will give back",
+                expected=f"{self._pages_needed(self._waiting[0])} free pages when nothing runs",
+                found=f"{self._source.num_free} of {self._num_pages}",
+                remedy="finish or close whatever else generates with this manager",
+            )
+
+    def _start(self, request: Request, pages: list[int]) -> None:
+        slot = self._free_slots.pop()
+        self._slot_of[request], self._pages_of[request] = slot, pages
+        self._computed[slot] = self._new[slot] = 0
+        self._prompt[slot], self._limit[slot] = len(request.prompt), request.max_new_tokens
+        self._block_tables[slot] = 0
+        self._block_tables[slot, : len(pages)] = pages
+        self._rows_changed = True
+
+    def _collect_rows(self) -> None:
+        """The requests that have a token to come; a request whose last token is planned only holds its pages."""
+        self._running = [r for r, slot in self._slot_of.items() if self._new[slot] < self._limit[slot]]
+        self._slots = np.array([self._slot_of[request] for request in self._running], dtype=np.int64)
+        self._rows_changed, self._decode = False, None
+
+    def _decode_again(self) -> StepPlan:
+        """One more token for each row of the step before: a few array operations, whatever the history."""
+        last = self._decode
+        assert last is not None
+        slots = self._slots
+        self._computed[slots] += 1
+        self._new[slots] += 1
+        return StepPlan(
+            requests=last.requests,
+            slots=slots,
+            query_lens=last.query_lens,
+            seq_lens=last.seq_lens + 1,
+            decodes=last.samples,
+            samples=last.samples,
+            ends=self._new[slots] >= self._limit[slots],
+            block_tables=last.block_tables,
+            num_tokens=last.num_tokens,
+            uniform_decode=True,
+            same_rows=True,
+        )
+
+    def _mixed(self) -> StepPlan:
+        """One token for each row past its prompt, the rest of the budget for prompts in order."""
+        left = self._prompt[self._slots] - self._computed[self._slots]
+        decodes = left <= 0
+        wanted = np.where(decodes, 0, left)
+        budget = self._max_num_tokens - int(decodes.sum())
+        granted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        query_lens = np.where(decodes, 1, granted)
+        rows = np.flatnonzero(query_lens)
+        slots, query_lens = self._slots[rows], query_lens[rows]
+        self._computed[slots] += query_lens
+        samples = self._computed[slots] >= self._prompt[slots]
+        self._new[slots] += samples
+        return StepPlan(
+            requests=tuple(self._running[row] for row in rows),
+            slots=slots,
+            query_lens=query_lens,
+            seq_lens=self._computed[slots],
+            decodes=decodes[rows],
+            samples=samples,
+            ends=samples & (self._new[slots] >= self._limit[slots]),
+            block_tables=self._block_tables[slots],
+            num_tokens=int(query_lens.sum()),
+            uniform_decode=bool((query_lens == 1).all()),
+            same_rows=False,
+        )
+
+
+def _check_limits(limits: dict[str, int]) -> None:
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(
+                f"{name} is no limit to schedule within",
+                expected="an integer of at least 1",
+                found=repr(value),
+                remedy=f"pass {name}=1 or more",
+            )
+    if limits["max_num_tokens"] < limits["max_num_reqs"]:
+        raise OptionError(
+            "decoding requests would leave no token to the others",
+            expected=f"max_num_tokens of at least max_num_reqs, {limits['max_num_reqs']}",
+            found=str(limits["max_num_tokens"]),
+            remedy="raise max_num_tokens, or lower max_num_reqs",
+        )

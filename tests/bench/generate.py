@@ -1,0 +1,337 @@
+"""Tokens a second of a stock Hugging Face decoder: ``python -m tests.bench.generate``.
+
+The Qwen3 class with 28 layers and random weights goes on with random prompts, greedily, in ways that a user of
+transformers can choose from, each with the same weights in a copy of its own:
+
+* ``ours``: a manager with FULL graphs for decode and PIECEWISE ones for prefill;
+* ``static``: ``generate`` with a static cache and the compilation that it does by itself;
+* ``continuous``: ``generate_batch``, continuous batching over paged SDPA, on the largest batch only.
+
+*First* is the time of the first call. For ``ours`` that is building, compiling, capturing and generating the first
+token, for the others their first call as a whole, since they hand out nothing before its end. Compiler caches are
+empty then; what any first compilation of a process costs has been paid before, by compiling one linear layer. The other
+figures are medians over rounds in which the ways take turns.
+
+``--smoke`` runs tiny sizes on a CPU: the code, not the figures. ``continuous`` sizes its cache by a GPU's memory and is
+left out there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from graphpass.manager.cudagraphs import CudaGraphManager
+from graphpass.manager.generation import Generation, causal_lm, generate
+from graphpass.manager.scheduler import Request
+from tests.bench.timing import environment, plain_compiled, synchronize, write_json
+
+OURS, STATIC, CONTINUOUS = "ours", "static", "continuous"
+Prompts = list[list[int]]
+Texts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one run measures.
+
+    Attributes:
+        device: where it runs.
+        compiler: of our regions.
+        num_layers, hidden, vocabulary: of the model.
+        prompt_tokens, new_tokens: of each request.
+        rounds: values behind each median.
+    """
+
+    device: torch.device
+    compiler: str
+    num_layers: int
+    hidden: int
+    vocabulary: int
+    prompt_tokens: int
+    new_tokens: int
+    rounds: int
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a finished text."""
+        return self.prompt_tokens + self.new_tokens
+
+    def model(self) -> torch.nn.Module:
+        """A Qwen3 decoder with seeded weights."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            hidden_size=self.hidden,
+            intermediate_size=3 * self.hidden,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=self.hidden // 8,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=max(1024, self.max_seq_len),
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        with torch.device(self.device):
+            model: torch.nn.Module = Qwen3ForCausalLM(config).to(dtype).eval()
+        return model
+
+    def prompts(self, batch: int) -> Prompts:
+        """Random tokens, other ones for each request."""
+        seeded = random.Random(batch)
+        return [[seeded.randrange(self.vocabulary) for _ in range(self.prompt_tokens)] for _ in range(batch)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of one way at one batch size.
+
+    Attributes:
+        batch: requests.
+        way: which.
+        tokens_a_second: new tokens of all requests, median.
+        step_ms: seconds of a whole call by new tokens of a request, median.
+        first_s: see the module.
+        call_s: seconds of each call behind the medians.
+    """
+
+    batch: int
+    way: str
+    tokens_a_second: float
+    step_ms: float
+    first_s: float
+    call_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to generate: ``first`` sets it up and returns seconds, ``call`` generates and returns the new tokens."""
+
+    name: str
+    first: Callable[[], float]
+    call: Callable[[], Texts]
+    close: Callable[[], None]
+
+
+class Ours:
+    """A manager, made at its first call."""
+
+    def __init__(self, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> None:
+        self._setup, self._model, self._prompts = setup, model, prompts
+        self._manager: CudaGraphManager | None = None
+
+    def first(self) -> float:
+        """Seconds until the first token is known."""
+        setup, batch = self._setup, len(self._prompts)
+        start = time.perf_counter()
+        most = max(batch * setup.prompt_tokens, batch)
+        self._manager = causal_lm(
+            self._model,
+            max_num_reqs=batch,
+            max_num_tokens=most,
+            max_seq_len=setup.max_seq_len,
+            capture_sizes=sorted({batch, most}),
+            compiler=setup.compiler,
+        )
+        self._manager.capture()
+        with Generation(self._manager) as generation:
+            for index, prompt in enumerate(self._prompts):
+                generation.add(Request.of(str(index), prompt, setup.new_tokens))
+            while not generation.step():
+                pass
+            return time.perf_counter() - start
+
+    def call(self) -> Texts:
+        """Generate once."""
+        assert self._manager is not None
+        return generate(self._manager, self._prompts, max_new_tokens=self._setup.new_tokens, progress=False)
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        if self._manager is not None:
+            self._manager.close()
+
+
+def static_cache(setup: Setup, model: Any, prompts: Prompts) -> Texts:
+    """``generate`` with a static cache; on CUDA it compiles its decode step by itself."""
+    ids = torch.tensor(prompts, device=setup.device)
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=setup.new_tokens,
+        do_sample=False,
+        cache_implementation="static",
+    )
+    texts: Texts = made[:, setup.prompt_tokens :].tolist()
+    return texts
+
+
+def continuous_batching(setup: Setup, model: Any, prompts: Prompts) -> Texts:
+    """``generate_batch`` as it comes, over paged SDPA."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=setup.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    made = model.generate_batch(prompts, generation_config=config)
+    return [output.generated_tokens for output in made.values()]
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds of a call, device work included, and its result."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> Way:
+    """One way over a copy of the model."""
+    own = copy.deepcopy(model)
+    if name == OURS:
+        ours = Ours(setup, own, prompts)
+        return Way(name, ours.first, ours.call, ours.close)
+    if name == CONTINUOUS:
+        own.set_attn_implementation("paged|sdpa")  # type: ignore[operator]
+    call = partial({STATIC: static_cache, CONTINUOUS: continuous_batching}[name], setup, own, prompts)
+    return Way(name, lambda: timed(call, setup.device)[0], call, lambda: None)
+
+
+@contextmanager
+def empty_caches(folder: Path) -> Iterator[None]:
+    """Compiler caches in a folder of their own; what was compiled goes on being loaded from it."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(zip(names, (str(folder / "inductor"), str(folder / "triton")), strict=True))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def measure(setup: Setup, batch: int, names: Sequence[str], folder: Path, console: Console) -> list[Row]:
+    """All ways at one batch size: first calls one by one, then rounds in which they take turns."""
+    model, prompts = setup.model(), setup.prompts(batch)
+    ways, first_s = [make_way(name, setup, model, prompts) for name in names], {}
+    for way in ways:
+        with empty_caches(folder / f"{way.name}_{batch}"):
+            first_s[way.name] = way.first()
+        console.print(f"batch {batch}, {way.name}: first {first_s[way.name]:.2f} s")
+    call_s: dict[str, list[float]] = {way.name: [] for way in ways}
+    for _ in range(setup.rounds + 1):
+        for way in ways:
+            seconds, texts = timed(way.call, setup.device)
+            assert [len(text) for text in texts] == [setup.new_tokens] * batch, f"{way.name} lost tokens"
+            call_s[way.name].append(seconds)
+    for way in ways:
+        way.close()
+    torch.compiler.reset()
+    return [_row(setup, batch, name, first_s[name], call_s[name][1:]) for name in names]
+
+
+def _row(setup: Setup, batch: int, name: str, first_s: float, call_s: list[float]) -> Row:
+    median = statistics.median(call_s)
+    rate, step_ms = batch * setup.new_tokens / median, median / setup.new_tokens * 1e3
+    return Row(batch, name, rate, step_ms, first_s, call_s)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure each batch size and print one table."""
+    options = _parsed(arguments)
+    console = Console(width=120)
+    if not options.smoke and not torch.cuda.is_available():
+        console.print("generate needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+        return
+    setup = _setup(options)
+    batches = options.batches or ([1, 2] if options.smoke else [1, 8, 64])
+    any_compile_s = _compile_something(setup)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="generate_") as directory:
+        for batch in batches:
+            serves_continuous = batch == max(batches) and not options.smoke
+            names = [name for name in options.rows if name != CONTINUOUS or serves_continuous]
+            rows += measure(setup, batch, names, Path(directory), console)
+            payload = {"environment": environment(setup.device), "any_compile_s": any_compile_s}
+            write_json(options.json, {**payload, "setup": _plain(setup), "rows": [asdict(row) for row in rows]})
+    console.print(_table(rows))
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if not set(chosen) <= {OURS, STATIC, CONTINUOUS}:
+            raise argparse.ArgumentTypeError(f"rows are {OURS}, {STATIC} and {CONTINUOUS}")
+        return chosen
+
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.generate", description=__doc__)
+    parser.add_argument("--rows", type=names, default=[OURS, STATIC, CONTINUOUS])
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=None)
+    parser.add_argument("--layers", type=int, default=None, help="default 28, with --smoke 2")
+    parser.add_argument("--rounds", type=int, default=None, help="default 5, with --smoke 1")
+    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
+    return parser.parse_args(arguments)
+
+
+def _setup(options: argparse.Namespace) -> Setup:
+    if options.smoke:
+        return Setup(torch.device("cpu"), "eager", options.layers or 2, 64, 256, 8, 8, options.rounds or 1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Setup(device, "inductor", options.layers or 28, 1024, 32000, 64, 128, options.rounds or 5)
+
+
+def _compile_something(setup: Setup) -> float:
+    """Seconds of the first compilation in this process."""
+    layer = torch.nn.Linear(16, 16, device=setup.device)
+    compiled = plain_compiled(layer, setup.compiler)
+    return timed(lambda: compiled(torch.ones(2, 16, device=setup.device)), setup.device)[0]
+
+
+def _plain(setup: Setup) -> dict[str, Any]:
+    return {**asdict(setup), "device": str(setup.device)}
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="Generating text", title_justify="left", show_edge=False, pad_edge=False)
+    for column in ("batch", "way", "tokens/s", "ms a step", "first, s", "ours is faster by", "ours is first by"):
+        table.add_column(column)
+    ours = {row.batch: row for row in rows if row.way == OURS}
+    for row in rows:
+        own = ours.get(row.batch)
+        faster = own.tokens_a_second / row.tokens_a_second if own is not None else None
+        sooner = row.first_s / own.first_s if own is not None else None
+        table.add_row(
+            str(row.batch),
+            row.way,
+            f"{row.tokens_a_second:.0f}",
+            f"{row.step_ms:.2f}",
+            f"{row.first_s:.1f}",
+            "" if faster is None else f"{faster:.2f} x",
+            "" if sooner is None else f"{sooner:.1f} x",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

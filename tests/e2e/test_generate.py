@@ -1,0 +1,365 @@
+"""Text from stock Hugging Face decoders: the tokens of their own ``generate``, whatever the mode, over real batches."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.dispatch import DispatchReason
+from graphpass.errors import OptionError
+from graphpass.manager.attention import PagedAttention
+from graphpass.manager.batch import Batch
+from graphpass.manager.cudagraphs import CudaGraphManager
+from graphpass.manager.generation import Generation, causal_lm, default_capture_sizes, generate
+from graphpass.manager.paged import PagedRequests
+from graphpass.manager.scheduler import Request
+from graphpass.modes import CUDAGraphMode
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, LAYERS, MAX_LENGTH = 256, 2, 64
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": MAX_LENGTH,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# Mistral's window is shorter than most of the texts.
+MODELS = {"llama": ("Llama", {}), "qwen3": ("Qwen3", {}), "mistral": ("Mistral", {"sliding_window": 12})}
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+NEAR_TIE = 1e-4
+SIZES: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LENGTH, "page_size": 4}
+LADDER: dict[str, Any] = {"capture_sizes": [2, 8, 32], "seq_len_buckets": [32]}
+WHOLE_LADDER: dict[str, Any] = {"capture_sizes": [1, 2, 4, 8, 16, 32], "seq_len_buckets": [16, 32]}
+
+
+def make_model(name: str, device: str = "cpu") -> torch.nn.Module:
+    """A decoder with seeded weights far from the initial ones, so that its logits differ from each other."""
+    family, config = MODELS[name]
+    made = getattr(transformers, f"{family}Config")(**CONFIG, **config)
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(made).eval()
+    seeded = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=seeded)
+            if weight.dim() > 1:
+                weight.copy_(noise / math.sqrt(weight.shape[1]))
+            else:
+                weight.add_(0.2 * noise)
+    return model.to(device)
+
+
+def make_prompts() -> tuple[list[list[int]], list[int]]:
+    """64 prompts of 1 to 40 tokens, and how many new ones each asks for, 1 to 12."""
+    seeded = random.Random(0)
+    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(64)]
+    return prompts, [seeded.randint(1, 12) for _ in prompts]
+
+
+PROMPTS, NEW_TOKENS = make_prompts()
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What Hugging Face makes of a prompt: tokens, and by how much each one's logit is above the next best."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+    def check(self, found: Sequence[int], which: int) -> None:
+        """The tokens are the same, or first differ where two logits are nearly equal."""
+        assert len(found) == len(self.tokens), f"request {which}"
+        for at, (token, expected) in enumerate(zip(found, self.tokens, strict=True)):
+            if token != expected:
+                assert self.gaps[at] < NEAR_TIE, f"request {which}, new token {at}: {found} is not {self.tokens}"
+                return
+
+
+@torch.no_grad()
+def continued(model: torch.nn.Module, prompt: Sequence[int], count: int) -> Reference:
+    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    made = model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = [logits[0].float().topk(2).values for logits in made.logits]
+    return Reference(made.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best])
+
+
+References = Callable[[str, str], list[Reference]]
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """The references of a model on a device, computed once."""
+    known: dict[tuple[str, str], list[Reference]] = {}
+
+    def of(name: str, device: str) -> list[Reference]:
+        if (name, device) not in known:
+            model = make_model(name, device)
+            known[name, device] = [
+                continued(model, prompt, count) for prompt, count in zip(PROMPTS, NEW_TOKENS, strict=True)
+            ]
+        return known[name, device]
+
+    return of
+
+
+@pytest.fixture
+def managers() -> Iterator[Callable[..., CudaGraphManager]]:
+    """Makes managers and closes them."""
+    made: list[CudaGraphManager] = []
+
+    def make(name: str = "llama", device: str = "cpu", **options: Any) -> CudaGraphManager:
+        given = {**SIZES, **LADDER, "compiler": "eager", **options}
+        made.append(causal_lm(make_model(name, device), **given))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+Managers = Callable[..., CudaGraphManager]
+
+
+def paged(manager: CudaGraphManager) -> PagedAttention:
+    assert isinstance(manager.attention, PagedAttention)
+    return manager.attention
+
+
+def all_pages_are_free(manager: CudaGraphManager) -> bool:
+    return paged(manager).pages.num_free == paged(manager).cache.num_pages
+
+
+def num_batches(manager: CudaGraphManager) -> int:
+    """Batches that a manager has run."""
+    stats = manager.stats()
+    return stats.replays + sum(stats.fallbacks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to generate; ``str(case)`` is the test's name."""
+
+    model: str
+    mode: str
+    compiler: str
+    run_ahead: bool
+    max_num_tokens: int
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        ahead = "ahead" if self.run_ahead else "in-turn"
+        return f"{self.device}-{self.model}-{self.mode}-{self.compiler}-{ahead}-{self.max_num_tokens}"
+
+
+def paired_cases() -> list[Case]:
+    """Every mode with every model; the other choices take turns."""
+    return [
+        Case(model, mode, ("eager", "aot_eager")[(i + j) % 2], (i + j) % 3 == 0, (32, 8)[i % 2])
+        for i, mode in enumerate(MODES)
+        for j, model in enumerate(MODELS)
+    ]
+
+
+def all_cases() -> list[Case]:
+    """Every model, mode and compiler."""
+    return [
+        Case(model, mode, compiler, (i + j + k) % 2 == 0, (32, 8)[(i + k) % 2])
+        for i, mode in enumerate(MODES)
+        for j, model in enumerate(MODELS)
+        for k, compiler in enumerate(("eager", "aot_eager", "inductor"))
+    ]
+
+
+def cuda_cases() -> list[Case]:
+    """On a GPU both compilers, all modes and models."""
+    return [
+        Case(model, mode, compiler, (i + j) % 2 == 0, 32, "cuda")
+        for i, mode in enumerate(MODES)
+        for j, model in enumerate(MODELS)
+        for compiler in ("inductor", "eager")
+    ]
+
+
+def check_case(case: Case, managers: Managers, references: References) -> None:
+    """The tokens are Hugging Face's, all pages come back, and every step that the mode has a key for replayed."""
+    manager = managers(
+        case.model, case.device, mode=case.mode, compiler=case.compiler, max_num_tokens=case.max_num_tokens
+    )
+    found = generate(manager, PROMPTS, max_new_tokens=NEW_TOKENS, progress=False, run_ahead=case.run_ahead)
+    for which, (tokens, reference) in enumerate(zip(found, references(case.model, case.device), strict=True)):
+        reference.check(tokens, which)
+    stats = manager.stats()
+    mode = CUDAGraphMode.parse(case.mode)
+    assert num_batches(manager) > sum(map(len, PROMPTS)) // case.max_num_tokens
+    assert bool(stats.replays) == bool(mode)
+    if mode.mixed_mode():
+        assert not stats.fallbacks
+    assert all_pages_are_free(manager)
+
+
+@pytest.mark.parametrize("case", paired_cases(), ids=str)
+def test_tokens_of_hugging_face(case: Case, managers: Managers, references: References) -> None:
+    check_case(case, managers, references)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_tokens_of_hugging_face_every_way(case: Case, managers: Managers, references: References) -> None:
+    check_case(case, managers, references)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", cuda_cases(), ids=str)
+def test_tokens_of_hugging_face_on_cuda(case: Case, managers: Managers, references: References) -> None:
+    check_case(case, managers, references)
+
+
+def test_reference_logits_have_room(references: References) -> None:
+    """Were most tokens nearly tied, a wrong one would go unseen."""
+    for name in MODELS:
+        gaps = sorted(gap for reference in references(name, "cpu") for gap in reference.gaps)
+        assert gaps[len(gaps) // 2] > 1000 * NEAR_TIE
+        assert sum(gap < NEAR_TIE for gap in gaps) <= 1
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def run_batch(manager: CudaGraphManager, query_lens: Sequence[int], seq_lens: Sequence[int]) -> torch.Tensor:
+    """Run token 1 at the last positions of requests of these lengths, on pages of their own."""
+    attention = paged(manager)
+    pages = [attention.pages.allocate(-(-length // attention.cache.page_size)) for length in seq_lens]
+    positions = [p for q, n in zip(query_lens, seq_lens, strict=True) for p in range(n - q, n)]
+    device = manager.buffers["input_ids"].device
+    inputs = {
+        "input_ids": torch.ones(1, len(positions), dtype=torch.int64, device=device),
+        "position_ids": torch.tensor([positions], device=device),
+        "last_rows": torch.tensor(query_lens, device=device).cumsum(0) - 1,
+    }
+    tokens: torch.Tensor = manager.run(
+        Batch(
+            len(positions),
+            inputs=inputs,
+            num_reqs=len(query_lens),
+            uniform_decode=max(query_lens) == 1,
+            attention=PagedRequests(query_lens, seq_lens, pages),
+        )
+    )
+    for taken in pages:
+        attention.pages.free(taken)
+    return tokens
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_every_key_is_reached_and_every_batch_replays(mode: str, managers: Managers) -> None:
+    manager = managers(mode=mode, **WHOLE_LADDER)
+    manager.capture()
+    assert not manager.needs_capture()
+    longest = (16, 32, MAX_LENGTH)
+    batches = [([1] * count, [length] * count) for count in range(1, 9) for length in longest]
+    if CUDAGraphMode.parse(mode).mixed_mode():
+        batches += [([count], [length]) for count in range(1, 33) for length in longest if length >= count]
+        batches += [([16, 16], [16, 16])]
+        batches += [([1] * count + [32 - count], [length] * (count + 1)) for count in range(8) for length in (32, 64)]
+    for query_lens, seq_lens in batches:
+        assert run_batch(manager, query_lens, seq_lens).shape == (len(query_lens),)
+    stats = manager.stats()
+    assert [str(key.captured) for key in stats.keys if not key.hits] == []
+    assert stats.replays == len(batches)
+    assert not stats.fallbacks
+
+
+def test_above_the_largest_size_the_reason_says_so(managers: Managers) -> None:
+    manager = managers(capture_sizes=[1, 4, 8])
+    manager.capture()
+    assert run_batch(manager, [9], [9]).shape == (1,)
+    assert dict(manager.stats().fallbacks) == {DispatchReason.TOO_LARGE: 1}
+
+
+def test_no_key_is_made_that_no_batch_reaches(managers: Managers) -> None:
+    keys = managers(**WHOLE_LADDER).dispatcher.keys
+    assert sorted(key.num_tokens for key in keys[CUDAGraphMode.PIECEWISE]) == [2, 4, 8, 16, 32]
+    lengths = Counter(key.num_tokens for key in keys[CUDAGraphMode.FULL])
+    assert lengths == {1: 3, 2: 3, 4: 3, 8: 3}
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"), [(1, [1]), (5, [1, 2, 3, 4, 5]), (32, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32])]
+)
+def test_default_capture_sizes(largest: int, sizes: list[int]) -> None:
+    assert default_capture_sizes(largest) == sizes
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+
+
+def expected_until(reference: Reference, eos: set[int]) -> list[int]:
+    ends = [at for at, token in enumerate(reference.tokens) if token in eos]
+    return reference.tokens[: ends[0] + 1] if ends else reference.tokens
+
+
+def test_an_end_token_ends_its_request(managers: Managers, references: References) -> None:
+    known = references("llama", "cpu")
+    # Tokens that come early, in the middle and never.
+    eos = {known[0].tokens[0], known[1].tokens[-1], *known[2].tokens[1:2]}
+    manager = managers(mode="NONE")
+    found = generate(
+        manager, PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=sorted(eos), progress=False, run_ahead=True
+    )
+    assert found == [expected_until(reference, eos) for reference in known]
+    assert sum(map(len, found)) < sum(NEW_TOKENS)
+    assert all_pages_are_free(manager)
+
+
+def test_requests_arrive_over_time(managers: Managers, references: References) -> None:
+    manager = managers(mode="FULL_AND_PIECEWISE")
+    manager.capture()
+    requests = [Request.of(str(i), PROMPTS[i], NEW_TOKENS[i]) for i in range(12)]
+    found: dict[Request, list[int]] = {}
+    ended = []
+    with Generation(manager, run_ahead=True) as generation:
+        waiting = list(requests)
+        while waiting or not generation.is_done():
+            if waiting:
+                generation.add(waiting.pop(0))
+            for new in generation.step():
+                found.setdefault(new.request, []).append(new.token)
+                ended += [new.request] if new.is_last else []
+    assert sorted(ended, key=requests.index) == requests
+    for which, (request, reference) in enumerate(zip(requests, references("llama", "cpu"), strict=False)):
+        reference.check(found[request], which)
+
+
+def test_nothing_is_captured_when_one_request_cannot_run(managers: Managers) -> None:
+    manager = managers()
+    with pytest.raises(OptionError, match="request 1 holds a token that the model does not know"):
+        generate(manager, [[1], [VOCABULARY], [2]], max_new_tokens=3, progress=False)
+    assert num_batches(manager) == 0
+    assert manager.needs_capture()
+
+
+@pytest.mark.parametrize("buckets", [[0], [True], [1.5]])
+def test_a_bucket_is_a_length(buckets: list[Any], managers: Managers) -> None:
+    with pytest.raises(OptionError, match="seq_len_buckets"):
+        managers(seq_len_buckets=buckets)
