@@ -116,6 +116,9 @@ class GraphedCallable:
         context = current_context()
         if context is None or context.capture is not None:
             return self._without_graph(context, args)
+        scope = self.runtime.scope()
+        if scope is not None and scope.stops_at_entry:
+            raise EnteredCallable(self, args)
         if not context.runtime_mode:
             return self._told_scope(args, self._stitched(*args))
         if context.runtime_mode not in self._modes:
@@ -125,9 +128,6 @@ class GraphedCallable:
                 found=str(context.runtime_mode),
                 remedy=f"compile with options mode={str(context.runtime_mode)!r}, or a pair that contains it",
             )
-        scope = self.runtime.scope()
-        if scope is not None and scope.stops_at_entry:
-            raise EnteredCallable(self)
         for position in self._staged:
             if not args[position].numel():
                 return self._stitched(*args)

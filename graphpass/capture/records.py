@@ -95,8 +95,10 @@ class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIterati
 
     Args:
         reached: the callable.
+        args: its flat arguments.
     """
 
-    def __init__(self, reached: Any) -> None:
-        super().__init__(reached)
+    def __init__(self, reached: Any, args: tuple[Any, ...]) -> None:
+        super().__init__(reached, args)
         self.reached = reached
+        self.args = args

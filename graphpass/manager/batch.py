@@ -42,7 +42,14 @@ class InputSpec:
     padding: PadRule = 0
 
     def __post_init__(self) -> None:
-        checked_rule(self.name, self.padding)
+        rule = checked_rule(self.name, self.padding)
+        if isinstance(rule, (bool, int, float)) and not _fits(rule, self.dtype):
+            raise OptionError(
+                f"input {self.name!r} cannot hold its padding",
+                expected=f"a value of {self.dtype}",
+                found=repr(rule),
+                remedy="give a value that the dtype can hold exactly",
+            )
         if any(type(size) is not int or size < 1 for size in self.shape):
             raise OptionError(
                 f"input {self.name!r} has no such buffer",
@@ -76,6 +83,16 @@ class InputSpec:
         """{dimension: key field} of the dimensions that a batch cuts."""
         named = ((self.token_dim, "num_tokens"), (self.request_dim, "num_reqs"))
         return {dim % len(self.shape): name for dim, name in named if dim is not None}
+
+
+def _fits(value: float, dtype: torch.dtype) -> bool:
+    """Whether a number survives the way into a tensor; floats may be rounded."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if value != value or (isinstance(value, float) and not value.is_integer()):
+        return False
+    least, greatest = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= value <= greatest
 
 
 @dataclass(frozen=True, slots=True)

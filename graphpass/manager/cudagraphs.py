@@ -7,9 +7,10 @@ guards would have said about them is asked of the parameters' places and address
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, re
 from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputError
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.guards import modules_of
-from graphpass.manager.keycapture import Key, KeyCapture, context_of, other_structure
+from graphpass.manager.keycapture import Key, KeyCapture, context_of
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey, ManagerStats, StepCounts
 from graphpass.manager.stepbuffers import Sizes, StepBuffers
@@ -120,21 +121,20 @@ class CudaGraphManager:
 
         Args:
             max_bytes: stop before the graph pool is likely to exceed this; :meth:`stats` says which keys were left
-                out. Batches of those keys run in the next larger one, or without a graph.
+                out. Batches of those keys run without a graph. One key is captured in any case.
 
         Raises:
             CaptureError: everything is captured already, or a key could not be captured; it names the key.
         """
-        missing = self._missing()
-        if not missing:
+        if not self._missing():
+            again, none = "call recapture() to capture them anew", "give the dispatcher a mode and sizes"
             raise CaptureError(
                 "there is nothing to capture",
                 expected="keys without a graph: needs_capture()",
                 found=f"{len(self._captured)} keys, all captured" if self._captured else "a dispatcher without keys",
-                remedy="call recapture() to capture them anew, or close() first",
+                remedy=again if self._captured else none,
             )
-        with self._turn, torch.inference_mode(False), torch.no_grad():
-            self._keys.learn()
+        with self._turn, _quietly(), self._keys.state_kept():
             missing = self._missing()  # learning may have found that there is no FULL
             with self.runtime.capturing(), self._progress(missing) as progress:
                 for done, key in enumerate(progress):
@@ -178,9 +178,11 @@ class CudaGraphManager:
             key = (step.mode, step.descriptor)
             found = self._steps.get(key)
             if found is None or not found.holds(self._keys.modules, self.runtime.generation):
-                found = self._captured_anew(key)
+                found = self._captured_anew(key, found)
+            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+                result = self._replay(found, key, batch, sizes)
             self._counts.replayed(key, batch.num_tokens)
-            return self._replay(found, key, batch, sizes)
+            return result
 
     def stats(self) -> ManagerStats:
         """What was captured and how it was used so far."""
@@ -221,12 +223,9 @@ class CudaGraphManager:
             self.dispatcher.initialize_keys(mode, query_len)
 
     def _missing(self) -> list[Key]:
-        return [
-            (mode, key)
-            for mode, keys in self.dispatcher.capture_plan()
-            for key in keys
-            if (mode, key) not in self._steps
-        ]
+        """The keys without a graph, mixed batches before uniform ones."""
+        keys = [(mode, key) for mode, keys in self.dispatcher.capture_plan() for key in keys]
+        return sorted((key for key in keys if key not in self._steps), key=lambda key: key[1].uniform)
 
     @staticmethod
     def _progress(keys: Sequence[Key]) -> tqdm[Key]:
@@ -241,18 +240,24 @@ class CudaGraphManager:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def _captured_anew(self, key: Key) -> KeyStep:
+    def _captured_anew(self, key: Key, found: KeyStep | None) -> KeyStep:
         """Capture a key whose graph is not there, or read weights that were replaced since."""
         mode, descriptor = key
-        if self._keys.settings.policy.on_moved_input == "error":
+        is_known = key in self._captured
+        if is_known and self._keys.settings.policy.on_moved_input == "error":
             raise StaticInputError(
                 f"the model's weights are not where the graph of {mode} {descriptor} reads them",
                 expected="the parameters and buffers of the capture, written in place",
                 found="others, or at other addresses",
                 remedy="call recapture(), or set on_moved_input='copy'",
             )
-        self.runtime.note(f"{mode} {descriptor}: captured anew, since weights were replaced or its graph was dropped")
-        with self._inputs.kept(), torch.inference_mode(False), torch.no_grad(), self.runtime.scope_opened():
+        if is_known:
+            self.runtime.note(f"{mode} {descriptor}: captured anew, since weights were replaced or a graph was dropped")
+        if found is not None:  # others that hold the same weights would keep them alive until their next use
+            self._steps = {other: step for other, step in self._steps.items() if step.guards is not found.guards}
+            del found
+        self.runtime.follow_last_forward()
+        with _quietly(), self._inputs.kept(), self._keys.state_kept(), self.runtime.scope_opened():
             return self._capture(key)
 
     def _capture(self, key: Key) -> KeyStep:
@@ -270,7 +275,8 @@ class CudaGraphManager:
             metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
         with context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens) as context:
             if step.plan is None:
-                self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
+                with _quietly():
+                    self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
             else:
                 self.runtime.enter_forward(context, (step.inputs.is_padding,), "a manager")
                 try:
@@ -288,7 +294,7 @@ class CudaGraphManager:
         is_first = self._counts.fell_back(step, batch.num_tokens)
         if step.reason is not DispatchReason.EMPTY and step.reason is not DispatchReason.DISABLED:
             self._report_fallback(step, is_first=is_first)
-        with torch.inference_mode(False), torch.no_grad():
+        with _quietly():
             learned = self._keys.learn()
             if step.reason is DispatchReason.EMPTY:
                 return learned.result(sizes)
@@ -305,7 +311,7 @@ class CudaGraphManager:
     def _store(self, learned: Learned, result: Any, sizes: Sizes) -> None:
         leaves, spec = compat.tree_flatten(result)
         if spec != learned.run.spec:
-            raise other_structure(learned, spec)
+            raise learned.other_structure(str(spec))
         learned.outputs.store(leaves, sizes)
 
     @staticmethod
@@ -348,15 +354,22 @@ class CudaGraphManager:
         sizes = {}
         for field, largest in self._inputs.largest.items():
             size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
-            if size is None or not 0 <= size <= largest:
+            if type(size) is not int or not 0 <= size <= largest:
                 raise ShapeError(
                     "the batch does not fit the buffers",
                     expected=f"{field} from 0 to {largest}",
-                    found=f"{field}={size}",
+                    found=f"{field}={size!r}",
                     remedy="split the batch, or declare the inputs at a larger batch",
                 )
             sizes[field] = size
         return sizes
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without autograd and outside of inference mode: how everything is compiled and captured."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _device_of(modules: Sequence[torch.nn.Module]) -> torch.device:

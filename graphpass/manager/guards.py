@@ -87,8 +87,16 @@ class OwnedTensors:
     kept: tuple[Any, ...]
 
     @classmethod
-    def locate(cls, modules: Sequence[torch.nn.Module], wanted: Iterable[torch.Tensor]) -> OwnedTensors | None:
-        """Find every wanted tensor among parameters and buffers; None when one is kept elsewhere."""
+    def locate(
+        cls, modules: Sequence[torch.nn.Module], wanted: Iterable[torch.Tensor], *, all_children: bool = False
+    ) -> OwnedTensors | None:
+        """Find every wanted tensor among parameters and buffers; None when one is kept elsewhere.
+
+        Args:
+            modules: all modules of the model.
+            wanted: the tensors.
+            all_children: watch children that own none of them as well, where nothing else sees one exchanged.
+        """
         missing = {id(tensor) for tensor in wanted}
         places: list[tuple[dict[str, Any], str, Any]] = []
         found = set()
@@ -102,7 +110,11 @@ class OwnedTensors:
                 if tensor is not None and id(tensor) in missing
             ]
             found |= {id(tensor) for _, _, tensor in here}
-            here += [(module._modules, name, child) for name, child in module._modules.items() if id(child) in owners]
+            here += [
+                (module._modules, name, child)
+                for name, child in module._modules.items()
+                if all_children or id(child) in owners
+            ]
             if here:
                 owners.add(id(module))
             places += here

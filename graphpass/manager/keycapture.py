@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from graphpass import compat
-from graphpass.capture import CaptureScope, GraphRuntime
+from graphpass.capture import CaptureScope, EnteredCallable, GraphRuntime
+from graphpass.capture.snapshot import state_kept
 from graphpass.context import entered, set_forward_context
 from graphpass.dispatch import CudagraphDispatcher
-from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.batch import AttentionMetadataBuilder
 from graphpass.manager.guards import entry_of, modules_of
@@ -25,7 +27,7 @@ from graphpass.manager.padding import InputBuffer
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Key", "KeyCapture", "context_of", "other_structure"]
+__all__ = ["Key", "KeyCapture", "context_of"]
 
 _log = logging.getLogger("graphpass")
 _LEAST_SYMBOLIC = 2
@@ -73,6 +75,8 @@ class KeyCapture:
             "splitting_ops": [*(attention.splitting_ops if attention else ()), *options.get("splitting_ops", ())],
             "outputs": "view",
             "runtime": runtime,
+            # Where a step goes through Dynamo, it may reach other code than the one that was captured.
+            "lazy_capture": options.get("on_moved_input") != "error",
         }
         self.settings = Settings.of(given)
         self.modules = modules_of(model)
@@ -101,15 +105,15 @@ class KeyCapture:
         if self._learned is not None:
             return self._learned
         keys = [key for _, keys in self._dispatcher.capture_plan() for key in keys]
+        for key in keys:
+            self._key_sizes(key)
         num_tokens = max((key.num_tokens for key in keys), default=self._inputs.largest["num_tokens"])
         if num_tokens == self._inputs.largest.get("num_reqs"):
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         inputs = self.inputs_at({**self._inputs.largest, "num_tokens": num_tokens})
         metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
-        with (
-            self._runtime.scope_opened() as scope,
-            context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens),
-        ):
+        context = context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
+        with self._runtime.scope_opened() as scope, context, self._state_kept(scope, inputs):
             versions = inputs.versions()
             result = self.compiled(**inputs.arguments)
             if not scope.reached:
@@ -129,6 +133,7 @@ class KeyCapture:
             sources = leaf_sources(leaves, scope.reached, inputs.by_id())
             never_full = next((c.never_full for c, _, _ in scope.reached if c.never_full is not None), None)
             why = self._why_through_dynamo(run, sources, scope.reached[0][1])
+        self._inputs.pad_always(run.mutated)
         outputs = OutputBuffers.like(leaves, run.cuts, self._inputs.largest)
         self._learned = Learned(run, outputs, None if isinstance(sources, str) else sources, why)
         if why is not None:
@@ -137,15 +142,34 @@ class KeyCapture:
             self._give_up_full(never_full)
         return self._learned
 
+    @contextlib.contextmanager
+    def _state_kept(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
+        """Undo what a run in the body does to the model's tensors, which the graph that it enters first tells."""
+        scope.stops_at_entry = True
+        state: list[torch.Tensor] = []
+        try:
+            self.compiled(**inputs.arguments)
+        except EnteredCallable as entered_at:
+            written = [entered_at.args[position] for position in entered_at.reached.partition.mutated_inputs]
+            state = [tensor for tensor in written if id(tensor) not in inputs.by_id()]
+        finally:
+            scope.stops_at_entry = False
+        with state_kept(state, [], self._inputs.device):
+            yield
+
+    def state_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Undo what captures in the body do to the model's tensors and to random number generators."""
+        run = self.learn().run
+        return state_kept(run.state, run.generators, self._inputs.device)
+
     def _why_through_dynamo(self, run: KeyRun, sources: LeafSources | str, args: Sequence[Any]) -> str | None:
         if isinstance(sources, str):
             return sources
         if self.settings.policy.compare:
             return "compare=True"
-        varying = next((effect.text for effect in run.effects if not effect.is_constant), None)
-        if varying is None and WeightGuards.of(self.modules, args, self._inputs.storages()) is None:
+        if run.why_not_repeated is None and WeightGuards.of(self.modules, args, self._inputs.storages()) is None:
             return "it reads tensors that are neither arguments, parameters nor buffers"
-        return varying
+        return run.why_not_repeated
 
     def _give_up_full(self, reason: str) -> None:
         if not self._dispatcher.mode.has_mode(CUDAGraphMode.FULL):
@@ -204,7 +228,7 @@ class KeyCapture:
         leaves, spec = compat.tree_flatten(result)
         sources = leaf_sources(leaves, scope.reached, inputs.by_id())
         if spec != self._learned.run.spec or _names_of(sources) != _names_of(self._learned.sources):
-            raise other_structure(self._learned, spec)
+            raise self._learned.other_structure(str(spec))
         self.modules = modules_of(self._model)
         callable_, args, _ = scope.reached[0]
         guards = self._guards.get(callable_)
@@ -251,16 +275,6 @@ def context_of(
         num_tokens=num_tokens,
         slot_mapping=None if metadata is None else metadata.slot_mapping,
         is_padding=inputs.is_padding,
-    )
-
-
-def other_structure(learned: Learned, spec: Any) -> ShapeError:
-    """The error for a result of another structure than the first."""
-    return ShapeError(
-        "the model returned another structure than in its first run",
-        expected=str(learned.run.spec),
-        found=str(spec),
-        remedy="return the same structure for every batch",
     )
 
 

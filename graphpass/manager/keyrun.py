@@ -84,7 +84,6 @@ class KeyRun:
         mutated: names of the arguments that the model writes to.
         direct: the call past Dynamo, None where one is not safe.
         why_not_direct: why, where ``direct`` is None.
-        effects: what the model's Python does besides returning its result.
         why_not_repeated: why calling it twice is not like calling it once, were its tensors put back; else None.
         state: tensors of the model, or reached by it, that it writes to.
         static_memory: storages of all tensors that are no arguments.
@@ -99,7 +98,6 @@ class KeyRun:
     mutated: frozenset[str]
     direct: DirectCall | None
     why_not_direct: str | None
-    effects: tuple[Effect, ...]
     why_not_repeated: str | None
     state: tuple[torch.Tensor, ...]
     static_memory: frozenset[int]
@@ -223,7 +221,6 @@ def learn_key(
         mutated=mutated,
         direct=direct,
         why_not_direct=why_not,
-        effects=tuple(effects),
         why_not_repeated=_several_graphs(reached) or _not_like_once(effects, entry, arguments),
         state=tuple(
             args[position]

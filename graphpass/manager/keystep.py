@@ -11,6 +11,7 @@ import torch
 from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.capture.plan import ReplayPlan
+from graphpass.errors import ShapeError
 from graphpass.manager.guards import AmbientState, KeptLayouts, OwnedTensors
 from graphpass.manager.keyrun import KeyRun, LeafSources
 from graphpass.manager.padding import InputBuffer
@@ -65,8 +66,15 @@ class Learned:
     why_through_dynamo: str | None
 
     def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
-        """The result's leaves, of a graph's flat outputs."""
+        """The result's leaves, of a graph's flat outputs.
+
+        Raises:
+            ShapeError: the graph has another number of outputs than that of the first run.
+        """
         assert self.sources is not None
+        num_outputs = len({source for source in self.sources if isinstance(source, int)})
+        if len(flat) != num_outputs:
+            raise self.other_structure(f"{len(flat)} tensors")
         return [
             flat[source] if isinstance(source, int) else source and inputs.arguments[source.name]
             for source in self.sources
@@ -81,6 +89,15 @@ class Learned:
             if isinstance(source, int):
                 kept[source] = self.outputs.cut(index, inputs.sizes)
         return kept
+
+    def other_structure(self, found: str) -> ShapeError:
+        """The error for a result of another structure than the first."""
+        return ShapeError(
+            "the model returned another structure than in its first run",
+            expected=str(self.run.spec),
+            found=found,
+            remedy="return the same structure for every batch",
+        )
 
     def result(self, sizes: Sizes) -> Any:
         """The model's result over the first entries of the buffers."""
@@ -111,7 +128,7 @@ class WeightGuards:
             own: storages of the manager's buffers.
         """
         kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
-        owned = OwnedTensors.locate(modules, kept)
+        owned = OwnedTensors.locate(modules, kept, all_children=True)
         return None if owned is None else cls(AmbientState.now(modules), owned, KeptLayouts(kept))
 
     def hold(self, modules: Sequence[torch.nn.Module]) -> bool:

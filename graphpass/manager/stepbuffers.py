@@ -7,7 +7,7 @@ real entries of an input is padding, always: a batch that is smaller than the on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class StepBuffers:
     def __init__(self, specs: Sequence[InputSpec], device: torch.device) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self.largest = _largest(specs)
+        self.device = device
         self._memory = {spec.name: _memory(spec, device) for spec in specs}
         self.tensors = {
             name: self._cut(self._memory[name], spec.dims(), self.largest) for name, spec in self._specs.items()
@@ -46,9 +47,9 @@ class StepBuffers:
             self._is_padding = torch.ones(self.largest["num_tokens"] + 1, dtype=torch.bool, device=device)
         self._filled = dict.fromkeys(self.largest, 0)
         # Rules that are no value have to be asked again in every step.
-        self._computed = [
+        self._computed = {
             name for name, spec in self._specs.items() if not isinstance(spec.padding, (bool, int, float))
-        ]
+        }
 
     def at(self, sizes: Sizes) -> dict[str, InputBuffer]:
         """What the model is given at these padded sizes: views of the buffers, for Dynamo dynamic and static."""
@@ -60,6 +61,10 @@ class StepBuffers:
                 compat.mark_maybe_dynamic(view, dim)
             views[name] = InputBuffer(name, view, spec.dims(), spec.padding)
         return views
+
+    def pad_always(self, names: Iterable[str]) -> None:
+        """Pad these inputs in every step: the model writes to them, padding included."""
+        self._computed.update(names)
 
     def is_padding(self, num_tokens: int) -> torch.Tensor:
         """Which of the first ``num_tokens`` entries are padding."""
@@ -110,10 +115,18 @@ class StepBuffers:
                 found=", ".join(sorted(inputs)) or "none",
                 remedy="pass a tensor for each InputSpec, or inputs=None where they are in the buffers already",
             )
-        targets = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for name, spec in self._specs.items():
             target = self._cut(self._memory[name], spec.dims(), sizes)
             value = inputs[name]
+            if not isinstance(value, torch.Tensor):
+                raise ShapeError(
+                    f"input {name!r} is no tensor",
+                    expected=f"{tuple(target.shape)} {target.dtype} on {target.device}, for sizes {dict(sizes)}",
+                    found=repr(value)[:200],
+                    remedy="pass a tensor of the real entries",
+                )
             if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
                 raise ShapeError(
                     f"input {name!r} does not fit its buffer",
@@ -121,8 +134,11 @@ class StepBuffers:
                     found=f"{tuple(value.shape)} {value.dtype} on {value.device}",
                     remedy="pass the real entries alone, in the dtype and on the device of the InputSpec's buffer",
                 )
+            if value.data_ptr() != target.data_ptr() and storage_id(value) == storage_id(target):
+                value = value.clone()  # it lies elsewhere in the buffer, and may overlap what it is copied to
             targets.append(target)
-        compat.foreach_copy_(targets, [inputs[name] for name in self._specs])
+            sources.append(value)
+        compat.foreach_copy_(targets, sources)
 
     def _blank_behind(self, field: str, size: int) -> None:
         filled = self._filled[field]
