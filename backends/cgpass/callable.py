@@ -32,7 +32,7 @@ __all__ = ["GraphedCallable"]
 
 _log = logging.getLogger("graphpass")
 _RUNS_BEFORE_ADVICE = 8
-_CAPTURABLE_REASONS = ("splitting op", "nothing to capture", "reshaped in place")
+_CAPTURABLE_REASONS = ("splitting op", "nothing to capture", "reshaped in place", "beyond a region")
 
 
 class GraphedCallable:

@@ -71,17 +71,19 @@ class RegionCompiler:
         """
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
-        # All keys before the first compilation: what compiling one region adds to the guards is no part of another.
+        # All keys before the first compilation: what compiling one region adds to the guards is no part of another key.
+        # Regions that follow are compiled with it all the same, so that their artifacts assume it.
         structures = [structure_of(region.graph_module, compiler) for region in regions]
+        known = [frozenset(compat.facts_of(structure.shape_env)) for structure in structures]
         keyed_s = time.perf_counter()
         found: dict[str, CompiledRegion] = {}
         num_new = 0
-        for region, structure in zip(regions, structures, strict=True):
+        for region, structure, facts in zip(regions, structures, known, strict=True):
             wanted = _ranges_of(structure, size_ranges)
             key = (structure.key, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):
-                artifact = self._known[key] = _Compilation(region, structure, wanted, chosen).run()
+                artifact = self._known[key] = _Compilation(region, structure, facts, wanted, chosen).run()
                 num_new += artifact.num_artifacts()
             found[region.name] = artifact
         return CompiledRegions(MappingProxyType(found), num_new, keyed_s - start_s, time.perf_counter() - keyed_s)
@@ -105,6 +107,7 @@ class _Compilation:
 
     region: _Region
     structure: Structure
+    known: frozenset[sympy.Basic]  # facts of the time when the key was made; what came later, the artifact assumes
     wanted: tuple[Any, ...]
     compiler: Compiler
 
@@ -115,9 +118,8 @@ class _Compilation:
         if written is not None and written.defeat_compilers(examples):
             return CompiledRegion.as_traced(graph_module.forward)
         shape_env = self.structure.shape_env
-        known = compat.facts_of(shape_env)
         function = self.compiler.compile(_own_copy(graph_module), examples)
-        added = [guard for guard in compat.facts_of(shape_env) if guard not in set(known)]
+        added = [guard for guard in compat.facts_of(shape_env) if guard not in self.known]
         position, sized = self._sized(examples, written)
         return CompiledRegion(
             function=function,

@@ -14,7 +14,7 @@ from graphpass.partition.analysis import CALLS, Analysis, is_recomputed
 from graphpass.partition.execute import storages_of, tensors_in, value_of
 from graphpass.partition.opnames import display_name, names_of
 from graphpass.partition.passes import is_rebuilt_output, unpacked_from
-from graphpass.partition.rules import SplitReason, SplitRule, reshapes_in_place
+from graphpass.partition.rules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
 
 __all__ = ["NodeGroup", "assign"]
 
@@ -55,7 +55,7 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
     reasons = _reasons(body, rules)
     _spread_over_spans(body, reasons)
     runs = _runs(body, reasons)
-    while torn := _reshaped_across_runs(runs):
+    while torn := _torn_from_other_runs(runs):
         reasons.update(torn)
         runs = _runs(body, reasons)
     trivial = [kind == "captured" and all(_is_trivial(n, analysis) for n in nodes) for kind, nodes in runs]
@@ -175,20 +175,28 @@ def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, 
     return runs
 
 
-def _reshaped_across_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
-    """Captured nodes that turn or reshape a tensor in place which another run has as well: a replay turns nothing."""
+def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
+    """Captured nodes that may not be cut from a run that has their tensor as well.
+
+    A replay turns and reshapes nothing that another run holds. What an earlier run hands over may lie elsewhere in its
+    storage than it did there, since a graph reads a copy of its elements alone.
+    """
     shared: dict[int, set[int]] = {}
     for position, (_, nodes) in enumerate(runs):
         for node in nodes:
             for storage in storages_of([value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]):
                 shared.setdefault(storage, set()).add(position)
-    return {
-        node: (SplitReason("reshaped in place", f"{display_name(node)} of a tensor that another region has too"),)
-        for kind, nodes in runs
-        if kind == "captured"
-        for node in nodes
-        if reshapes_in_place(node) and any(len(shared[storage]) > 1 for storage in storages_of(value_of(node)))
-    }
+    torn: dict[fx.Node, tuple[SplitReason, ...]] = {}
+    for position, (kind, nodes) in enumerate(runs):
+        for node in nodes if kind == "captured" else ():
+            turned = storages_of(value_of(node)) if reshapes_in_place(node) else frozenset[int]()
+            if any(len(shared[storage]) > 1 for storage in turned):
+                why = f"{display_name(node)} of a tensor that another region has too"
+                torn[node] = (SplitReason("reshaped in place", why),)
+            elif any(min(shared[storage]) < position for storage in read_by_storage(node)):
+                why = f"{display_name(node)} of a tensor that an earlier region hands over"
+                torn[node] = (SplitReason("beyond a region", why),)
+    return torn
 
 
 def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 from graphpass import compat
 from graphpass.errors import PartitionError
 from graphpass.partition.analysis import facts_of, free_symbols
-from graphpass.partition.execute import tensors_in, value_of
+from graphpass.partition.execute import storages_of, tensors_in, value_of
 from graphpass.partition.opnames import display_name, matcher_of, names_of, packets_of
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "foreign_device",
     "host_read",
     "host_scalar",
+    "read_by_storage",
     "reshapes_in_place",
     "splits_at",
     "unsafe_tag",
@@ -37,7 +38,8 @@ class SplitReason:
 
     Attributes:
         kind: short and stable: "splitting op", "unsafe tag", "host read", "data-dependent shape", "host scalar",
-            "beyond an input", "cpu tensor", "second device", "mode pair", "nothing to capture", or a user's own.
+            "beyond an input", "beyond a region", "reshaped in place", "cpu tensor", "second device", "mode pair",
+            "nothing to capture", or a user's own.
         detail: names the op or the node.
     """
 
@@ -63,6 +65,8 @@ READS = frozenset(
 )
 READING_METHODS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
 READING_BUILTINS = (bool, int, float)
+
+STRIDING = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
 def splits_at(ops: Iterable[object]) -> SplitRule:
@@ -109,12 +113,16 @@ def reshapes_in_place(node: fx.Node) -> bool:
     return any(torch.Tag.inplace_view in tags for p in packets for tags in _tags(p, tuple(p.overloads()), out=False))
 
 
+def read_by_storage(node: fx.Node) -> frozenset[int]:
+    """Ids of the storages from whose start a node counts, wherever its tensor lies in them: those of ``as_strided``."""
+    if not node.all_input_nodes or STRIDING.isdisjoint(names_of(node)):
+        return frozenset()
+    return storages_of(value_of(node.all_input_nodes[0]))
+
+
 def beyond_input(node: fx.Node) -> SplitReason | None:
     """``as_strided`` of an input, which may reach past its elements: a graph reads a copy of these alone."""
-    if "aten::as_strided" not in names_of(node) or not node.all_input_nodes:
-        return None
-    source = value_of(node.all_input_nodes[0])
-    if not isinstance(source, torch.Tensor) or compat.storage_id(source) not in facts_of(node).copied_storages:
+    if read_by_storage(node).isdisjoint(facts_of(node).copied_storages):
         return None
     return SplitReason("beyond an input", f"{display_name(node)} of an input reaches into memory that is not copied")
 

@@ -148,6 +148,43 @@ FOUND: dict[str, tuple[str, Program]] = {
             route="dynamo",
         ),
     ),
+    "a view that another region made is read by its place in the storage": (
+        "eager",
+        Program(
+            (
+                *("u0 = self.w.split([1, 3], 1)", "t0 = u0[1]", "t1 = F.relu(self.w, inplace=True)"),
+                *("t0 = operator.iadd(t0, 1.5)", "t3 = t0.as_strided((2, 2), (2, 1), 1)"),
+            ),
+            ("t3",),
+            (Call("PIECEWISE", 3),),
+            splitting_ops=("aten::relu",),
+            dynamic=False,
+        ),
+    ),
+    "compiling one region fixes a size that a later region was keyed without": (
+        "aot_eager",
+        Program(
+            (
+                *("t2 = torch.take_along_dim(x, i.unsqueeze(1), 1)", "write(self.w[1:], self.w[:1])"),
+                *("t6 = t2.flatten()", "t7 = t6 + 1"),
+            ),
+            ("t6", "t7"),
+            (Call("NONE", 3), Call("NONE", 4)),
+            splitting_ops=("graphpassfuzz::write",),
+        ),
+    ),
+    "a diagonal that nothing reads crosses a cut, and Inductor warns as it lowers one": (
+        "inductor",
+        Program(
+            (
+                *("t0 = torch.maximum(self.c, self.c)", "t1 = self.b.diagonal()"),
+                *("t2 = y.as_strided((2, 2), (2, 1), 1)", "t3 = torch.maximum(t1, t1)"),
+            ),
+            ("x",),
+            (Call("NONE", 3),),
+            dynamic=False,
+        ),
+    ),
 }
 
 

@@ -128,17 +128,44 @@ def test_a_view_output_fed_back_into_an_input_that_is_written(mode: str) -> None
             torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_as_strided_of_an_input_reads_the_callers_memory(compiler: str) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x.as_strided((4, 4), (4, 1)) * 2
+STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a view": lambda x: x.as_strided((4, 4), (4, 1), 1) * 2,
+    "a copy": lambda x: torch.as_strided_copy(x, (4, 4), (4, 1), 1) * 2,
+}
 
-    calls = [lambda: (torch.randn(16, 4)[0:2],)] * 3
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
+def test_as_strided_of_an_input_reads_the_callers_memory(
+    strided: Callable[[torch.Tensor], torch.Tensor], compiler: str
+) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return strided(x)
+
+    calls = [lambda: (torch.randn(16, 4)[1:3],)] * 3
     with gp.GraphRuntime() as rt:
         fast = compiled(model, rt, compiler, dynamic=False)
         agree_in_turn(model, fast, "PIECEWISE", calls)
         with pytest.raises(CaptureError, match="beyond an input"):
-            run(fast, "FULL", torch.randn(16, 4)[0:2])
+            run(fast, "FULL", torch.randn(16, 4)[1:3])
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("splits", [["aten::sin", "aten::slice"], ["aten::cos"]], ids=["eager", "captured"])
+@pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
+def test_as_strided_of_what_an_earlier_region_hands_over(
+    strided: Callable[[torch.Tensor], torch.Tensor], splits: list[str], mode: str, compiler: str
+) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        rows = x.sin()[1:]
+        mean = x.cos().mean()
+        return strided(rows) + mean
+
+    with gp.GraphRuntime() as rt:
+        fast = compiled(model, rt, compiler, dynamic=False, splitting_ops=splits)
+        agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4),)] * 3)
+        assert mode == "NONE" or rt.stats().replayed
 
 
 def test_what_an_eager_region_flattens_may_be_written_between() -> None:
