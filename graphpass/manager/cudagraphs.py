@@ -235,8 +235,9 @@ class CudaGraphManager:
 
     def _next_may_exceed(self, max_bytes: int) -> bool:
         """Whether one more key, growing the pool like the last one, would take it above ``max_bytes``."""
-        growth = next(reversed(self._captured.values())).pool_bytes if self._captured else 0
-        return self.runtime.pool_bytes() + growth > max_bytes
+        if not self._captured:
+            return False
+        return self.runtime.pool_bytes() + next(reversed(self._captured.values())).pool_bytes > max_bytes
 
     # -- running ----------------------------------------------------------------------------------------------------
 

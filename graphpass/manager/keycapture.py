@@ -79,6 +79,7 @@ class KeyCapture:
             "lazy_capture": options.get("on_moved_input") != "error",
         }
         self.settings = Settings.of(given)
+        self._options = given
         self.modules = modules_of(model)
         self._entry = entry_of(model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=given)
@@ -87,9 +88,11 @@ class KeyCapture:
         self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
 
     def forget(self) -> None:
-        """Nothing is captured any more, and what the model returns is learned anew."""
+        """Nothing is captured any more; the model is compiled and learned anew, hooks and all."""
         self._learned = None
         self._guards.clear()
+        self._entry = entry_of(self._model)
+        self.compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
 
     def buffer_bytes(self) -> int:
         """Bytes of the input and output buffers."""

@@ -1,0 +1,387 @@
+"""CudaGraphManager over real graphs: every size, attention, buffers, streams, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass import (
+    AttentionSupport,
+    Batch,
+    BatchDescriptor,
+    CaptureError,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    CUDAGraphMode,
+    InputSpec,
+    OptionError,
+    ShapeError,
+)
+
+pytestmark = pytest.mark.cuda
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+WIDTH, LARGEST, NUM_SLOTS = 64, 10, 16
+SIZES = (2, 4, 8)
+X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
+COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+
+
+class Rows(nn.Module):
+    """Rows do not mix, so that any padding leaves the real ones as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + x
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """``sums`` is [slots + 1, width], the last one scratch; ``slot_mapping`` says where each token keeps its sum."""
+
+    sums: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@torch.library.custom_op("graphpass_gpu_manager::add_to_slots", mutates_args=())
+def add_to_slots(x: torch.Tensor) -> torch.Tensor:
+    """Add each row to its slot; the sums after that."""
+    slots: Slots = gp.get_forward_context().attn_metadata
+    num_tokens = slots.slot_mapping.shape[0]
+    out = torch.zeros_like(x)
+    sums = slots.sums[slots.slot_mapping] + x[:num_tokens]
+    slots.sums.index_put_((slots.slot_mapping,), sums)
+    out[:num_tokens].copy_(sums)
+    return out
+
+
+@add_to_slots.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class SlotBuilder:
+    """Makes :class:`Slots`; a batch's attention is the list of its slots. Implements ``AttentionMetadataBuilder``."""
+
+    splitting_ops = ("graphpass_gpu_manager::add_to_slots",)
+    support = AttentionSupport.ALWAYS
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(NUM_SLOTS + 1, WIDTH, device=device)
+        self._by_key: dict[BatchDescriptor, Slots] = {}
+
+    def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:
+        return ()
+
+    def example(self, key: BatchDescriptor, *, query_len: int | None) -> list[int]:
+        return [NUM_SLOTS] * key.num_tokens
+
+    def build(self, attention: Sequence[int], key: BatchDescriptor | None) -> Slots:
+        mapping = torch.tensor(attention, dtype=torch.long, device=self.sums.device)
+        if key is None:
+            return Slots(self.sums, mapping)
+        slots = self._by_key.get(key)
+        if slots is None:
+            slots = self._by_key[key] = Slots(self.sums, mapping.new_empty(key.num_tokens))
+        slots.slot_mapping.fill_(NUM_SLOTS)
+        slots.slot_mapping[: len(attention)].copy_(mapping)
+        return slots
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended = torch.ops.graphpass_gpu_manager.add_to_slots(self.before(x))
+        return self.after(attended).relu() + x
+
+
+@contextlib.contextmanager
+def managed(model: Any, mode: str = "FULL", sizes: Sequence[int] = SIZES, **given: Any) -> Iterator[CudaGraphManager]:
+    """A manager, closed at the end: nothing of its pool is left."""
+    dispatcher = CudagraphDispatcher(mode, sizes, max_num_reqs=LARGEST)
+    given = {"compiler": "eager", "on_fallback": "silent", "device": "cuda", "inputs": [X], **given}
+    manager = CudaGraphManager(model, dispatcher, **given)
+    try:
+        yield manager
+    finally:
+        manager.close()
+
+
+def rows(num_tokens: int) -> torch.Tensor:
+    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(num_tokens)).cuda()
+
+
+def run(manager: CudaGraphManager, x: torch.Tensor, **given: Any) -> Any:
+    return manager.run(Batch(x.shape[0], inputs={"x": x}, **given))
+
+
+def assert_right(manager: CudaGraphManager, model: Callable[..., Any], sizes: Sequence[int] = (3, 8, 1)) -> None:
+    for num_tokens in sizes:
+        x = rows(num_tokens)
+        torch.testing.assert_close(run(manager, x), model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+@COMPILERS
+@MODES
+def test_every_batch_of_every_size_is_right_and_replays(mode: str, compiler: str, cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    parsed = CUDAGraphMode.parse(mode)
+    with managed(model, mode, compiler=compiler) as manager:
+        manager.capture()
+        expected: dict[tuple[CUDAGraphMode, int], int] = {}
+        for uniform in (False, True):
+            for num_tokens in range(LARGEST + 1):
+                x = rows(num_tokens)
+                got = run(manager, x, uniform_decode=uniform)
+                torch.testing.assert_close(got, model(x).detach(), rtol=1e-4, atol=1e-4)
+                manager.buffers["x"][:num_tokens] = x
+                again = manager.run(Batch(num_tokens, uniform_decode=uniform))
+                torch.testing.assert_close(again, model(x).detach(), rtol=1e-4, atol=1e-4)
+                level = parsed.decode_mode() if uniform else parsed.mixed_mode()
+                if level and 0 < num_tokens <= SIZES[-1]:
+                    key = (level, next(size for size in SIZES if size >= num_tokens))
+                    expected[key] = expected.get(key, 0) + 2
+        stats = manager.stats()
+        used = {(k.captured.mode, k.captured.descriptor.num_tokens): k.hits for k in stats.keys if k.hits}
+        assert used == expected
+        assert {counts.copied for counts in manager.runtime.counts().values()} <= {0}
+        assert stats.pool_bytes == manager.runtime.pool_bytes() > 0
+        assert stats.keys[0].captured.pool_bytes > 0
+        assert all(key.captured.seconds > 0 for key in stats.keys)
+
+
+@COMPILERS
+@MODES
+def test_attention_keeps_what_it_keeps_without_graphs_and_padding(mode: str, compiler: str, cuda: torch.device) -> None:
+    builder, model = SlotBuilder(cuda), Attends().eval().to(cuda)
+    sums = torch.zeros(NUM_SLOTS, WIDTH, device=cuda)
+    with managed(model, mode, compiler=compiler, attention=builder) as manager:
+        manager.capture()
+        assert not builder.sums[:NUM_SLOTS].any(), "warm-up and capture write scratch alone"
+        for step, num_tokens in enumerate((3, 8, 1, 9, 10, 2, 5, 4)):
+            x, slots = rows(num_tokens), [(5 * n + step) % NUM_SLOTS for n in range(num_tokens)]
+            with torch.no_grad():
+                sums[slots] += model.before(x)
+                expected = model.after(sums[slots]).relu() + x
+            got = run(manager, x, attention=slots, uniform_decode=bool(step % 2))
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(builder.sums[:NUM_SLOTS], sums, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_step_waits_for_nothing_on_the_host(mode: str, cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model, mode) as manager:
+        manager.capture()
+        batches = [(num_tokens, rows(num_tokens)) for num_tokens in (3, 8, 1, 4)]
+        run(manager, rows(2))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = [run(manager, x).clone() for _, x in batches]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for (_, x), result in zip(batches, got, strict=True):
+            torch.testing.assert_close(result, model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_steps_take_no_memory(mode: str, cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model, mode) as manager:
+        manager.capture()
+        inputs = [rows(num_tokens) for num_tokens in range(1, 9)]
+        for x in inputs:
+            run(manager, x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(20):
+            for x in inputs:
+                run(manager, x)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_results_of_all_sizes_lie_in_the_same_buffers_outside_of_the_pool(mode: str, cuda: torch.device) -> None:
+    with managed(lambda x: {"hidden": x + 1, "other": (x * 2, x[:, 0])}, mode) as manager:
+        manager.capture()
+        addresses = set()
+        for num_tokens in (1, 8, 3, 10, 9, 4):
+            for uniform in (False, True):
+                got = run(manager, rows(num_tokens), uniform_decode=uniform)
+                addresses.add((got["hidden"].data_ptr(), *(tensor.data_ptr() for tensor in got["other"])))
+        (address,) = addresses
+        owners = {
+            tuple(segment["segment_pool_id"])
+            for segment in torch.cuda.memory_snapshot()
+            for place in address
+            if segment["address"] <= place < segment["address"] + segment["total_size"]
+        }
+        assert owners == {(0, 0)}
+
+
+def test_steps_on_several_streams_follow_each_other(cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model) as manager:
+        manager.capture()
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        inputs = [rows(n % 8 + 1) for n in range(24)]
+        torch.cuda.synchronize()
+        kept = []
+        for n, x in enumerate(inputs):
+            with torch.cuda.stream(streams[n % 3]):
+                got = run(manager, x).clone()
+                got.record_stream(streams[n % 3])
+                kept.append(got)
+        torch.cuda.synchronize()
+        for x, got in zip(inputs, kept, strict=True):
+            torch.testing.assert_close(got, model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_capture_stops_before_max_bytes(cuda: torch.device) -> None:
+    """Each key of this model needs more than the one before it: capture ends with what was taken so far."""
+    model = Rows().eval().to(cuda)
+    with managed(model) as manager:
+        manager.capture()
+        whole = manager.stats().pool_bytes
+        manager.close()
+        manager.capture(max_bytes=whole)
+        assert manager.stats().pool_bytes <= whole
+        assert_right(manager, model, range(1, LARGEST + 1))
+        manager.close()
+        manager.capture(max_bytes=1)
+        stats = manager.stats()
+        assert len(stats.keys) + len(stats.left_out) == len(SIZES)
+        assert len(stats.keys) == 1, "one key in any case"
+        assert manager.needs_capture()
+        assert_right(manager, model, range(1, LARGEST + 1))
+        manager.capture()
+        assert not manager.needs_capture()
+        assert_right(manager, model, range(1, LARGEST + 1))
+
+
+def test_close_gives_the_pool_back_and_it_can_be_captured_again(cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model) as manager:
+        for _ in range(3):
+            manager.capture()
+            assert_right(manager, model)
+            assert manager.stats().pool_bytes > 0
+            manager.close()
+            assert manager.needs_capture()
+            assert manager.stats().pool_bytes == 0
+            with pytest.raises(CaptureError, match="nothing has been captured"):
+                run(manager, rows(3))
+
+
+def test_replaced_weights_are_found(cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model, "FULL_AND_PIECEWISE") as manager:
+        manager.capture()
+        for _ in range(3):
+            model.layers[0].weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, device=cuda))
+            assert_right(manager, model)
+            model.layers[2] = nn.Linear(2 * WIDTH, WIDTH, device=cuda).eval()
+            assert_right(manager, model)
+            model.layers[2].weight.data = torch.randn(WIDTH, 2 * WIDTH, device=cuda)
+            assert_right(manager, model)
+
+
+def test_autocast_is_refused_by_name(cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model) as manager:
+        manager.capture()
+        with torch.autocast("cuda", dtype=torch.bfloat16), pytest.raises(CaptureError, match="autocast changed"):
+            run(manager, rows(3))
+        assert_right(manager, model)
+
+
+def test_random_numbers_follow_the_seed(cuda: torch.device) -> None:
+    with managed(lambda x: nn.functional.dropout(x, 0.5)) as manager:
+        manager.capture()
+        x = torch.ones(8, WIDTH, device=cuda)
+        torch.manual_seed(1)
+        first = [run(manager, x).clone() for _ in range(2)]
+        torch.manual_seed(1)
+        torch.testing.assert_close([run(manager, x).clone() for _ in range(2)], first)
+        assert not torch.equal(*first)
+
+
+def test_bad_input_is_refused_and_the_next_batch_is_right(cuda: torch.device) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model) as manager:
+        manager.capture()
+        bad = ({}, {"y": rows(3)}, {"x": rows(3), "y": rows(3)}, {"x": rows(4)}, {"x": rows(1)})
+        for inputs in (*bad, {"x": rows(3).cpu()}, {"x": rows(3).half()}, {"x": rows(3)[:, :5]}):
+            before = manager.buffers["x"].clone()
+            with pytest.raises(ShapeError):
+                manager.run(Batch(3, inputs=inputs))
+            assert torch.equal(manager.buffers["x"], before)
+            assert_right(manager, model)
+        with pytest.raises(ShapeError, match="does not fit the buffers"):
+            run(manager, rows(LARGEST + 1))
+        with pytest.raises(CaptureError, match="nothing to capture"):
+            manager.capture()
+        assert_right(manager, model)
+    with managed(model, sizes=(16,)) as manager, pytest.raises(OptionError, match="does not fit the buffers"):
+        manager.capture()
+
+
+class ReadsOnHost(nn.Module):
+    """No graph can hold the whole: an op in its midst waits for the device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.graphpass_gpu_manager.scaled_by_largest(x * 2) + 1
+
+
+@torch.library.custom_op("graphpass_gpu_manager::scaled_by_largest", mutates_args=())
+def scaled_by_largest(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.isfinite().all())
+
+
+@scaled_by_largest.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_op_that_waits_for_the_device_stays_eager_where_it_is_listed(cuda: torch.device) -> None:
+    """Unlisted, the capture fails with the key's name and the rest goes on."""
+    model = ReadsOnHost()
+    with managed(model) as manager:
+        with pytest.raises(CaptureError, match="8 tokens"):
+            manager.capture()
+        assert manager.needs_capture()
+        torch.testing.assert_close(model(rows(3)), rows(3) * 2 + 1)
+    ops = ["graphpass_gpu_manager::scaled_by_largest"]
+    with managed(model, "PIECEWISE", splitting_ops=ops) as manager:
+        manager.capture()
+        assert_right(manager, model, range(1, LARGEST + 1))
+        assert manager.stats().replays == 8
+
+
+def test_a_batch_without_a_graph_says_why(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    model = Rows().eval().to(cuda)
+    with managed(model, on_fallback="warn") as manager:
+        manager.capture()
+        with caplog.at_level(logging.WARNING, "graphpass"):
+            assert_right(manager, model, [9, 9])
+    assert sum("above the largest key" in record.getMessage() for record in caplog.records) == 1

@@ -1,0 +1,199 @@
+"""A model that changes after the capture: weights, modules, settings of torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import Batch, CaptureError, StaticInputError
+from tests.unit.manager.managed import WIDTH, Rows, assert_right, captured, notes, rows, run
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
+def test_weights_replaced_in_every_way_are_found() -> None:
+    model = Rows().eval()
+    manager = captured(model)
+    assert_right(manager, model)
+    for step in range(3):
+        model.inner.weight = nn.Parameter(torch.full((5, WIDTH), float(step)))
+        assert_right(manager, model)
+        model.inner.weight.data = torch.randn(5, WIDTH)
+        assert_right(manager, model)
+        model.inner = nn.Linear(WIDTH, 5).eval()
+        assert_right(manager, model)
+    assert "captured anew" in notes(manager)
+
+
+def test_weights_written_in_place_need_no_capture() -> None:
+    model = Rows().eval()
+    manager = captured(model)
+    before = manager.runtime.stats().captured
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    assert_right(manager, model)
+    with torch.no_grad():
+        model.inner.weight.mul_(2)
+        model.inner.bias.data.copy_(torch.ones(5))
+    assert_right(manager, model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert_right(manager, model)
+    assert manager.runtime.stats().captured == before
+
+
+def test_weights_loaded_by_assignment_are_found() -> None:
+    model = Rows().eval()
+    manager = captured(model)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+    assert_right(manager, model)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_new_weights_after_many_replacements_are_right_in_place_too(mode: str) -> None:
+    """Inputs in the buffers outlive the capture that a replaced weight asks for."""
+    model = Rows().eval()
+    manager = captured(model, mode)
+    for _ in range(6):
+        model.inner.weight = nn.Parameter(torch.randn(5, WIDTH))
+        for num_tokens in (3, 7):
+            manager.buffers["x"][:num_tokens] = rows(num_tokens)
+            torch.testing.assert_close(manager.run(Batch(num_tokens)), model(rows(num_tokens)).detach())
+    assert_right(manager, model)
+
+
+def test_moved_weights_are_refused_by_name_where_that_was_asked_for() -> None:
+    model = Rows().eval()
+    manager = captured(model, on_moved_input="error")
+    old = model.inner.weight
+    model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
+    with pytest.raises(StaticInputError, match="FULL 4 tokens") as raised:
+        run(manager, rows(3))
+    assert "recapture" in raised.value.remedy
+    model.inner.weight = old
+    assert_right(manager, model)
+    model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
+    manager.recapture()
+    assert_right(manager, model)
+
+
+def new_factor(model: Any) -> None:
+    model.factor = 5.0
+
+
+def new_hook(model: Any) -> None:
+    model.act.register_forward_hook(lambda module, args, output: output + 1)
+
+
+def new_layer(model: Any) -> None:
+    model.layers.append(nn.Linear(5, 5).eval())
+
+
+class Changes(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+        self.layers = nn.ModuleList([nn.Linear(5, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.factor
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_an_exchanged_submodule_without_parameters_is_found(mode: str) -> None:
+    model = Changes().eval()
+    manager = captured(model, mode)
+    assert_right(manager, model)
+    model.act = nn.ReLU()
+    assert_right(manager, model)
+    assert "captured anew" in notes(manager)
+
+
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    [("FULL", new_factor), ("FULL", new_hook), ("FULL", new_layer), ("PIECEWISE", new_factor)],
+)
+def test_whatever_else_changes_the_model_is_there_after_recapture(mode: str, change: Callable[[Any], None]) -> None:
+    """A step looks at the model's tensors and modules; attributes, hooks and longer lists are the caller's to tell."""
+    model = Changes().eval()
+    manager = captured(model, mode)
+    assert_right(manager, model)
+    before = model(rows(3)).detach()
+    change(model)
+    assert not torch.allclose(model(rows(3)), before)
+    manager.recapture()
+    assert_right(manager, model)
+
+
+@contextlib.contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    model.train()
+    yield
+    model.eval()
+
+
+@contextlib.contextmanager
+def autocast(model: nn.Module) -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        yield
+
+
+@contextlib.contextmanager
+def default_dtype(model: nn.Module) -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def matmul_precision(model: nn.Module) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def deterministic(model: nn.Module) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    [
+        *(("FULL", change) for change in (training, autocast, default_dtype, matmul_precision, deterministic)),
+        *(("PIECEWISE", change) for change in (training, autocast)),
+    ],
+)
+def test_a_change_of_ambient_state_is_refused_by_name(mode: str, change: Any) -> None:
+    model = Rows().eval()
+    manager = captured(model, mode)
+    assert_right(manager, model)
+    with change(model), pytest.raises(CaptureError, match=f"{change.__name__} changed") as raised:
+        run(manager, rows(3))
+    assert raised.value.expected != raised.value.found
+    assert_right(manager, model)
+    assert manager.runtime.stats().captured == 3
+
+
+def test_after_close_the_new_state_is_captured() -> None:
+    model = Rows().eval()
+    manager = captured(model)
+    model.train()
+    manager.recapture()
+    assert_right(manager, model)
