@@ -82,7 +82,7 @@ def assert_counts(
     ("stock", "compiler", "place"),
     table(
         (("llama", "bert", "vit", "siglip_vision"), "aot_eager", CPU),
-        (("llama", "vit"), "inductor", CPU),
+        (("vit",), "inductor", CPU),
         (("qwen3", "siglip_text"), "eager", CPU),
         (("vit",), "eager", CPU_BF16),
     ),
@@ -133,7 +133,7 @@ def compiled_for(
     return compiled
 
 
-@pytest.mark.parametrize(("stock", "compiler", "place"), table((EVERY_MODEL, "eager", CPU)))
+@pytest.mark.parametrize(("stock", "compiler", "place"), table((("llama", "vit"), "eager", CPU)))
 def test_static_compiles_agree_in_every_mode(stock: Stock, compiler: str, place: Place) -> None:
     """Each size is a callable of its own, with a graph of its own in each mode."""
     model = stock.build(place, 1)

@@ -229,7 +229,7 @@ def test_a_change_is_seen_each_time(way: str, change: Callable[[Model], None], r
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [load_assigned, free_and_allocate], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_compiled_regions_see_it_too(
     way: str, change: Callable[[Model], None], compiler: str, rt: GraphRuntime
 ) -> None:
