@@ -185,9 +185,15 @@ class GraphedCallable:
                 )
 
     def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
-        outputs = self._full.call_flat(context, args)
-        if self.runtime.scope() is not None:
+        if self.runtime.scope() is None:
+            return self._full.call_flat(context, args)
+        # Together: once the pool is given back, another thread's forward has other entries.
+        self.runtime.enter_forward(context, args, self.name)
+        try:
+            outputs = self._full.call_flat(context, args)
             self._tell_plan(self._full_plan(context, args))
+        finally:
+            self.runtime.exit_forward()
         return outputs
 
     def _full_plan(self, context: ForwardContext, args: tuple[Any, ...]) -> ReplayPlan:
