@@ -82,7 +82,7 @@ class Generation:
         """Refuse a request that could never run.
 
         Raises:
-            OptionError, ShapeError: see :meth:`Scheduler.check <graphpass.manager.scheduler.Scheduler.check>`.
+            OptionError, ShapeError: it is too long, needs more pages than there are, or holds no valid token.
         """
         self._scheduler.check(request)
 
