@@ -502,29 +502,9 @@ def current_stream_of(device: torch.device) -> Any:
     return torch._C._cuda_getCurrentStream(device.index)
 
 
-def default_capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Torch's own capture stream, created by torch at first use: graphs of different owners then share one stream."""
-    with torch.cuda.device(device):
-        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
-    if stream is not None and stream.device == device:
-        return stream
-    # Torch keeps one default for the whole process; a second device needs a stream of its own.
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def blas_workspaces_of_its_own() -> Iterator[None]:
-    """Let what is recorded in the body allocate the workspaces of its matrix products in the graph's own pool.
-
-    torch keeps a workspace for each stream and hands it to every later product there. A graph bakes its address in, and
-    torch frees it when anybody's graph on that stream is reset, or Inductor records graphs of its own: the replay would
-    then write to memory that others have. (https://github.com/pytorch/pytorch/issues/193402)
-    """
+def drop_blas_workspaces() -> None:
+    """Have torch free the workspaces that it keeps for the matrix products of each stream."""
     torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def forget_failed_capture(device: torch.device, pool: Any) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from graphpass import compat
 from graphpass.capture.device import GraphDevice
+from graphpass.capture.recordingstream import RecordingStream
 
 __all__ = ["CudaDevice"]
 
@@ -30,27 +31,29 @@ class _PoolMemory:
 class CudaDevice(GraphDevice):
     """Captures CUDA graphs of one GPU into one memory pool.
 
-    The pool is created on the first capture and lives as long as a graph captured into it. Capture and warm-up run on
-    torch's own capture stream, so that library workspaces are reserved there before a capture needs them.
+    The pool is created on the first capture and lives as long as a graph captured into it. Warm-up runs on the caller's
+    stream, capture on one of the pool's own.
 
     Args:
         device: a CUDA device with an index.
         pool: a pool handle (``torch.cuda.graph_pool_handle()``) to share; None for one of its own.
     """
 
+    _made_pools: ClassVar[set[tuple[int, int]]] = set()
+    """Of all devices: torch's workspaces belong to the process, and others' pools decide whether they are dropped."""
+
     def __init__(self, device: torch.device, pool: Any = None) -> None:
         self.device = device
         self._given_pool = pool
         self._pool = pool
         self._retired_pools: list[Any] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._recording: RecordingStream | None = None
         self._last_current: Any = None
         self._last_stream: torch.cuda.Stream | None = None
 
     @override
     def warm_up(self, body: Callable[[], Any]) -> None:
-        with self._on_capture_stream():
-            body()
+        body()
 
     @override
     def record(
@@ -58,10 +61,11 @@ class CudaDevice(GraphDevice):
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            self._made_pools.add(tuple(self._pool))
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        with self._on_capture_stream(), compat.blas_workspaces_of_its_own():
+        with self._on_recording_stream():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = body()
@@ -116,22 +120,28 @@ class CudaDevice(GraphDevice):
 
     @override
     def close(self) -> None:
+        self._drop_stream()
         self._pool = self._given_pool
         self._retired_pools.clear()
         self._last_current = self._last_stream = None
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _on_capture_stream(self) -> Any:
-        if self._stream is None:
-            self._stream = compat.default_capture_stream(self.device)
-        caller = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(caller)
+    def _on_recording_stream(self) -> Iterator[None]:
+        if self._recording is None:
+            self._recording = RecordingStream(self.device)
+        caller, stream = torch.cuda.current_stream(self.device), self._recording.stream
+        stream.wait_stream(caller)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 yield
         finally:
-            caller.wait_stream(self._stream)
+            caller.wait_stream(stream)
+
+    def _drop_stream(self) -> None:
+        if self._recording is not None:
+            self._recording.close(own_pools=frozenset(self._made_pools))
+            self._recording = None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture whose body raised: the stream leaves capture mode, nothing of the recording is left."""
@@ -148,3 +158,4 @@ class CudaDevice(GraphDevice):
         graph.reset()
         self._retired_pools.append(self._pool)
         self._pool = None
+        self._drop_stream()

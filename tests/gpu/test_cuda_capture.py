@@ -312,6 +312,8 @@ def test_nobody_takes_a_graphs_workspace_away(cuda: torch.device, by: str) -> No
     left = torch.randn(64, 65536, device=cuda, dtype=torch.bfloat16)
     right = torch.randn(65536, 64, device=cuda, dtype=torch.bfloat16)
     expected = left @ right
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # torch's capture stream has a workspace from now on
+        left @ right
     with gp.GraphRuntime() as runtime:
         wrapper = gp.CUDAGraphWrapper(torch.matmul, "FULL", runtime=runtime, name="product", static_inputs=(0, 1))
         context = gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.FULL, batch_descriptor=gp.BatchDescriptor(64))
@@ -335,6 +337,31 @@ def test_nobody_takes_a_graphs_workspace_away(cuda: torch.device, by: str) -> No
             for _ in range(3):
                 torch.testing.assert_close(wrapper(left, right), expected, rtol=2e-2, atol=2.0)
             assert all(bool((block == 7).all()) for block in claimed), "the replay wrote to memory of others"
+
+
+def test_the_workspace_of_somebody_elses_graph_stays(cuda: torch.device) -> None:
+    """Captured by hand after a warm-up outside of any pool, as the manual of torch has it."""
+    left = torch.randn(64, 65536, device=cuda, dtype=torch.bfloat16)
+    right = torch.randn(65536, 64, device=cuda, dtype=torch.bfloat16)
+    expected = left @ right
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        left @ right
+    with torch.cuda.graph(graph, stream=stream):
+        theirs = left @ right
+    for _ in range(2):
+        with gp.GraphRuntime() as runtime, torch.no_grad():
+            wrapper = gp.CUDAGraphWrapper(torch.matmul, "FULL", runtime=runtime, name="product", static_inputs=(0, 1))
+            key = gp.BatchDescriptor(64)
+            with gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.FULL, batch_descriptor=key), runtime.capturing():
+                wrapper(left, right)
+        torch.cuda.empty_cache()
+        claimed = [torch.full((1 << 20,), 7, dtype=torch.uint8, device=cuda) for _ in range(256)]
+        for _ in range(3):
+            graph.replay()
+        torch.testing.assert_close(theirs, expected, rtol=2e-2, atol=2.0)
+        assert all(bool((block == 7).all()) for block in claimed), "their replay wrote to memory of others"
 
 
 def test_graphed_on_the_gpu(cuda: torch.device) -> None:

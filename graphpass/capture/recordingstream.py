@@ -1,0 +1,68 @@
+"""A CUDA stream that nothing but recordings into one pool runs on.
+
+torch keeps a workspace for the matrix products of each stream, allocated at the first of them and handed to all later
+ones. A recording bakes its address in. On a stream that others use too, that is memory outside of the graph's pool,
+which torch frees when anybody's graph there is reset, or when Inductor records graphs of its own: the replay would
+write to memory that others have (https://github.com/pytorch/pytorch/issues/193402). On a stream where only recordings
+run, the workspace lies in the pool, like every other memory of the graph. torch hands its own streams out in turn, to
+anybody; so this one comes from the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from graphpass import compat
+from graphpass.errors import DeviceError
+
+__all__ = ["RecordingStream"]
+
+_NON_BLOCKING = ctypes.c_uint(1)
+"""Not ordered with the legacy default stream, whose users could otherwise not launch during a recording."""
+
+
+class RecordingStream:
+    """A stream of its own on one device.
+
+    Raises:
+        DeviceError: the driver made none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info(device)  # makes the device's context this thread's, where the driver looks for it
+            _checked(_driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
+        self.stream = torch.cuda.ExternalStream(self._handle.value or 0, device=device)
+
+    def close(self, *, own_pools: frozenset[tuple[int, int]]) -> None:
+        """Give the stream and its workspaces back, when no graph recorded on it will be replayed.
+
+        torch can be asked to drop the workspaces of all streams, not of one. Somebody else's graph may read one of
+        those. So with a pool of somebody else's there, this one's is left to torch, and the stream with it: another
+        stream at its address would be given the workspace.
+
+        Args:
+            own_pools: every pool whose graphs were recorded on such streams.
+        """
+        pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+        if pools <= {(0, 0), *own_pools}:
+            compat.drop_blas_workspaces()
+            _checked(_driver().cuStreamDestroy_v2(self._handle), "give a stream back")
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _checked(status: int, what: str) -> None:
+    if status:
+        raise DeviceError(
+            f"the CUDA driver could not {what}",
+            expected="status 0",
+            found=f"status {status}",
+            remedy="look the status up in cuda.h (CUresult); a sticky one comes from an earlier kernel",
+        )
