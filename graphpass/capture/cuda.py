@@ -135,8 +135,11 @@ class CudaDevice(GraphDevice):
         try:
             with torch.cuda.stream(stream):
                 yield
-        finally:
+        except BaseException:  # what the pool has is as before; graphs there keep their workspace's memory
             caller.wait_stream(stream)
+            self._drop_stream()
+            raise
+        caller.wait_stream(stream)
 
     def _drop_stream(self) -> None:
         if self._recording is not None:
@@ -158,4 +161,3 @@ class CudaDevice(GraphDevice):
         graph.reset()
         self._retired_pools.append(self._pool)
         self._pool = None
-        self._drop_stream()
