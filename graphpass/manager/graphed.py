@@ -383,7 +383,7 @@ class GraphedModel:
             run = self._runs.get((mode, key))
             if run is not None:
                 run.refuse_shared_memory(given)
-            if run is None or (run.direct is not None and not run.direct.holds(self._modules)):
+            if run is None or (run.direct is not None and not run.direct.guards.hold(self._modules)):
                 with self._capturing():
                     leaves, run = self._graphed_call(mode, key, inputs)
                 run.refuse_shared_memory(given)

@@ -19,7 +19,16 @@ import torch
 from graphpass import compat
 from graphpass.errors import CaptureError, ShapeError
 
-__all__ = ["AmbientState", "DynamoGuards", "KeptLayouts", "OwnedTensors", "entry_of", "local_values", "modules_of"]
+__all__ = [
+    "AmbientState",
+    "CallGuards",
+    "DynamoGuards",
+    "KeptLayouts",
+    "OwnedTensors",
+    "entry_of",
+    "local_values",
+    "modules_of",
+]
 
 
 _TRAINING = operator.attrgetter("training")
@@ -133,7 +142,7 @@ class OwnedTensors:
 
 
 class KeptLayouts:
-    """Shapes and strides of a model's tensors, compared where Dynamo's guards do not see them change.
+    """Shapes and strides of a model's tensors.
 
     Args:
         tensors: parameters and buffers that a captured call was given.
@@ -142,7 +151,7 @@ class KeptLayouts:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
         self._layouts = [(tensor.shape, tensor.stride()) for tensor in self._tensors]
-        self._unchanged = None if compat.guards_see_layouts() else compat.layout_check(self._tensors)
+        self._unchanged = compat.layout_check(self._tensors)
 
     def refuse_change(self) -> None:
         """Compare with the layouts as they are now.
@@ -150,7 +159,7 @@ class KeptLayouts:
         Raises:
             ShapeError: a tensor has another one.
         """
-        if self._unchanged is None or self._unchanged():
+        if self._unchanged():
             return
         for tensor, (shape, stride) in zip(self._tensors, self._layouts, strict=True):
             if (tensor.shape, tensor.stride()) != (shape, stride):
@@ -209,3 +218,55 @@ class DynamoGuards:
     def hold(self) -> bool:
         """Whether Dynamo would run the same code again."""
         return self._check(self._locals)
+
+
+@dataclass(frozen=True, slots=True)
+class CallGuards:
+    """All that is compared before what was captured of a model runs past Dynamo.
+
+    Attributes:
+        ambient: torch's settings and the modules' train/eval flags at capture.
+        owned: where the model keeps the tensors that the graph reads.
+        dynamo: Dynamo's own, for everything else that tracing the model relied on; None where they are not asked.
+        layouts: shapes and strides of those tensors; None where Dynamo's guards are asked, and see them.
+    """
+
+    ambient: AmbientState
+    owned: OwnedTensors
+    dynamo: DynamoGuards | None
+    layouts: KeptLayouts | None
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[torch.nn.Module],
+        owned: OwnedTensors,
+        tensors: Sequence[torch.Tensor],
+        dynamo: DynamoGuards | None,
+    ) -> CallGuards:
+        """The guards as of now.
+
+        Args:
+            modules: all modules of the model.
+            owned: the places of ``tensors``.
+            tensors: those of the model that the graph reads.
+            dynamo: Dynamo's guards, or None not to ask them.
+        """
+        sees_layouts = dynamo is not None and compat.guards_see_layouts()
+        return cls(AmbientState.now(modules), owned, dynamo, None if sees_layouts else KeptLayouts(tensors))
+
+    def hold(self, modules: Sequence[torch.nn.Module]) -> bool:
+        """Whether the model still has the tensors of the capture, and is what Dynamo traced, as far as it is asked.
+
+        Raises:
+            CaptureError: a setting changed since capture.
+            ShapeError: a tensor has another layout, at its old address.
+        """
+        self.ambient.refuse_change(modules)
+        if not self.owned.in_place():
+            return False
+        if self.dynamo is not None and not self.dynamo.hold():
+            return False
+        if self.layouts is not None:
+            self.layouts.refuse_change()
+        return True

@@ -13,15 +13,16 @@ import torch
 
 from graphpass import compat
 from graphpass.capture import CaptureScope, EnteredCallable, GraphRuntime
+from graphpass.capture.layout import storage_id
 from graphpass.capture.snapshot import state_kept
 from graphpass.context import entered, set_forward_context
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.batch import AttentionMetadataBuilder
-from graphpass.manager.guards import entry_of, modules_of
+from graphpass.manager.guards import CallGuards, OwnedTensors, entry_of, modules_of
 from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
-from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs, WeightGuards
+from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey
 from graphpass.manager.padding import InputBuffer
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
@@ -84,7 +85,7 @@ class KeyCapture:
         self._entry = entry_of(model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=given)
         self._learned: Learned | None = None
-        self._guards: dict[Any, WeightGuards] = {}
+        self._guards: dict[Any, CallGuards] = {}
         self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
 
     def forget(self) -> None:
@@ -170,9 +171,17 @@ class KeyCapture:
             return sources
         if self.settings.policy.compare:
             return "compare=True"
-        if run.why_not_repeated is None and WeightGuards.of(self.modules, args, self._inputs.storages()) is None:
+        if run.why_not_repeated is None and self._guards_of(args) is None:
             return "it reads tensors that are neither arguments, parameters nor buffers"
         return run.why_not_repeated
+
+    def _guards_of(self, args: Sequence[Any]) -> CallGuards | None:
+        """The guards of a graph with these arguments; None where it reads tensors that no module keeps."""
+        own = self._inputs.storages()
+        kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
+        # None of Dynamo's guards are asked, so nothing else sees a module without tensors exchanged.
+        owned = OwnedTensors.locate(self.modules, kept, all_children=True)
+        return None if owned is None else CallGuards.of(self.modules, owned, kept, None)
 
     def _give_up_full(self, reason: str) -> None:
         if not self._dispatcher.mode.has_mode(CUDAGraphMode.FULL):
@@ -236,7 +245,7 @@ class KeyCapture:
         callable_, args, _ = scope.reached[0]
         guards = self._guards.get(callable_)
         if guards is None or not guards.hold(self.modules):
-            guards = WeightGuards.of(self.modules, args, self._inputs.storages())
+            guards = self._guards_of(args)
             assert guards is not None
             self._guards[callable_] = guards
         plan = next((plan for plan in reversed(scope.plans) if plan.name == callable_.name), None)

@@ -14,7 +14,7 @@ from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.manager.effects import Effect, python_effects
-from graphpass.manager.guards import AmbientState, DynamoGuards, KeptLayouts, OwnedTensors, local_values
+from graphpass.manager.guards import CallGuards, DynamoGuards, OwnedTensors, local_values
 from graphpass.manager.padding import InputBuffer
 
 __all__ = ["DirectCall", "KeyRun", "LeafSources", "leaf_sources", "learn_key", "nothing_reached"]
@@ -33,33 +33,14 @@ class DirectCall:
     Attributes:
         callable: the callable that the compiled model reached.
         args: its arguments at this key: buffers, sizes, parameters.
-        owned: where the model keeps the parameters among them.
-        ambient: process-wide settings that Dynamo's guards would have compared.
-        guards: Dynamo's own, for everything else that tracing the model relied on.
-        layouts: what those may not see.
+        guards: compared before it.
         leaf_sources: where the result's leaves come from.
     """
 
     callable: Any
     args: tuple[Any, ...]
-    owned: OwnedTensors
-    ambient: AmbientState
-    guards: DynamoGuards
-    layouts: KeptLayouts
+    guards: CallGuards
     leaf_sources: LeafSources
-
-    def holds(self, modules: Sequence[torch.nn.Module]) -> bool:
-        """Whether the model still has the parameters of the capture, and is what Dynamo traced.
-
-        Raises:
-            CaptureError: an ambient setting changed since capture.
-            ShapeError: a parameter has another layout, which Dynamo does not see.
-        """
-        self.ambient.refuse_change(modules)
-        if not self.owned.in_place() or not self.guards.hold():
-            return False
-        self.layouts.refuse_change()
-        return True
 
     def run(self) -> list[Any]:
         """Call it under the forward context that is set; the leaves of the result."""
@@ -392,11 +373,10 @@ def _direct(
         return None, "it reads tensors that are neither arguments, parameters nor buffers"
     if effects:
         return None, effects[0].text
-    guards = DynamoGuards.of(entry, arguments)
-    if guards is None:
+    dynamo = DynamoGuards.of(entry, arguments)
+    if dynamo is None:
         return None, "Dynamo's code for it is more than one graph, or its guards hold for one call only"
-    ambient, layouts = AmbientState.now(modules), KeptLayouts(kept)
-    return DirectCall(callable_, tuple(args), owned, ambient, guards, layouts, sources), None
+    return DirectCall(callable_, tuple(args), CallGuards.of(modules, owned, kept, dynamo), sources), None
 
 
 def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, InputBuffer]) -> LeafSources | str:

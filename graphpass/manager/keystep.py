@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from graphpass import compat
-from graphpass.capture.layout import storage_id
 from graphpass.capture.plan import ReplayPlan
 from graphpass.errors import ShapeError
-from graphpass.manager.guards import AmbientState, KeptLayouts, OwnedTensors
+from graphpass.manager.guards import CallGuards
 from graphpass.manager.keyrun import KeyRun, LeafSources
 from graphpass.manager.padding import InputBuffer
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes
 
-__all__ = ["KeyStep", "Learned", "PaddedInputs", "WeightGuards"]
+__all__ = ["KeyStep", "Learned", "PaddedInputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,47 +104,6 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightGuards:
-    """What Dynamo's guards would have said about a model whose graph is replayed past them.
-
-    Attributes:
-        ambient: torch's settings and the modules' train/eval flags at capture.
-        owned: where the model keeps the tensors that the graph reads.
-        layouts: their shapes and strides.
-    """
-
-    ambient: AmbientState
-    owned: OwnedTensors
-    layouts: KeptLayouts
-
-    @classmethod
-    def of(cls, modules: Sequence[torch.nn.Module], args: Sequence[Any], own: frozenset[int]) -> WeightGuards | None:
-        """The guards as of now; None where the graph reads tensors that no module keeps.
-
-        Args:
-            modules: all modules of the model.
-            args: the graph's arguments.
-            own: storages of the manager's buffers.
-        """
-        kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
-        owned = OwnedTensors.locate(modules, kept, all_children=True)
-        return None if owned is None else cls(AmbientState.now(modules), owned, KeptLayouts(kept))
-
-    def hold(self, modules: Sequence[torch.nn.Module]) -> bool:
-        """Whether the model still keeps the same tensors in the same places.
-
-        Raises:
-            CaptureError: a setting changed since capture.
-            ShapeError: a tensor has another layout, at its old address.
-        """
-        self.ambient.refuse_change(modules)
-        if not self.owned.in_place():
-            return False
-        self.layouts.refuse_change()
-        return True
-
-
-@dataclass(frozen=True, slots=True)
 class KeyStep:
     """One captured key.
 
@@ -161,7 +119,7 @@ class KeyStep:
     args: tuple[Any, ...]
     plan: ReplayPlan | None
     returns_flat: bool
-    guards: WeightGuards | None
+    guards: CallGuards | None
 
     def holds(self, modules: Sequence[torch.nn.Module], generation: int) -> bool:
         """Whether what was captured can be replayed as it is."""

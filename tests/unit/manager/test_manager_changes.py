@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CaptureError, StaticInputError
+from graphpass import Batch, CaptureError, ShapeError, StaticInputError, compat
 from tests.unit.manager.managed import WIDTH, Rows, assert_right, captured, notes, rows, run
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -44,6 +44,38 @@ def test_weights_written_in_place_need_no_capture() -> None:
         parameter.requires_grad_(False)
     assert_right(manager, model)
     assert manager.runtime.stats().captured == before
+
+
+class Square(nn.Module):
+    """A weight that has the shape of its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("seen_by_dynamo", [True, False])
+def test_a_transposed_weight_is_refused_whatever_dynamo_would_see(
+    mode: str, seen_by_dynamo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step asks none of Dynamo's guards, so it does not matter what they see of layouts."""
+    monkeypatch.setattr(compat, "guards_see_layouts", lambda: seen_by_dynamo)
+    model = Square().eval()
+    manager = captured(model, mode)
+    assert_right(manager, model)
+    weight = model.inner.weight
+    weight.data = weight.data.t()
+    with pytest.raises(ShapeError, match="another layout") as raised:
+        run(manager, rows(3))
+    assert raised.value.expected != raised.value.found
+    weight.data = weight.data.t()
+    assert_right(manager, model)
+    assert manager.runtime.stats().captured == 3
 
 
 def test_weights_loaded_by_assignment_are_found() -> None:
