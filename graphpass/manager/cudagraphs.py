@@ -292,9 +292,9 @@ class CudaGraphManager:
 
     def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes) -> Any:
         self._refuse_uncaptured(step)
-        is_first = self._counts.fell_back(step, batch.num_tokens)
+        self._counts.fell_back(step, batch.num_tokens)
         if step.reason is not DispatchReason.EMPTY and step.reason is not DispatchReason.DISABLED:
-            self._report_fallback(step, is_first=is_first)
+            self._report_fallback(step)
         with _quietly():
             learned = self._keys.learn()
             if step.reason is DispatchReason.EMPTY:
@@ -331,18 +331,17 @@ class CudaGraphManager:
                 remedy="call capture(), or make the dispatcher with lazy=True to capture each key at its first use",
             )
 
-    def _report_fallback(self, step: Dispatch, *, is_first: bool) -> None:
-        text = f"no graph for {step.descriptor}: {step.reason.explanation}; it runs compiled, without a graph"
-        if self._keys.settings.on_fallback == "error":
-            raise CaptureError(
+    def _report_fallback(self, step: Dispatch) -> None:
+        self._keys.fallbacks.report(
+            f"no graph for {step.descriptor}: {step.reason.explanation}; it runs compiled, without a graph",
+            CaptureError(
                 "this batch has no graph, and on_fallback is 'error'",
                 expected="a batch that fits a captured key",
                 found=f"{step.descriptor} ({step.reason})",
                 remedy="add a larger capture size, or set on_fallback='warn'",
-            )
-        if self._keys.settings.on_fallback == "warn" and is_first:
-            _log.warning("%s", text)
-        self.runtime.note(text)
+            ),
+            once_for=str(step.reason),
+        )
 
     # -- shapes -----------------------------------------------------------------------------------------------------
 

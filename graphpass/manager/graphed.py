@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from graphpass.dispatch.ladder import least_padded_to
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.buffers import BufferSet, KeyInputs
+from graphpass.manager.fallbacks import Fallbacks
 from graphpass.manager.guards import entry_of, local_values, modules_of
 from graphpass.manager.keyrun import KeyRun, learn_key, nothing_reached
 from graphpass.manager.learned import SharedDims, candidate_dims, shared_dims, stand_in, trace_sizes
@@ -33,8 +33,6 @@ from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report
 
 __all__ = ["GraphedModel", "graphed"]
-
-_log = logging.getLogger("graphpass")
 
 
 def graphed(
@@ -130,6 +128,7 @@ class GraphedModel:
         self._poisons = poison
         self._checked: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self._traffic = Traffic()
+        self._fallbacks = Fallbacks(self.runtime, self._settings.on_fallback)
         # The buffers are filled before the runtime hands out the pool, so calls of one model take turns from the start.
         self._turn = threading.RLock()
 
@@ -214,7 +213,7 @@ class GraphedModel:
     def _without_key(self, step: Dispatch, given: Mapping[str, Any]) -> Any:
         if step.reason is DispatchReason.EMPTY:
             return self._model(**given)
-        self._report_fallback(
+        self._fallbacks.report(
             f"no graph for {step.descriptor}: {step.reason}; it runs compiled, without a graph",
             CaptureError(
                 "this batch has no graph, and on_fallback is 'error'",
@@ -233,7 +232,7 @@ class GraphedModel:
         arguments = local_values(self._entry, self._key_inputs(key, given).arguments())
         if not compat.is_past_recompile_limit(self._entry, arguments):
             return False
-        self._report_fallback(
+        self._fallbacks.report(
             f"no graph for {key}: Dynamo is at its recompile limit and no longer calls the backend",
             CaptureError(
                 f"{mode} {key} cannot be captured, and on_fallback is 'error'",
@@ -244,18 +243,6 @@ class GraphedModel:
             once_for="recompile limit",
         )
         return True
-
-    def _report_fallback(self, text: str, error: CaptureError, *, once_for: str) -> None:
-        """Do what ``on_fallback`` says where a graph was asked for and cannot be had.
-
-        Raises:
-            CaptureError: ``error``, where that is what the option says.
-        """
-        if self._settings.on_fallback == "error":
-            raise error
-        if self._settings.on_fallback == "warn" and self._traffic.is_first(once_for):
-            _log.warning("%s", text)
-        self.runtime.note(text)
 
     def _without_graph(self, given: Mapping[str, Any]) -> Any:
         with set_forward_context():
@@ -285,16 +272,7 @@ class GraphedModel:
         largest = {field: max(ladder) for field, ladder in self._ladders.items()}
         self._buffers = BufferSet(self._shared.by_argument, largest, self._rules)
         if reached.never_full is not None and self._settings.mode.has_mode(CUDAGraphMode.FULL):
-            self._report_fallback(
-                f"FULL is not possible, PIECEWISE instead: {reached.never_full}",
-                CaptureError(
-                    "the model cannot be captured as a whole, and on_fallback is 'error'",
-                    expected="a model without such an op, or mode='PIECEWISE'",
-                    found=reached.never_full,
-                    remedy="pass mode='PIECEWISE', or set on_fallback='warn'",
-                ),
-                once_for="never full",
-            )
+            self._fallbacks.report_never_full(reached.never_full)
             self._dispatcher = self._new_dispatcher(CUDAGraphMode.PIECEWISE)
 
     def _forget(self) -> None:
@@ -452,8 +430,8 @@ class GraphedModel:
             self._checked.add((mode, key))
         if why_not is not None:
             text = f"whether padding changes real rows is not checked: {why_not}"
-            if self._poisons and self._traffic.is_first(text):
-                _log.warning("%s", text)
+            if self._poisons:
+                self._fallbacks.warn_once(text, once_for=text)
             self.runtime.note(text)
 
     def _capturing(self) -> contextlib.AbstractContextManager[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -17,9 +16,10 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.snapshot import state_kept
 from graphpass.context import entered, set_forward_context
 from graphpass.dispatch import CudagraphDispatcher
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.batch import AttentionMetadataBuilder
+from graphpass.manager.fallbacks import Fallbacks
 from graphpass.manager.guards import CallGuards, OwnedTensors, entry_of, modules_of
 from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
@@ -30,7 +30,6 @@ from graphpass.modes import CUDAGraphMode
 
 __all__ = ["Key", "KeyCapture", "context_of"]
 
-_log = logging.getLogger("graphpass")
 _LEAST_SYMBOLIC = 2
 Key = tuple[CUDAGraphMode, BatchDescriptor]
 
@@ -49,6 +48,7 @@ class KeyCapture:
 
     Attributes:
         settings: the options, validated.
+        fallbacks: what is said where there is no graph.
         modules: all modules of the model, as of the last capture.
         compiled: the model through Dynamo.
     """
@@ -80,6 +80,7 @@ class KeyCapture:
             "lazy_capture": options.get("on_moved_input") != "error",
         }
         self.settings = Settings.of(given)
+        self.fallbacks = Fallbacks(runtime, self.settings.on_fallback)
         self._options = given
         self.modules = modules_of(model)
         self._entry = entry_of(model)
@@ -186,17 +187,7 @@ class KeyCapture:
     def _give_up_full(self, reason: str) -> None:
         if not self._dispatcher.mode.has_mode(CUDAGraphMode.FULL):
             return
-        text = f"FULL is not possible, PIECEWISE instead: {reason}"
-        if self.settings.on_fallback == "error":
-            raise CaptureError(
-                "the model cannot be captured as a whole, and on_fallback is 'error'",
-                expected="a model without such an op, or a dispatcher of mode PIECEWISE",
-                found=reason,
-                remedy="make the dispatcher with mode='PIECEWISE', or set on_fallback='warn'",
-            )
-        if self.settings.on_fallback == "warn":
-            _log.warning("%s", text)
-        self._runtime.note(text)
+        self.fallbacks.report_never_full(reason)
         self._dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, self._dispatcher.uniform_decode_query_len)
 
     # -- capturing --------------------------------------------------------------------------------------------------

@@ -174,11 +174,10 @@ class StepCounts:
         self.hits[key] += 1
         self.real_tokens[key] += num_tokens
 
-    def fell_back(self, step: Dispatch, num_tokens: int) -> bool:
-        """Count a batch that does not; whether its reason came up for the first time."""
+    def fell_back(self, step: Dispatch, num_tokens: int) -> None:
+        """Count a batch that does not."""
         self.fallbacks[step.reason] += 1
         self.fallback_tokens += num_tokens
-        return self.fallbacks[step.reason] == 1
 
     def of(self, captured: CapturedKey) -> KeyTraffic:
         """How one key was used."""

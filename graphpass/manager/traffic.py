@@ -41,7 +41,6 @@ class Traffic:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[CUDAGraphMode, BatchDescriptor, str], _Row] = {}
-        self._reasons: set[str] = set()
 
     def saw(self, step: Dispatch, sizes: Mapping[str, int], padded: Mapping[str, int] | None) -> None:
         """Count one dispatch; ``padded`` is None where nothing replays."""
@@ -52,12 +51,6 @@ class Traffic:
         row.hits += 1
         row.real_elements += math.prod(sizes.values())
         row.padded_elements += math.prod((sizes if padded is None else padded).values())
-
-    def is_first(self, reason: str) -> bool:
-        """Whether this reason for a fallback comes up for the first time."""
-        first = reason not in self._reasons
-        self._reasons.add(reason)
-        return first
 
     def tables(self) -> tuple[Table, ...]:
         """The dispatch table."""
