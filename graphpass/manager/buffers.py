@@ -67,10 +67,6 @@ class KeyInputs:
         """What the model is called with at this key."""
         return {**self.others, **{name: buffer.tensor for name, buffer in self.buffers.items()}}
 
-    def versions(self) -> dict[str, int | None]:
-        """The version of each buffer's contents: whoever writes to one counts it up."""
-        return {name: compat.version_of(buffer.tensor) for name, buffer in self.buffers.items()}
-
     def fill(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding.
 

@@ -25,7 +25,7 @@ from graphpass.manager.fallbacks import Fallbacks
 from graphpass.manager.guards import entry_of, local_values, modules_of
 from graphpass.manager.keyrun import KeyRun, learn_key, nothing_reached
 from graphpass.manager.learned import SharedDims, candidate_dims, shared_dims, stand_in, trace_sizes
-from graphpass.manager.padding import PadRule, checked_rule
+from graphpass.manager.padding import PadRule, by_tensor, checked_rule, versions_of, written_since
 from graphpass.manager.paddingcheck import PaddedCall, compare_with_unpadded, poisoned
 from graphpass.manager.signature import CallSignature
 from graphpass.manager.traffic import Traffic
@@ -443,7 +443,7 @@ class GraphedModel:
         scope = self.runtime.scope()
         assert scope is not None
         scope.reached.clear()
-        versions = inputs.versions()
+        versions = versions_of(inputs.buffers)
         result = self._compiled(**inputs.arguments())
         if not scope.reached:
             raise nothing_reached(f"{mode} {key}")
@@ -451,12 +451,12 @@ class GraphedModel:
         run = learn_key(
             result,
             scope.reached,
-            {id(buffer.tensor): buffer for buffer in inputs.buffers.values()},
+            by_tensor(inputs.buffers),
             padded=self._dispatcher.fields(key),
             declared_cuts=self._cut,
             entry=self._entry,
             arguments=inputs.arguments(),
-            written=[name for name, version in inputs.versions().items() if version != versions[name]],
+            written=written_since(inputs.buffers, versions),
             modules=self._modules,
         )
         if run.direct is None:

@@ -24,7 +24,7 @@ from graphpass.manager.guards import CallGuards, OwnedTensors, entry_of, modules
 from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey
-from graphpass.manager.padding import InputBuffer
+from graphpass.manager.padding import InputBuffer, by_tensor, versions_of, written_since
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.modes import CUDAGraphMode
 
@@ -119,23 +119,23 @@ class KeyCapture:
         metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
         context = context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
         with self._runtime.scope_opened() as scope, context, self._state_kept(scope, inputs):
-            versions = inputs.versions()
+            own, versions = by_tensor(inputs.buffers), versions_of(inputs.buffers)
             result = self.compiled(**inputs.arguments)
             if not scope.reached:
                 raise nothing_reached(f"{num_tokens} tokens")
             run = learn_key(
                 result,
                 scope.reached,
-                inputs.by_id(),
+                own,
                 padded=inputs.sizes,
                 declared_cuts=self._cut,
                 entry=self._entry,
                 arguments=inputs.arguments,
-                written=inputs.written_since(versions),
+                written=written_since(inputs.buffers, versions),
                 modules=self.modules,
             )
             leaves = compat.tree_flatten(result)[0]
-            sources = leaf_sources(leaves, scope.reached, inputs.by_id())
+            sources = leaf_sources(leaves, scope.reached, own)
             never_full = next((c.never_full for c, _, _ in scope.reached if c.never_full is not None), None)
             why = self._why_through_dynamo(run, sources, scope.reached[0][1])
         self._inputs.pad_always(run.mutated)
@@ -156,7 +156,8 @@ class KeyCapture:
             self.compiled(**inputs.arguments)
         except EnteredCallable as entered_at:
             written = [entered_at.args[position] for position in entered_at.reached.partition.mutated_inputs]
-            state = [tensor for tensor in written if id(tensor) not in inputs.by_id()]
+            own = by_tensor(inputs.buffers)
+            state = [tensor for tensor in written if id(tensor) not in own]
         finally:
             scope.stops_at_entry = False
         with state_kept(state, [], self._inputs.device):
@@ -229,7 +230,7 @@ class KeyCapture:
     def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> KeyStep:
         assert self._learned is not None
         leaves, spec = compat.tree_flatten(result)
-        sources = leaf_sources(leaves, scope.reached, inputs.by_id())
+        sources = leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers))
         if spec != self._learned.run.spec or _names_of(sources) != _names_of(self._learned.sources):
             raise self._learned.other_structure(str(spec))
         self.modules = modules_of(self._model)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.plan import ReplayPlan
 from graphpass.errors import ShapeError
 from graphpass.manager.guards import CallGuards
@@ -34,18 +33,6 @@ class PaddedInputs:
     buffers: Mapping[str, InputBuffer]
     arguments: Mapping[str, torch.Tensor]
     is_padding: torch.Tensor
-
-    def by_id(self) -> dict[int, InputBuffer]:
-        """Id of a tensor -> its buffer."""
-        return {id(buffer.tensor): buffer for buffer in self.buffers.values()}
-
-    def written_since(self, versions: Mapping[str, int | None]) -> list[str]:
-        """The inputs whose contents were written to since :meth:`versions` returned these."""
-        return [name for name, version in self.versions().items() if version != versions[name]]
-
-    def versions(self) -> dict[str, int | None]:
-        """The version of each input's contents."""
-        return {name: compat.version_of(tensor) for name, tensor in self.arguments.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from graphpass import compat
 from graphpass.errors import OptionError, ShapeError
 
-__all__ = ["InputBuffer", "PadRule", "checked_rule"]
+__all__ = ["InputBuffer", "PadRule", "by_tensor", "checked_rule", "versions_of", "written_since"]
 
 PadRule = float | int | bool | Literal["repeat"] | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 """What fills the padding: a value, ``"repeat"`` (the last real slice), or ``f(real, padded_shape) -> padded``."""
@@ -119,3 +119,18 @@ class InputBuffer:
                 rest.fill_(self.rule)
             if self.rule != "repeat":
                 inside = inside.narrow(dim, 0, real)
+
+
+def by_tensor(buffers: Mapping[str, InputBuffer]) -> dict[int, InputBuffer]:
+    """Id of a buffer's tensor -> the buffer."""
+    return {id(buffer.tensor): buffer for buffer in buffers.values()}
+
+
+def versions_of(buffers: Mapping[str, InputBuffer]) -> dict[str, int | None]:
+    """The version of each buffer's contents: whoever writes to one counts it up."""
+    return {name: compat.version_of(buffer.tensor) for name, buffer in buffers.items()}
+
+
+def written_since(buffers: Mapping[str, InputBuffer], versions: Mapping[str, int | None]) -> list[str]:
+    """The inputs whose contents were written to since :func:`versions_of` returned these."""
+    return [name for name, version in versions_of(buffers).items() if version != versions[name]]
