@@ -87,8 +87,9 @@ class InputBuffer:
         raise ShapeError(
             f"input {self.name!r} does not fit its buffer",
             expected=f"{tuple(real.shape)} {real.dtype} on {real.device}",
-            found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value),
-            remedy="pass what the model was captured with, or make another graphed(...) for other inputs",
+            found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value)[:200],
+            remedy="pass the real entries alone, in the dtype and on the device of the capture; other inputs need "
+            "another graphed(...) or manager",
         )
 
     def fill_padding(self, value: torch.Tensor, sizes: Mapping[str, int]) -> None:

@@ -82,7 +82,7 @@ class StepBuffers:
             ShapeError: an input is missing, new, or does not fit; nothing has been written then.
         """
         if inputs is not None:
-            self._copy(inputs, sizes)
+            self._copy(inputs, sizes, padded)
         for field, size in sizes.items():
             if size != self._filled[field]:
                 self._blank_behind(field, size)
@@ -107,7 +107,7 @@ class StepBuffers:
         """Addresses of their storages."""
         return frozenset(map(storage_id, self._memory.values()))
 
-    def _copy(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> None:
+    def _copy(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: Mapping[str, InputBuffer]) -> None:
         if inputs.keys() != self._specs.keys():
             raise ShapeError(
                 "the batch has other inputs than were declared",
@@ -117,23 +117,9 @@ class StepBuffers:
             )
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for name, spec in self._specs.items():
-            target = self._cut(self._memory[name], spec.dims(), sizes)
-            value = inputs[name]
-            if not isinstance(value, torch.Tensor):
-                raise ShapeError(
-                    f"input {name!r} is no tensor",
-                    expected=f"{tuple(target.shape)} {target.dtype} on {target.device}, for sizes {dict(sizes)}",
-                    found=repr(value)[:200],
-                    remedy="pass a tensor of the real entries",
-                )
-            if value.shape != target.shape or value.dtype != target.dtype or value.device != target.device:
-                raise ShapeError(
-                    f"input {name!r} does not fit its buffer",
-                    expected=f"{tuple(target.shape)} {target.dtype} on {target.device}, for sizes {dict(sizes)}",
-                    found=f"{tuple(value.shape)} {value.dtype} on {value.device}",
-                    remedy="pass the real entries alone, in the dtype and on the device of the InputSpec's buffer",
-                )
+        for name, buffer in padded.items():
+            target, value = buffer.real(sizes), inputs[name]
+            buffer.check(value, target)
             if value.data_ptr() != target.data_ptr() and storage_id(value) == storage_id(target):
                 value = value.clone()  # it lies elsewhere in the buffer, and may overlap what it is copied to
             targets.append(target)
