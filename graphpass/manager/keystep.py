@@ -52,7 +52,15 @@ class Learned:
     why_through_dynamo: str | None
 
     def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
-        """The result's leaves, of a graph's flat outputs.
+        """The result's leaves, of the flat outputs of a graph that was captured: those, as many as in the first run."""
+        assert self.sources is not None
+        return [
+            flat[source] if isinstance(source, int) else source and inputs.arguments[source.name]
+            for source in self.sources
+        ]
+
+    def keep(self, inputs: PaddedInputs, flat: list[Any]) -> list[Any]:
+        """Copy the flat outputs of a graph at capture into the buffers; they, with what lies there in their place.
 
         Raises:
             ShapeError: the graph has another number of outputs than that of the first run.
@@ -61,14 +69,6 @@ class Learned:
         num_outputs = len({source for source in self.sources if isinstance(source, int)})
         if len(flat) != num_outputs:
             raise self.other_structure(f"{len(flat)} tensors")
-        return [
-            flat[source] if isinstance(source, int) else source and inputs.arguments[source.name]
-            for source in self.sources
-        ]
-
-    def keep(self, inputs: PaddedInputs, flat: list[Any]) -> list[Any]:
-        """Copy a graph's flat outputs into the buffers; the outputs with what lies there in their place."""
-        assert self.sources is not None
         self.outputs.store(self.leaves(flat, inputs), inputs.sizes)
         kept = list(flat)
         for index, source in enumerate(self.sources):
