@@ -75,9 +75,7 @@ class InputSpec:
 
     def dims_differ(self) -> bool:
         """Whether tokens and requests are counted in two dimensions."""
-        assert self.token_dim is not None
-        assert self.request_dim is not None
-        return self.token_dim % len(self.shape) != self.request_dim % len(self.shape)
+        return len(self.dims()) > 1
 
     def dims(self) -> dict[int, str]:
         """{dimension: key field} of the dimensions that a batch cuts."""
