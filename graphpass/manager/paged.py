@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
+from graphpass.manager.limits import check_positive
 
 __all__ = [
     "NULL_PAGE",
@@ -163,22 +164,6 @@ class PagedKVCache:
     def device(self) -> torch.device:
         """Where it lies."""
         return self.tensor.device
-
-
-def check_positive(sizes: dict[str, int], what: str) -> None:
-    """Raise for the first size that is below 1.
-
-    Raises:
-        OptionError: one is.
-    """
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise OptionError(
-                f"{name} of {what} cannot be used",
-                expected="an integer of at least 1",
-                found=repr(size),
-                remedy=f"pass {name}=1 or more",
-            )
 
 
 @dataclass(frozen=True, slots=True)

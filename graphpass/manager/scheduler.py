@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
+from graphpass.manager.limits import check_positive
 
 __all__ = ["PageSource", "Request", "Scheduler", "StepPlan"]
 
@@ -379,14 +380,7 @@ class Scheduler:
 
 
 def _check_limits(limits: dict[str, int]) -> None:
-    for name, value in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(
-                f"{name} is no limit to schedule within",
-                expected="an integer of at least 1",
-                found=repr(value),
-                remedy=f"pass {name}=1 or more",
-            )
+    check_positive(limits, "a schedule")
     if limits["max_num_tokens"] < limits["max_num_reqs"]:
         raise OptionError(
             "decoding requests would leave no token to the others",
