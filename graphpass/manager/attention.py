@@ -16,6 +16,7 @@ import torch
 from graphpass.dispatch import AttentionSupport
 from graphpass.errors import OptionError, ShapeError
 from graphpass.keys import BatchDescriptor
+from graphpass.manager.limits import check_positive
 from graphpass.manager.paged import (
     SCRATCH_PAGE,
     PageAllocator,
@@ -25,7 +26,6 @@ from graphpass.manager.paged import (
     TableLayout,
     Tables,
     check_fits,
-    check_positive,
     round_up,
 )
 from graphpass.manager.pagedop import (
@@ -150,7 +150,7 @@ class PagedAttention:
 
     def extra(self, attention: PagedRequests) -> tuple[tuple[str, int], ...]:
         """The longest sequence, which a key bounds."""
-        return (("max_seq_len", max(attention.seq_lens, default=0)),)
+        return (("max_seq_len", int(max(attention.seq_lens, default=0))),)
 
     def example(self, key: BatchDescriptor, *, query_len: int | None) -> PagedRequests:
         """Requests without history that fill ``key``, all on the scratch page."""

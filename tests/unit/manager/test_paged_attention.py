@@ -285,6 +285,8 @@ def test_support_splitting_and_extra() -> None:
     assert paged.attention.support is AttentionSupport.UNIFORM_BATCH
     assert paged.attention.splitting_ops == ("graphpass::paged_attention",)
     assert paged.attention.extra(PagedRequests([1, 1], [7, 12], [[2], [3]])) == (("max_seq_len", 12),)
+    ((_, of_array),) = paged.attention.extra(PagedRequests([1, 1], np.array([7, 12]), [[2], [3]]))
+    assert type(of_array) is int, "it stands in a key"
 
 
 ERRORS: dict[str, tuple[PagedRequests, BatchDescriptor | None]] = {
