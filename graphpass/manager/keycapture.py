@@ -118,7 +118,7 @@ class KeyCapture:
         inputs = self.inputs_at({**self._inputs.largest, "num_tokens": num_tokens})
         metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
         context = context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
-        with self._runtime.scope_opened() as scope, context, self._state_kept(scope, inputs):
+        with self._runtime.scope_opened() as scope, context, self._first_run_undone(scope, inputs):
             own, versions = by_tensor(inputs.buffers), versions_of(inputs.buffers)
             result = self.compiled(**inputs.arguments)
             if not scope.reached:
@@ -148,7 +148,7 @@ class KeyCapture:
         return self._learned
 
     @contextlib.contextmanager
-    def _state_kept(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
+    def _first_run_undone(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
         """Undo what a run in the body does to the model's tensors, which the graph that it enters first tells."""
         scope.stops_at_entry = True
         state: list[torch.Tensor] = []
