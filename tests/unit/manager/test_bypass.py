@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 
 import graphpass
 from graphpass import CaptureError, GraphedModel
+from tests.unit.manager.ambient import AMBIENT_CHANGES
 
 
 class Model(nn.Module):
@@ -48,48 +47,7 @@ def test_a_whole_model_is_called_past_dynamo() -> None:
         torch.compiler.set_stance("default")
 
 
-@contextlib.contextmanager
-def training(model: Model) -> Iterator[None]:
-    model.drop.train()
-    yield
-    model.drop.eval()
-
-
-@contextlib.contextmanager
-def autocast(model: Model) -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        yield
-
-
-@contextlib.contextmanager
-def default_dtype(model: Model) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def matmul_precision(model: Model) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
-def deterministic(model: Model) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("change", [training, autocast, default_dtype, matmul_precision, deterministic])
+@pytest.mark.parametrize("change", AMBIENT_CHANGES)
 def test_a_change_of_ambient_state_is_refused_by_name(change: Any) -> None:
     model, fast = captured()
     x = torch.randn(3, 6)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from graphpass import Batch, CaptureError, ShapeError, StaticInputError, compat
+from tests.unit.manager.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.manager.managed import WIDTH, Rows, assert_right, captured, notes, rows, run
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -164,51 +164,10 @@ def test_whatever_else_changes_the_model_is_there_after_recapture(mode: str, cha
     assert_right(manager, model)
 
 
-@contextlib.contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    model.train()
-    yield
-    model.eval()
-
-
-@contextlib.contextmanager
-def autocast(model: nn.Module) -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        yield
-
-
-@contextlib.contextmanager
-def default_dtype(model: nn.Module) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def matmul_precision(model: nn.Module) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
-def deterministic(model: nn.Module) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(
     ("mode", "change"),
     [
-        *(("FULL", change) for change in (training, autocast, default_dtype, matmul_precision, deterministic)),
+        *(("FULL", change) for change in AMBIENT_CHANGES),
         *(("PIECEWISE", change) for change in (training, autocast)),
     ],
 )
