@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import graphpass as gp
 from graphpass import (
-    AttentionSupport,
     Batch,
-    BatchDescriptor,
     CaptureError,
     CudagraphDispatcher,
     CudaGraphManager,
@@ -25,11 +21,12 @@ from graphpass import (
     OptionError,
     ShapeError,
 )
+from tests.unit.manager.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = pytest.mark.cuda
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-WIDTH, LARGEST, NUM_SLOTS = 64, 10, 16
+WIDTH, LARGEST = 64, 10
 SIZES = (2, 4, 8)
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
 COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
@@ -46,70 +43,6 @@ class Rows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x) + x
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """``sums`` is [slots + 1, width], the last one scratch; ``slot_mapping`` says where each token keeps its sum."""
-
-    sums: torch.Tensor
-    slot_mapping: torch.Tensor
-
-
-@torch.library.custom_op("graphpass_gpu_manager::add_to_slots", mutates_args=())
-def add_to_slots(x: torch.Tensor) -> torch.Tensor:
-    """Add each row to its slot; the sums after that."""
-    slots: Slots = gp.get_forward_context().attn_metadata
-    num_tokens = slots.slot_mapping.shape[0]
-    out = torch.zeros_like(x)
-    sums = slots.sums[slots.slot_mapping] + x[:num_tokens]
-    slots.sums.index_put_((slots.slot_mapping,), sums)
-    out[:num_tokens].copy_(sums)
-    return out
-
-
-@add_to_slots.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-class SlotBuilder:
-    """Makes :class:`Slots`; a batch's attention is the list of its slots. Implements ``AttentionMetadataBuilder``."""
-
-    splitting_ops = ("graphpass_gpu_manager::add_to_slots",)
-    support = AttentionSupport.ALWAYS
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(NUM_SLOTS + 1, WIDTH, device=device)
-        self._by_key: dict[BatchDescriptor, Slots] = {}
-
-    def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:
-        return ()
-
-    def example(self, key: BatchDescriptor, *, query_len: int | None) -> list[int]:
-        return [NUM_SLOTS] * key.num_tokens
-
-    def build(self, attention: Sequence[int], key: BatchDescriptor | None) -> Slots:
-        mapping = torch.tensor(attention, dtype=torch.long, device=self.sums.device)
-        if key is None:
-            return Slots(self.sums, mapping)
-        slots = self._by_key.get(key)
-        if slots is None:
-            slots = self._by_key[key] = Slots(self.sums, mapping.new_empty(key.num_tokens))
-        slots.slot_mapping.fill_(NUM_SLOTS)
-        slots.slot_mapping[: len(attention)].copy_(mapping)
-        return slots
-
-
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        attended = torch.ops.graphpass_gpu_manager.add_to_slots(self.before(x))
-        return self.after(attended).relu() + x
 
 
 @contextlib.contextmanager
@@ -170,7 +103,7 @@ def test_every_batch_of_every_size_is_right_and_replays(mode: str, compiler: str
 @COMPILERS
 @MODES
 def test_attention_keeps_what_it_keeps_without_graphs_and_padding(mode: str, compiler: str, cuda: torch.device) -> None:
-    builder, model = SlotBuilder(cuda), Attends().eval().to(cuda)
+    builder, model = SlotBuilder(width=WIDTH, device=cuda), Attends(WIDTH).eval().to(cuda)
     sums = torch.zeros(NUM_SLOTS, WIDTH, device=cuda)
     with managed(model, mode, compiler=compiler, attention=builder) as manager:
         manager.capture()

@@ -23,7 +23,7 @@ from graphpass import (
 )
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-WIDTH, LARGEST = 6, 10
+WIDTH, LARGEST, NUM_SLOTS = 6, 10, 16
 SIZES = (2, 4, 8)
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE")
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
@@ -158,10 +158,16 @@ class SlotBuilder:
 
     splitting_ops = ("graphpass_manager_test::add_to_slots",)
 
-    def __init__(self, support: AttentionSupport = AttentionSupport.ALWAYS, num_slots: int = 16) -> None:
+    def __init__(
+        self,
+        support: AttentionSupport = AttentionSupport.ALWAYS,
+        num_slots: int = NUM_SLOTS,
+        width: int = WIDTH,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.support = support
         self.num_slots = num_slots
-        self.sums = torch.zeros(num_slots + 1, WIDTH)
+        self.sums = torch.zeros(num_slots + 1, width, device=device)
         self.examples: list[tuple[BatchDescriptor, int | None]] = []
         self.built_for: list[BatchDescriptor | None] = []
         self._by_key: dict[BatchDescriptor, Slots] = {}
@@ -177,27 +183,28 @@ class SlotBuilder:
     def build(self, attention: Sequence[int], key: BatchDescriptor | None) -> Slots:
         EVENTS.append("build")
         self.built_for.append(key)
+        mapping = torch.tensor(attention, dtype=torch.long, device=self.sums.device)
         if key is None:
-            return Slots(self.sums, torch.tensor(attention, dtype=torch.long))
+            return Slots(self.sums, mapping)
         if len(attention) > key.num_tokens:
             raise ShapeError(
                 "too many slots", expected=str(key.num_tokens), found=str(len(attention)), remedy="pass fewer"
             )
         slots = self._by_key.get(key)
         if slots is None:
-            slots = self._by_key[key] = Slots(self.sums, torch.empty(key.num_tokens, dtype=torch.long))
+            slots = self._by_key[key] = Slots(self.sums, mapping.new_empty(key.num_tokens))
         slots.slot_mapping.fill_(self.num_slots)
-        slots.slot_mapping[: len(attention)] = torch.tensor(attention, dtype=torch.long)
+        slots.slot_mapping[: len(attention)].copy_(mapping)
         return slots
 
 
 class Attends(nn.Module):
     """An attention between two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attended = torch.ops.graphpass_manager_test.add_to_slots(self.before(x))
@@ -207,7 +214,7 @@ class Attends(nn.Module):
 class Requests:
     """The same sums kept beside, by the same layers without graph or padding."""
 
-    def __init__(self, model: Attends, num_slots: int = 16) -> None:
+    def __init__(self, model: Attends, num_slots: int = NUM_SLOTS) -> None:
         self.model, self.sums = model, torch.zeros(num_slots, WIDTH)
 
     def step(self, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
