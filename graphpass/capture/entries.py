@@ -17,7 +17,7 @@ __all__ = ["EntryTable"]
 _ANY = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class EntryTable:
     """Finds the few entries that can serve a call without asking those of every other module instance.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
+from graphpass.capture.runtimereport import report_of
 from graphpass.capture.sentinel import fill_with_sentinel
 from graphpass.capture.tally import Counts
 from graphpass.capture.tape import TapeDevice
@@ -28,7 +30,7 @@ from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, DeviceError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.tables import Report, Table
+from graphpass.tables import Report
 
 if TYPE_CHECKING:
     from graphpass.capture.entry import GraphEntry
@@ -50,6 +52,7 @@ class _Wrapper(Protocol):
     def captured(self) -> list[BatchDescriptor]: ...
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
+    def set_aside(self) -> Callable[[], None]: ...
 
 
 class GraphRuntime:
@@ -77,7 +80,8 @@ class GraphRuntime:
         self._forward: weakref.ref[ForwardContext] | None = None
         self._forward_storages: set[int] = set()
         self._forward_entries: list[GraphEntry] = []
-        self.generation = 0
+        self._generations = itertools.count()
+        self.generation = next(self._generations)
         self._written: list[torch.Tensor] = []
         self._written_by: weakref.ref[ForwardContext] | None = None
         self._shows_stale = False
@@ -96,8 +100,7 @@ class GraphRuntime:
         Raises:
             CaptureError: a scope of this runtime is open already.
         """
-        # A process that froze its own objects keeps them frozen.
-        freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
+        freezes = _may_freeze()
         with self.scope_opened() as scope:
             try:
                 if freezes:
@@ -127,6 +130,60 @@ class GraphRuntime:
             yield self._scope
         finally:
             self._scope = self._scope_thread = None
+
+    @contextlib.contextmanager
+    def throwaway(self) -> Iterator[CaptureScope]:
+        """:meth:`capturing` into a pool of its own, which is given back with all its graphs at the end of the body.
+
+        To its callables nothing is captured in the body; afterwards everything is as it was before: graphs, pool and
+        counts. What was compiled in the body stays. No other thread may run a callable of this runtime meanwhile.
+
+        Raises:
+            CaptureError: a scope of this runtime is open already.
+        """
+        freezes = _may_freeze()
+        with self.scope_opened() as scope, self._pool_set_aside():
+            if freezes:
+                gc.freeze()
+            try:
+                yield scope
+            finally:
+                scope.reached.clear()
+                scope.plans.clear()
+                gc.collect()  # before the others are unfrozen: there is little to look at
+                if freezes:
+                    gc.unfreeze()
+
+    @contextlib.contextmanager
+    def _pool_set_aside(self) -> Iterator[None]:
+        """Another device object of the same device, and wrappers without graphs, for the body."""
+        pool = (self._device, self._given_pool, self._views)
+        forward = (self._forward, self._forward_storages, self._forward_entries, self._written, self._written_by)
+        generation = self.generation
+        aside = {id(wrapper): wrapper.set_aside() for wrapper in self._alive()}
+        self._given_pool, self._views = None, HandedViews()
+        self._device = None if self._device is None else self._make_device(self._device.device)
+        self._forward, self._forward_storages, self._forward_entries = None, set(), []
+        self._written, self._written_by = [], None
+        self.entries_dropped()
+        in_body = self.generation
+        try:
+            yield
+        finally:
+            for wrapper in self._alive():
+                if id(wrapper) in aside:
+                    aside[id(wrapper)]()
+                else:  # compiled in the body, and kept
+                    wrapper.close()
+                    wrapper.set_aside()
+            self._forward, self._forward_storages, self._forward_entries, self._written, self._written_by = forward
+            used, (self._device, self._given_pool, self._views) = self._device, pool
+            if used is not None:
+                used.close()
+            if self.generation == in_body:
+                self.generation = generation
+            else:  # a parameter died: what died with it may be among the graphs that were set aside
+                self.entries_dropped()
 
     def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:
         """What happened so far, by (region name, mode, descriptor); regions are ``g0.r3``, a whole is ``g0.full``."""
@@ -163,31 +220,14 @@ class GraphRuntime:
 
     def report(self) -> Report:
         """Regions with their reasons, keys with their counts, notes, bytes; ``print`` it."""
-        regions = Table(
-            "Regions",
-            ("region", "kind", "ops", "reason"),
-            tuple(
-                (f"{record.name}.{name}", kind, str(ops), reason or "")
-                for record in self._callables
-                for name, kind, reason, ops in (*record.regions, *_ending(record))
-            ),
+        return report_of(
+            self.callables(),
+            self.counts(),
+            self._notes,
+            pool_bytes=self.pool_bytes(),
+            buffer_bytes=self.buffer_bytes(),
+            suggested_sizes=self.suggested_sizes(),
         )
-        keys = Table(
-            "Keys",
-            ("region", "mode", "key", "captured", "replayed", "copied", "static sets"),
-            tuple(
-                (name, str(mode), str(key), str(c.captured), str(c.replayed), str(c.copied), str(c.static_sets))
-                for (name, mode, key), c in self.counts().items()
-            ),
-        )
-        notes = Table("Notes", ("times", "what"), tuple((str(n), text) for text, n in self._notes.items()))
-        sizes = ", ".join(map(str, self.suggested_sizes())) or "none seen"
-        memory = Table(
-            "Memory and sizes",
-            ("pool bytes", "buffer bytes", "suggested capture sizes"),
-            ((str(self.pool_bytes()), str(self.buffer_bytes()), sizes),),
-        )
-        return Report((regions, keys, notes, memory))
 
     def close(self) -> None:
         """Drop all graphs and give the pool back; callables run on without graphs and can be captured again."""
@@ -405,7 +445,7 @@ class GraphRuntime:
 
     def entries_dropped(self) -> None:
         """Some graph is gone: whatever was derived from entries before is void (see ``generation``)."""
-        self.generation += 1
+        self.generation = next(self._generations)
 
     @contextlib.contextmanager
     def quiet_capture(self) -> Iterator[None]:
@@ -435,6 +475,11 @@ class GraphRuntime:
         )
 
 
+def _may_freeze() -> bool:
+    """A process that froze its own objects keeps them frozen."""
+    return gc.get_freeze_count() < _FROZEN_BY_PYTHON
+
+
 def _device_of(leaves: Sequence[Any]) -> torch.device:
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
     accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
@@ -446,7 +491,3 @@ def _device_of(leaves: Sequence[Any]) -> torch.device:
             remedy="keep each device's part of the model in a callable of its own",
         )
     return accelerators[0] if accelerators else torch.device("cpu")
-
-
-def _ending(record: CallableRecord) -> tuple[tuple[str, str, str | None, int], ...]:
-    return (("end", "", record.reason, 0),) if record.reason else ()

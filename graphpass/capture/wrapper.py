@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +40,16 @@ from graphpass.modes import CUDAGraphMode
 __all__ = ["CUDAGraphWrapper"]
 
 MAX_STATIC_SETS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """All that captures have left in a wrapper."""
+
+    entries: EntryTable = field(default_factory=EntryTable)
+    tallies: dict[BatchDescriptor, Tally] = field(default_factory=dict)
+    death_watch: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    arena: BufferArena = field(default_factory=BufferArena)
 
 
 class CUDAGraphWrapper:
@@ -162,6 +173,21 @@ class CUDAGraphWrapper:
         self._death_watch.clear()
         self._arena.clear()
 
+    def set_aside(self) -> Callable[[], None]:
+        """As if nothing had ever been captured; what is returned drops what has been since, and puts all back."""
+        held = _Captured(self._entries, self._tallies, self._death_watch, self._arena)
+        self._hold(_Captured())
+
+        def put_back() -> None:
+            self.close()
+            self._hold(held)
+
+        return put_back
+
+    def _hold(self, captured: _Captured) -> None:
+        self._entries, self._tallies = captured.entries, captured.tallies
+        self._death_watch, self._arena = captured.death_watch, captured.arena
+
     def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any) -> Any:
         self._refuse_grad(leaves)
         descriptor = context.batch_descriptor
@@ -239,7 +265,7 @@ class CUDAGraphWrapper:
             baked=baked,
         ).record(context, tally)
         self._entries.add(descriptor, call, entry)
-        drop = functools.partial(_drop_entry, weakref.ref(self), descriptor, id(entry))
+        drop = functools.partial(_drop_entry, weakref.ref(self), weakref.ref(self._entries), descriptor, id(entry))
         owned = [p for p in entry.statics.positions if p in call.module_owned]
         self._death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
         return entry, recorded
@@ -330,12 +356,19 @@ class CUDAGraphWrapper:
         return len({tuple(entry.statics.addresses) for entry in self._entries.at(descriptor)})
 
 
-def _drop_entry(owner: weakref.ref[CUDAGraphWrapper], descriptor: BatchDescriptor, entry_id: int, _dead: Any) -> None:
-    wrapper = owner()
-    if wrapper is None or wrapper._death_watch.pop(entry_id, None) is None:
+def _drop_entry(
+    owner: weakref.ref[CUDAGraphWrapper],
+    table: weakref.ref[EntryTable],
+    descriptor: BatchDescriptor,
+    entry_id: int,
+    _dead: Any,
+) -> None:
+    """Drop an entry, from the table that it was entered into: the wrapper may have set that one aside."""
+    wrapper, entries = owner(), table()
+    entry = entries.drop(descriptor, entry_id) if wrapper is not None and entries is not None else None
+    if wrapper is None or entry is None:
         return
-    entry = wrapper._entries.drop(descriptor, entry_id)
-    if entry is not None:
-        entry.graph.reset()
-        wrapper._runtime.entries_dropped()
-        wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")
+    wrapper._death_watch.pop(entry_id, None)
+    entry.graph.reset()
+    wrapper._runtime.entries_dropped()
+    wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")

@@ -3,23 +3,29 @@
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
+from graphpass.manager.devicememory import MemoryGrowth
 from graphpass.manager.generation import Generation, NewToken
 from graphpass.manager.graphed import GraphedModel, graphed
-from graphpass.manager.managerstats import CapturedKey, KeyTraffic, ManagerStats
+from graphpass.manager.managerstats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
 from graphpass.manager.masking import zero_padding
+from graphpass.manager.memory import GroupEstimate, MemoryEstimate
 from graphpass.manager.paged import PageAllocator, PagedKVCache, PagedRequests
 from graphpass.manager.scheduler import Request
 
 __all__ = [
     "AttentionMetadataBuilder",
     "Batch",
+    "CapturedGroup",
     "CapturedKey",
     "CudaGraphManager",
     "Generation",
     "GraphedModel",
+    "GroupEstimate",
     "InputSpec",
     "KeyTraffic",
     "ManagerStats",
+    "MemoryEstimate",
+    "MemoryGrowth",
     "NewToken",
     "PageAllocator",
     "PagedAttention",

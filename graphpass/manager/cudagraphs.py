@@ -25,6 +25,8 @@ from graphpass.manager.guards import modules_of
 from graphpass.manager.keycapture import Key, KeyCapture, context_of
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey, ManagerStats, StepCounts
+from graphpass.manager.memory import MemoryEstimate, PoolModel, estimated
+from graphpass.manager.memorylimit import KeyPool, capture_within
 from graphpass.manager.stepbuffers import Sizes, StepBuffers
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report
@@ -79,6 +81,7 @@ class CudaGraphManager:
         self._steps: dict[Key, KeyStep] = {}
         self._captured: dict[Key, CapturedKey] = {}
         self._left_out: tuple[Key, ...] = ()
+        self._estimate: MemoryEstimate | None = None
         self._counts = StepCounts()
         self._turn = threading.RLock()
 
@@ -120,8 +123,10 @@ class CudaGraphManager:
         scratch pages, and again between its warm-up and its recording.
 
         Args:
-            max_bytes: stop before the graph pool is likely to exceed this; :meth:`stats` says which keys were left
-                out. Batches of those keys run without a graph. One key is captured in any case.
+            max_bytes: what the graph pool may hold afterwards; :meth:`stats` says which keys were left out, and
+                their batches run without a graph. It is estimated first which keys fit (:meth:`estimate`). One that
+                takes the pool above the limit all the same costs the pool: the others are captured anew without it,
+                as after :meth:`recapture`. So the pool may exceed the limit for as long as one capture takes.
 
         Raises:
             CaptureError: everything is captured already, or a key could not be captured; it names the key.
@@ -134,17 +139,37 @@ class CudaGraphManager:
                 found=f"{len(self._captured)} keys, all captured" if self._captured else "a dispatcher without keys",
                 remedy=again if self._captured else none,
             )
-        with self._turn, _quietly(), self._keys.state_kept():
-            missing = self._missing()  # learning may have found that there is no FULL
-            with self.runtime.capturing(), self._progress(missing) as progress:
-                for done, key in enumerate(progress):
-                    progress.set_postfix_str(f"{key[0]} {key[1]}")
-                    if max_bytes is not None and self._next_may_exceed(max_bytes):
-                        self._left_out = tuple(missing[done:])
-                        self.runtime.note(f"{len(self._left_out)} keys left out: the pool would exceed {max_bytes}")
-                        return
-                    self._capture(key)
-            self._left_out = ()
+        with self._turn:
+            fits = None if max_bytes is None else self.estimate().pool
+            with _quietly(), self._keys.state_kept(), self.runtime.capturing():
+                self._left_out = self._capture_missing(max_bytes, fits)
+            if self._left_out:
+                self.runtime.note(f"{len(self._left_out)} keys left out: the pool would exceed {max_bytes} bytes")
+
+    def estimate(self) -> MemoryEstimate:
+        """What capturing every key takes of the device's memory, from at most three keys of each mode.
+
+        They are captured in pools of their own, which are given back; graphs that exist are left alone. The answer
+        holds until the dispatcher's keys change, or :meth:`close`. Results of the last run are overwritten, as by a
+        capture; nobody else may run callables of the runtime meanwhile.
+
+        Raises:
+            CaptureError: a key could not be captured; it names the key.
+        """
+        with self._turn, _quietly():
+            self._keys.learn()
+            keys = self._all_keys()
+            if self._estimate is None or self._estimate.keys != tuple(keys):
+                with self._inputs.kept():
+                    self._estimate = estimated(
+                        keys,
+                        self.runtime,
+                        self._keys.meter,
+                        lambda key: self._keys.capture(key)[1].memory,
+                        self._keys.state_kept,
+                        buffer_bytes=self._keys.buffer_bytes(),
+                    )
+            return self._estimate
 
     def recapture(self, max_bytes: int | None = None) -> None:
         """Drop all graphs and capture every key anew: after the weights were replaced, or a setting changed."""
@@ -202,11 +227,9 @@ class CudaGraphManager:
     def close(self) -> None:
         """Drop all graphs and give the pool back; it can be captured again."""
         with self._turn:
-            self.runtime.close()
-            self.dispatcher.forget_captured()
-            self._steps.clear()
-            self._captured.clear()
+            self._drop_graphs()
             self._left_out = ()
+            self._estimate = None
             self._keys.forget()
 
     # -- setting up -------------------------------------------------------------------------------------------------
@@ -222,10 +245,14 @@ class CudaGraphManager:
             self.runtime.note(reason)
             self.dispatcher.initialize_keys(mode, query_len)
 
-    def _missing(self) -> list[Key]:
-        """The keys without a graph, mixed batches before uniform ones."""
+    def _all_keys(self) -> list[Key]:
+        """All keys in the order of capture: mixed batches before uniform ones."""
         keys = [(mode, key) for mode, keys in self.dispatcher.capture_plan() for key in keys]
-        return sorted((key for key in keys if key not in self._steps), key=lambda key: key[1].uniform)
+        return sorted(keys, key=lambda key: key[1].uniform)
+
+    def _missing(self) -> list[Key]:
+        """The keys without a graph, in the order of capture."""
+        return [key for key in self._all_keys() if key not in self._steps]
 
     @staticmethod
     def _progress(keys: Sequence[Key]) -> tqdm[Key]:
@@ -233,11 +260,12 @@ class CudaGraphManager:
         is_first = not distributed or torch.distributed.get_rank() == 0
         return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)
 
-    def _next_may_exceed(self, max_bytes: int) -> bool:
-        """Whether one more key, growing the pool like the last one, would take it above ``max_bytes``."""
-        if not self._captured:
-            return False
-        return self.runtime.pool_bytes() + next(reversed(self._captured.values())).pool_bytes > max_bytes
+    def _drop_graphs(self) -> None:
+        """Drop all graphs and give the pool back; what was compiled and learned stays."""
+        self._steps.clear()
+        self._captured.clear()
+        self.dispatcher.forget_captured()
+        self.runtime.close()
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -261,8 +289,26 @@ class CudaGraphManager:
         with _quietly(), self._inputs.kept(), self._keys.state_kept(), self.runtime.scope_opened():
             return self._capture(key)
 
+    def _capture_missing(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
+        """Capture every key that has no graph, or as many as fit; returns those left out."""
+        missing = self._missing()  # learning may have found that there is no FULL
+        with self._progress(missing) as progress:
+
+            def captured(key: Key) -> None:
+                progress.set_postfix_str(f"{key[0]} {key[1]}")
+                self._capture(key)
+                progress.update()
+
+            if max_bytes is None or fits is None:
+                for key in missing:
+                    captured(key)
+                return ()
+            pool = KeyPool(self.runtime.pool_bytes, captured, self._drop_graphs)
+            return capture_within(max_bytes, pool, list(self._captured), missing, fits)
+
     def _capture(self, key: Key) -> KeyStep:
         self._steps[key], self._captured[key] = self._keys.capture(key)
+        self.dispatcher.mark_captured(*key)
         return self._steps[key]
 
     def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes) -> Any:
@@ -323,7 +369,7 @@ class CudaGraphManager:
                 batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
 
     def _refuse_uncaptured(self, step: Dispatch) -> None:
-        if step.reason is DispatchReason.NOT_CAPTURED and not self._steps:
+        if step.reason is DispatchReason.NOT_CAPTURED and not (self._steps or self._left_out):
             raise CaptureError(
                 "nothing has been captured yet",
                 expected="capture() before the first run",

@@ -19,11 +19,13 @@ from graphpass.dispatch import CudagraphDispatcher
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.batch import AttentionMetadataBuilder
+from graphpass.manager.devicememory import DeviceMemory, MemoryMeter
 from graphpass.manager.fallbacks import Fallbacks
 from graphpass.manager.guards import CallGuards, OwnedTensors, entry_of, modules_of
 from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey
+from graphpass.manager.memory import Key
 from graphpass.manager.padding import InputBuffer, by_tensor, versions_of, written_since
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.modes import CUDAGraphMode
@@ -31,7 +33,6 @@ from graphpass.modes import CUDAGraphMode
 __all__ = ["Key", "KeyCapture", "context_of"]
 
 _LEAST_SYMBOLIC = 2
-Key = tuple[CUDAGraphMode, BatchDescriptor]
 
 
 class KeyCapture:
@@ -39,7 +40,7 @@ class KeyCapture:
 
     Args:
         model: what is compiled, called with one keyword argument for each input.
-        dispatcher: its keys; captured ones are marked.
+        dispatcher: its keys.
         inputs: the persistent input buffers.
         attention: makes metadata; None for a model without.
         runtime: owner of pool and statistics.
@@ -51,6 +52,7 @@ class KeyCapture:
         fallbacks: what is said where there is no graph.
         modules: all modules of the model, as of the last capture.
         compiled: the model through Dynamo.
+        meter: reads what a capture takes of the device's memory.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class KeyCapture:
         self.modules = modules_of(model)
         self._entry = entry_of(model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=given)
+        self.meter: MemoryMeter = DeviceMemory(inputs.device, runtime)
         self._learned: Learned | None = None
         self._guards: dict[Any, CallGuards] = {}
         self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
@@ -203,12 +206,15 @@ class KeyCapture:
         return self._attention.build(example, key if mode is CUDAGraphMode.FULL else None)
 
     def capture(self, key: Key) -> tuple[KeyStep, CapturedKey]:
-        """Capture one key inside an open scope, and learn how to replay it past Dynamo."""
+        """Capture one key inside an open scope, and learn how to replay it past Dynamo.
+
+        That it is captured is for the caller to tell the dispatcher.
+        """
         mode, descriptor = key
         learned, scope = self.learn(), self._runtime.scope()
         assert scope is not None
         inputs = self.inputs_at(self._key_sizes(descriptor))
-        started, pool_bytes = time.perf_counter(), self._runtime.pool_bytes()
+        before, started = self.meter.reading(), time.perf_counter()
         scope.reached.clear()
         scope.plans.clear()
         is_direct = learned.why_through_dynamo is None
@@ -223,9 +229,9 @@ class KeyCapture:
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
         step = self._key_step(scope, inputs, result) if is_direct else KeyStep(inputs, (), None, False, None)
-        self._dispatcher.mark_captured(mode, descriptor)
+        scope.reached.clear()  # it holds results, which keep their pool memory
         elapsed = time.perf_counter() - started
-        return step, CapturedKey(mode, descriptor, elapsed, self._runtime.pool_bytes() - pool_bytes)
+        return step, CapturedKey(mode, descriptor, elapsed, self.meter.reading() - before)
 
     def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> KeyStep:
         assert self._learned is not None

@@ -11,10 +11,12 @@ from typing import Any
 from graphpass.dispatch import Dispatch, DispatchReason
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
+from graphpass.manager.devicememory import MemoryGrowth
+from graphpass.manager.memory import keys_by_group
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report, Table
 
-__all__ = ["CapturedKey", "KeyTraffic", "ManagerStats", "StepCounts"]
+__all__ = ["CapturedGroup", "CapturedKey", "KeyTraffic", "ManagerStats", "StepCounts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,35 @@ class CapturedKey:
         mode: PIECEWISE or FULL.
         descriptor: the padded shape.
         seconds: of its capture, the warm-up included.
-        pool_bytes: by which the graph pool grew; keys captured later reuse what earlier ones have.
+        memory: by which the device's memory grew; keys captured later reuse what earlier ones have.
     """
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     seconds: float
-    pool_bytes: int
+    memory: MemoryGrowth
+
+    @property
+    def pool_bytes(self) -> int:
+        """By which the graph pool grew."""
+        return self.memory.pool_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGroup:
+    """What the captures of one kind of keys took together.
+
+    Attributes:
+        name: ``mixed PIECEWISE``, ``mixed FULL`` or ``decode FULL``.
+        num_keys: keys that have a graph.
+        seconds: of their captures.
+        memory: by which they grew the device's memory.
+    """
+
+    name: str
+    num_keys: int
+    seconds: float
+    memory: MemoryGrowth
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +105,22 @@ class ManagerStats:
         """Batches that replayed graphs."""
         return sum(key.hits for key in self.keys)
 
+    @property
+    def groups(self) -> tuple[CapturedGroup, ...]:
+        """The captured keys by kind, in the order of capture."""
+        captured = {(key.captured.mode, key.captured.descriptor): key.captured for key in self.keys}
+        return tuple(
+            CapturedGroup(
+                name,
+                len(keys),
+                sum(captured[key].seconds for key in keys),
+                MemoryGrowth.sum_of(captured[key].memory for key in keys),
+            )
+            for name, keys in keys_by_group(captured).items()
+        )
+
     def tables(self) -> tuple[Table, ...]:
-        """The dispatch table, the fallbacks and the memory."""
+        """The dispatch table, the fallbacks and the memory, by group of keys and in all."""
         rows = tuple(
             (
                 str(key.captured.mode),
@@ -98,10 +136,17 @@ class ManagerStats:
         )
         columns = ("mode", "key", "hits", "real tokens", "padded tokens", "padding", "capture ms", "pool bytes")
         memory = ((str(self.pool_bytes), str(self.buffer_bytes)),)
+        groups = tuple(
+            (group.name, str(group.num_keys), f"{group.seconds:.3f}", *map(str, _parts(group.memory).values()))
+            for group in self.groups
+        )
         return (
             Table("Dispatches", columns, rows),
             Table("Without a graph", ("reason", "batches"), tuple((str(r), str(n)) for r, n in self.fallbacks.items())),
             Table("Left out", ("mode", "key"), tuple((str(mode), str(key)) for mode, key in self.left_out)),
+            Table(
+                "Captured", ("group", "keys", "seconds", *(f"{kind} bytes" for kind in _parts(MemoryGrowth()))), groups
+            ),
             Table("Memory", ("pool bytes", "buffer bytes"), memory),
         )
 
@@ -131,6 +176,11 @@ class ManagerStats:
         return generate_latest(registry).decode()
 
 
+def _parts(memory: MemoryGrowth) -> dict[str, int]:
+    """The bytes of each kind."""
+    return {"pool": memory.pool_bytes, "cached": memory.cached_bytes, "driver": memory.driver_bytes}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Collector:
     """Hands one snapshot to prometheus-client."""
@@ -156,8 +206,22 @@ class _Collector:
         for reason, times in self.stats.fallbacks.items():
             fallbacks.add_metric((str(reason),), times)
         yield fallbacks
+        yield from self._groups()
         yield GaugeMetricFamily("graphpass_pool_bytes", "Bytes of the graph pool", value=self.stats.pool_bytes)
         yield GaugeMetricFamily("graphpass_buffer_bytes", "Bytes of the buffers", value=self.stats.buffer_bytes)
+
+    def _groups(self) -> Iterator[Any]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        seconds = GaugeMetricFamily("graphpass_group_seconds", "Seconds of a group's captures", labels=("group",))
+        memory = GaugeMetricFamily(
+            "graphpass_group_bytes", "Device memory that a group's captures took", labels=("group", "kind")
+        )
+        for group in self.stats.groups:
+            seconds.add_metric((group.name,), group.seconds)
+            for kind, num_bytes in _parts(group.memory).items():
+                memory.add_metric((group.name, kind), num_bytes)
+        yield from (seconds, memory)
 
 
 @dataclass(slots=True)

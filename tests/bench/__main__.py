@@ -2,10 +2,11 @@
 
 import sys
 
-from tests.bench import decoder_step, guard_cost, host_time, start_up
+from tests.bench import decoder_step, guard_cost, host_time, memory, start_up
 
 smoke = [argument for argument in sys.argv[1:] if argument == "--smoke"]
 host_time.main()
 guard_cost.main(smoke)
 decoder_step.main(smoke)
 start_up.main(smoke)
+memory.main(smoke)

@@ -1,0 +1,54 @@
+"""What a runtime reports, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graphpass.capture.records import CallableRecord
+from graphpass.capture.tally import Counts
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+from graphpass.tables import Report, Table
+
+__all__ = ["report_of"]
+
+
+def report_of(
+    callables: Sequence[CallableRecord],
+    counts: Mapping[tuple[str, CUDAGraphMode, BatchDescriptor], Counts],
+    notes: Mapping[str, int],
+    *,
+    pool_bytes: int,
+    buffer_bytes: int,
+    suggested_sizes: Sequence[int],
+) -> Report:
+    """Regions with their reasons, keys with their counts, notes with how often they came up, bytes."""
+    regions = Table(
+        "Regions",
+        ("region", "kind", "ops", "reason"),
+        tuple(
+            (f"{record.name}.{name}", kind, str(ops), reason or "")
+            for record in callables
+            for name, kind, reason, ops in (*record.regions, *_ending(record))
+        ),
+    )
+    keys = Table(
+        "Keys",
+        ("region", "mode", "key", "captured", "replayed", "copied", "static sets"),
+        tuple(
+            (name, str(mode), str(key), str(c.captured), str(c.replayed), str(c.copied), str(c.static_sets))
+            for (name, mode, key), c in counts.items()
+        ),
+    )
+    sizes = ", ".join(map(str, suggested_sizes)) or "none seen"
+    memory = Table(
+        "Memory and sizes",
+        ("pool bytes", "buffer bytes", "suggested capture sizes"),
+        ((str(pool_bytes), str(buffer_bytes), sizes),),
+    )
+    noted = Table("Notes", ("times", "what"), tuple((str(times), text) for text, times in notes.items()))
+    return Report((regions, keys, noted, memory))
+
+
+def _ending(record: CallableRecord) -> tuple[tuple[str, str, str | None, int], ...]:
+    return (("end", "", record.reason, 0),) if record.reason else ()

@@ -1,0 +1,202 @@
+"""What a capture takes, estimated and measured, and what estimating costs: ``python -m tests.bench.memory``.
+
+Each model is compiled and warmed up by a first estimate. Then its ladder gets one more key, is estimated anew on the
+clock, and captured on the clock; *taken* is by how much the device's free memory shrank in that capture.
+
+``--smoke`` runs tiny sizes on a CPU, where a tape takes no pool: the code, not the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import graphpass as gp
+from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, make_decoder
+from tests.bench.timing import environment, synchronize, write_json
+
+MIB = 1 << 20
+LADDER = (1, 2, 4, *range(8, 129, 8), *range(160, 513, 32))
+SMOKE_LADDER = (1, 2, 4, 8)
+ONE_MORE, SMOKE_ONE_MORE = 144, 3
+Figures = dict[str, Any]
+
+
+class AnyBatch(torch.nn.Module):
+    """The decoder of the benchmarks for any batch up to its own: each step uses the first requests' caches."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        decoder, num_reqs = self.decoder, hidden.shape[0]
+        op = torch.ops.graphpass_bench.decode_attention
+        cos, sin, *regional = decoder.opening(hidden, positions)
+        for index, layer in enumerate(decoder.layers):
+            query, key, value, out = regional
+            caches = (layer.key_cache[:num_reqs], layer.value_cache[:num_reqs])
+            op(query, key, value, *caches, decoder.slots[:num_reqs], out)
+            if index + 1 < len(decoder.layers):
+                hidden, *regional = decoder.between(index, hidden, out, cos, sin)
+        return decoder.closing(hidden, out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a row for each model."""
+    options = _parsed(arguments)
+    console = Console(width=140)
+    if not options.smoke and not torch.cuda.is_available():
+        console.print("memory needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+        return
+    device = torch.device("cpu") if options.smoke else torch.device("cuda", torch.cuda.current_device())
+    figures: Figures = {"environment": environment(device), "models": []}
+    for name, make in MODELS.items():
+        figures["models"].append({"name": name, **_measured(make(device, options.smoke), device, options.smoke)})
+        write_json(options.json, figures)
+        gc.collect()
+    console.print(_table(figures))
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.memory", description=__doc__)
+    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
+    return parser.parse_args(arguments)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _manager(model: Any, inputs: Sequence[gp.InputSpec], smoke: bool, **options: Any) -> gp.CudaGraphManager:
+    sizes = SMOKE_LADDER if smoke else LADDER
+    dispatcher = gp.CudagraphDispatcher("FULL_AND_PIECEWISE", sizes, max_num_reqs=sizes[-1])
+    compiler = "eager" if smoke else "inductor"
+    return gp.CudaGraphManager(model, dispatcher, inputs, compiler=compiler, **options)
+
+
+def _stack(device: torch.device, smoke: bool) -> gp.CudaGraphManager:
+    width, depth = (16, 2) if smoke else (4096, 16)
+    layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(depth)]
+    model = torch.nn.Sequential(*layers).to(device, torch.bfloat16).eval()
+    return _manager(model, [gp.InputSpec("input", (_largest(smoke), width), torch.bfloat16)], smoke)
+
+
+def _encoder(device: torch.device, smoke: bool) -> gp.CudaGraphManager:
+    width, side = (4, 8) if smoke else (32, 64)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, width, 3, padding=1),
+        torch.nn.GELU(),
+        torch.nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
+        torch.nn.GELU(),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+    )
+    inputs = [gp.InputSpec("input", (_largest(smoke), 3, side, side), torch.float32)]
+    return _manager(model.to(device).eval(), inputs, smoke)
+
+
+def _decoder(device: torch.device, smoke: bool) -> gp.CudaGraphManager:
+    sizes = DecoderSizes.small(2) if smoke else DecoderSizes(28)
+    dtype = torch.float32 if smoke else torch.bfloat16
+    decoder, hidden, positions = make_decoder(sizes, _largest(smoke), device, dtype=dtype)
+    inputs = [
+        gp.InputSpec("hidden", tuple(hidden.shape), dtype),
+        gp.InputSpec("positions", tuple(positions.shape), positions.dtype),
+    ]
+    return _manager(AnyBatch(decoder), inputs, smoke, splitting_ops=[SPLITTING_OP])
+
+
+def _largest(smoke: bool) -> int:
+    return (SMOKE_LADDER if smoke else LADDER)[-1]
+
+
+MODELS: Mapping[str, Callable[[torch.device, bool], gp.CudaGraphManager]] = {
+    "16 linear layers": _stack,
+    "convolutions": _encoder,
+    "28-layer decoder": _decoder,
+}
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _measured(manager: gp.CudaGraphManager, device: torch.device, smoke: bool) -> Figures:
+    manager.estimate()
+    manager.dispatcher.add_key("PIECEWISE", gp.BatchDescriptor(SMOKE_ONE_MORE if smoke else ONE_MORE))
+    estimate = manager.estimate()
+    free, started = _free_bytes(device), time.perf_counter()
+    manager.capture()
+    synchronize(device)
+    seconds, taken = time.perf_counter() - started, free - _free_bytes(device)
+    groups = manager.stats().groups
+    found = {
+        "keys": sum(group.num_keys for group in groups),
+        "sampled": sum(len(group.sampled) for group in estimate.groups),
+        "estimated_bytes": estimate.total_bytes,
+        "taken_bytes": taken,
+        "estimated_pool_bytes": estimate.pool_bytes,
+        "pool_bytes": sum(group.memory.pool_bytes for group in groups),
+        "cached_bytes": sum(group.memory.cached_bytes for group in groups),
+        "driver_bytes": sum(group.memory.driver_bytes for group in groups),
+        "buffer_bytes": estimate.buffer_bytes,
+        "estimate_seconds": estimate.seconds,
+        "capture_seconds": seconds,
+    }
+    manager.close()
+    return found
+
+
+def _free_bytes(device: torch.device) -> int:
+    synchronize(device)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _table(figures: Figures) -> Table:
+    where = ", ".join(figures["environment"].values())
+    table = Table(title=f"Memory of a capture, MiB; {where}", title_justify="left")
+    columns = (
+        "model",
+        "keys",
+        "sampled",
+        "estimated",
+        "taken",
+        "off by",
+        "pool: estimated",
+        "pool",
+        "cached",
+        "driver",
+    )
+    for column in (*columns, "buffers", "estimate s", "capture s", "share"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in figures["models"]:
+        mib = {name: f"{value / MIB:.1f}" for name, value in row.items() if name.endswith("_bytes")}
+        table.add_row(
+            row["name"],
+            str(row["keys"]),
+            str(row["sampled"]),
+            mib["estimated_bytes"],
+            mib["taken_bytes"],
+            f"{(row['estimated_bytes'] - row['taken_bytes']) / MIB:+.1f}",
+            mib["estimated_pool_bytes"],
+            mib["pool_bytes"],
+            mib["cached_bytes"],
+            mib["driver_bytes"],
+            mib["buffer_bytes"],
+            f"{row['estimate_seconds']:.2f}",
+            f"{row['capture_seconds']:.2f}",
+            f"{row['estimate_seconds'] / row['capture_seconds']:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What captures take of a GPU's memory: estimates against the device's word, limits kept, nothing left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass import CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
+
+pytestmark = pytest.mark.cuda
+
+MIB = 1 << 20
+TOLERANCE_BYTES = 32 * MIB
+SIZES = [1, 2, 4, *range(8, 129, 8), *range(160, 513, 32)]
+"""Behind it, so that a test can make the ladder another one."""
+ONE_MORE = 144
+
+
+class Stack(nn.Module):
+    """A stack of wide layers; activations of several MiB at the largest size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + x
+
+
+class Pictures(nn.Module):
+    """A small convolutional encoder, one picture a token: its convolutions take workspaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU()) for width in (4, 8, 16, 32)),
+            nn.AdaptiveAvgPool2d(1),
+        )
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        return self.convolutions(pictures).flatten(1)
+
+
+def stack(mode: str = "FULL_AND_PIECEWISE", compiler: str = "eager") -> CudaGraphManager:
+    model = Stack().eval().cuda().half()
+    inputs = [InputSpec("x", (512, 2048), torch.float16)]
+    return CudaGraphManager(model, CudagraphDispatcher(mode, SIZES, max_num_reqs=512), inputs, compiler=compiler)
+
+
+def inductor_stack() -> CudaGraphManager:
+    return stack(compiler="inductor")
+
+
+def pictures() -> CudaGraphManager:
+    inputs = [InputSpec("pictures", (512, 4, 32, 32), torch.float32)]
+    dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=512)
+    return CudaGraphManager(Pictures().eval().cuda(), dispatcher, inputs, compiler="eager")
+
+
+def llama() -> CudaGraphManager:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8000,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).half().cuda().eval()
+    return CudaGraphManager.for_causal_lm(
+        model, max_num_reqs=128, max_num_tokens=512, max_seq_len=512, capture_sizes=SIZES, compiler="eager"
+    )
+
+
+MODELS = pytest.mark.parametrize("make", [stack, inductor_stack, llama, pictures])
+
+
+@pytest.fixture
+def no_segment_left(cuda: torch.device) -> Iterator[None]:
+    """No pool of the test is left, before anything is collected."""
+    before = private_segments()
+    yield
+    assert private_segments() - before == set()
+
+
+def private_segments() -> set[tuple[tuple[int, int], int]]:
+    return {
+        (tuple(segment["segment_pool_id"]), segment["address"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    }
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def warmed_up(manager: CudaGraphManager) -> CudaGraphManager:
+    """Compiled, its kernels loaded, and with a ladder that it has not been asked about."""
+    manager.estimate()
+    mode = manager.dispatcher.mode.mixed_mode()
+    largest = max(manager.dispatcher.keys[mode], key=lambda key: key.num_tokens)
+    num_reqs = None if mode is CUDAGraphMode.PIECEWISE else ONE_MORE
+    manager.dispatcher.add_key(mode, gp.BatchDescriptor(ONE_MORE, num_reqs, extra=largest.extra))
+    return manager
+
+
+@MODELS
+def test_an_estimate_is_near_what_the_device_says(
+    make: Callable[[], CudaGraphManager], no_segment_left: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = warmed_up(make())
+    pools = private_segments()
+    estimate = manager.estimate()
+    assert private_segments() == pools, "the throwaway pools are gone"
+    sampled: dict[CUDAGraphMode, int] = {}
+    for group in estimate.groups:
+        mode = CUDAGraphMode.parse(group.name.split()[1])
+        sampled[mode] = sampled.get(mode, 0) + len(group.sampled)
+    assert sampled
+    assert max(sampled.values()) <= 3
+    free, started = free_bytes(), time.perf_counter()
+    manager.capture()
+    seconds, taken = time.perf_counter() - started, free - free_bytes()
+    with capsys.disabled():
+        print(
+            f"\n{make.__name__}: estimated {estimate.total_bytes / MIB:.1f} MiB, taken {taken / MIB:.1f} MiB, "
+            f"pool {estimate.pool_bytes / MIB:.1f} and {manager.runtime.pool_bytes() / MIB:.1f} MiB, "
+            f"time {estimate.seconds / seconds:.3f} of {seconds:.2f} s"
+        )
+        print(estimate)
+        print(manager.stats()["Captured"])
+    assert abs(estimate.total_bytes - taken) <= max(taken / 10, TOLERANCE_BYTES)
+    pool_bytes = manager.runtime.pool_bytes()
+    assert abs(estimate.pool_bytes - pool_bytes) <= max(pool_bytes / 10, TOLERANCE_BYTES)
+    groups = manager.stats().groups
+    assert sum(group.memory.pool_bytes for group in groups) == pool_bytes
+    manager.close()
+    assert private_segments() == pools
+    assert manager.runtime.pool_bytes() == 0
+
+
+@MODELS
+def test_an_estimate_leaves_graphs_alone(make: Callable[[], CudaGraphManager], no_segment_left: None) -> None:
+    manager = make()
+    manager.capture()
+    counts, pool_bytes, pools = manager.runtime.counts(), manager.runtime.pool_bytes(), private_segments()
+    manager.estimate()
+    assert manager.runtime.counts() == counts
+    assert manager.runtime.pool_bytes() == pool_bytes
+    assert private_segments() == pools
+    manager.close()
+
+
+def test_results_are_right_before_and_after_an_estimate(no_segment_left: None) -> None:
+    manager = stack()
+    manager.capture()
+    captured = manager.runtime.stats().captured
+    for num_tokens in (3, 100, 512):
+        x = torch.randn(num_tokens, 2048, device="cuda", dtype=torch.float16)
+        for uniform in (False, True):
+            for _ in range(2):
+                got = manager.run(gp.Batch(num_tokens, inputs={"x": x}, num_reqs=num_tokens, uniform_decode=uniform))
+                with torch.no_grad():
+                    torch.testing.assert_close(got, manager.model(x), rtol=2e-2, atol=2e-2)
+                manager.dispatcher.add_key("PIECEWISE", gp.BatchDescriptor(ONE_MORE + num_tokens % 7 + uniform))
+                manager.estimate()
+    assert manager.runtime.stats().captured == captured
+    manager.close()
+
+
+@MODELS
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95, 1.0])
+def test_a_limit_is_kept(make: Callable[[], CudaGraphManager], share: float, no_segment_left: None) -> None:
+    manager = make()
+    manager.capture()
+    num_keys, whole = len(manager.stats().keys), manager.runtime.pool_bytes()
+    max_bytes = int(whole * share)
+    manager.recapture(max_bytes=max_bytes)
+    stats = manager.stats()
+    assert manager.runtime.pool_bytes() == stats.pool_bytes <= max_bytes
+    assert len(stats.keys) + len(stats.left_out) == num_keys
+    assert bool(stats.left_out) == (stats.pool_bytes == 0 or len(stats.keys) < num_keys)
+    manager.close()
+    assert manager.runtime.pool_bytes() == 0
