@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from graphpass.capture import GraphRuntime
 
-__all__ = ["DeviceMemory", "MemoryGrowth", "MemoryMeter", "MemoryReading"]
+__all__ = ["NOTHING", "DeviceMemory", "MemoryGrowth", "MemoryMeter", "MemoryReading"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class MemoryGrowth:
             sum(growth.cached_bytes for growth in found),
             sum(growth.driver_bytes for growth in found),
         )
+
+
+NOTHING = MemoryGrowth()
 
 
 @dataclass(frozen=True, slots=True)

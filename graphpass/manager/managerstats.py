@@ -11,7 +11,7 @@ from typing import Any
 from graphpass.dispatch import Dispatch, DispatchReason
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
-from graphpass.manager.devicememory import MemoryGrowth
+from graphpass.manager.devicememory import NOTHING, MemoryGrowth
 from graphpass.manager.memory import keys_by_group
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report, Table
@@ -144,9 +144,7 @@ class ManagerStats:
             Table("Dispatches", columns, rows),
             Table("Without a graph", ("reason", "batches"), tuple((str(r), str(n)) for r, n in self.fallbacks.items())),
             Table("Left out", ("mode", "key"), tuple((str(mode), str(key)) for mode, key in self.left_out)),
-            Table(
-                "Captured", ("group", "keys", "seconds", *(f"{kind} bytes" for kind in _parts(MemoryGrowth()))), groups
-            ),
+            Table("Captured", ("group", "keys", "seconds", *(f"{kind} bytes" for kind in _parts(NOTHING))), groups),
             Table("Memory", ("pool bytes", "buffer bytes"), memory),
         )
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from graphpass.capture import GraphRuntime
 from graphpass.keys import BatchDescriptor
-from graphpass.manager.devicememory import MemoryGrowth, MemoryMeter
+from graphpass.manager.devicememory import NOTHING, MemoryGrowth, MemoryMeter
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report, Table
 
@@ -223,6 +223,7 @@ def estimate_of(
     keys: Sequence[Key],
     samples: Mapping[str, Sequence[Sample]],
     *,
+    around: MemoryGrowth = NOTHING,
     spent_bytes: int = 0,
     buffer_bytes: int = 0,
     seconds: float = 0.0,
@@ -232,6 +233,7 @@ def estimate_of(
     Args:
         keys: all of it, in the order of capture.
         samples: of each group, what :func:`keys_to_sample` says.
+        around: what is taken once, before the first key.
         spent_bytes: see :class:`MemoryEstimate`.
         buffer_bytes: see :class:`MemoryEstimate`.
         seconds: see :class:`MemoryEstimate`.
@@ -252,6 +254,7 @@ def estimate_of(
         cached_bytes += new_cached
         driver_bytes = measured.driver_bytes + round(a_key[name] * (len(group) - len(known)))
         growth = MemoryGrowth(pool_bytes - before, new_cached, driver_bytes)
+        growth, around = MemoryGrowth.sum_of([growth, around]), NOTHING
         groups.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
     return MemoryEstimate(tuple(groups), spent_bytes, buffer_bytes, seconds, tuple(keys), pool)
 
@@ -303,12 +306,11 @@ def estimated(
             with runtime.throwaway():
                 samples[name] = [_sample(key, meter, capture) for key in chosen]
     meter.settle()
-    if samples:
-        first, *_ = next(iter(samples.values()))
-        samples[group_of(first.key)][0] = replace(first, growth=MemoryGrowth.sum_of([first.growth, around]))
     spent_bytes = max(meter.reading().taken - at_first.taken, 0)
     seconds = time.perf_counter() - started
-    return estimate_of(keys, samples, spent_bytes=spent_bytes, buffer_bytes=buffer_bytes, seconds=seconds)
+    return estimate_of(
+        keys, samples, around=around, spent_bytes=spent_bytes, buffer_bytes=buffer_bytes, seconds=seconds
+    )
 
 
 def _sample(key: Key, meter: MemoryMeter, capture: Callable[[Key], MemoryGrowth]) -> Sample:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import graphpass as gp
@@ -131,13 +132,13 @@ def test_an_estimate_is_near_what_the_device_says(
     manager.capture()
     seconds, taken = time.perf_counter() - started, free - free_bytes()
     with capsys.disabled():
-        print(
+        Console().print(
             f"\n{make.__name__}: estimated {estimate.total_bytes / MIB:.1f} MiB, taken {taken / MIB:.1f} MiB, "
             f"pool {estimate.pool_bytes / MIB:.1f} and {manager.runtime.pool_bytes() / MIB:.1f} MiB, "
             f"time {estimate.seconds / seconds:.3f} of {seconds:.2f} s"
         )
-        print(estimate)
-        print(manager.stats()["Captured"])
+        Console().print(*(table.draw() for table in estimate.tables()))
+        Console().print(manager.stats()["Captured"].draw())
     assert abs(estimate.total_bytes - taken) <= max(taken / 10, TOLERANCE_BYTES)
     pool_bytes = manager.runtime.pool_bytes()
     assert abs(estimate.pool_bytes - pool_bytes) <= max(pool_bytes / 10, TOLERANCE_BYTES)

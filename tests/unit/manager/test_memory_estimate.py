@@ -84,11 +84,11 @@ class FakeDevice:
     ) -> None:
         self.costs, self.block, self.executable, self.loaded_once = costs, block, executable, loaded_once
         self.cached_a_token, self.state = cached, state
-        self.pool = self.kept = self.cached = self.driver = self.loaded = 0
+        self.pool = self.kept = self.held = self.cached = self.driver = self.loaded = 0
         self.captured: list[Key] = []
 
     def reading(self) -> MemoryReading:
-        reserved = self.pool + self.cached
+        reserved = self.pool + self.held + self.cached
         return MemoryReading(5 * MIB + reserved + self.driver + self.loaded, reserved, self.pool)
 
     def kept_bytes(self) -> int:
@@ -109,15 +109,17 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        self.cached = max(self.cached, self.state)
+        """Holds a copy of the state; the allocator keeps its memory afterwards."""
+        self.held = self.state
         yield
+        self.cached, self.held = self.cached + self.held, 0
 
     def capture(self, key: Key) -> MemoryGrowth:
         name = "decode" if key[1].uniform else "mixed"
         needed, kept, kept_a_token = self.costs[name]
         before, tokens = self.reading(), key[1].num_tokens
         self.captured.append(key)
-        self.cached = max(self.cached, self.state + self.cached_a_token * tokens)
+        self.cached = max(self.cached, self.cached_a_token * tokens)
         missing = self.kept + kept + (kept_a_token + needed) * tokens - self.pool
         self.pool += -(-max(missing, 0) // self.block) * self.block
         self.kept += kept + kept_a_token * tokens
