@@ -21,6 +21,7 @@ from graphpass.dispatch import (
     resolve_mode,
 )
 from graphpass.errors import (
+    AgreementError,
     CaptureError,
     ContextError,
     DeviceError,
@@ -47,6 +48,7 @@ from graphpass.manager import (
     CapturedGroup,
     CapturedKey,
     CudaGraphManager,
+    DataParallelAgreement,
     Generation,
     GraphedModel,
     GroupEstimate,
@@ -67,6 +69,7 @@ from graphpass.manager import (
 
 __all__ = [
     "DEFAULT_RULES",
+    "AgreementError",
     "AttentionMetadataBuilder",
     "AttentionSupport",
     "Batch",
@@ -82,6 +85,7 @@ __all__ = [
     "Counts",
     "CudaGraphManager",
     "CudagraphDispatcher",
+    "DataParallelAgreement",
     "DeviceError",
     "Dispatch",
     "DispatchError",

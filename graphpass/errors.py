@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "AgreementError",
     "CaptureError",
     "ContextError",
     "DeviceError",
@@ -88,6 +89,10 @@ class PoolBusyError(GraphpassError, RuntimeError):
 
 class OutOfPagesError(GraphpassError, RuntimeError):
     """A paged KV cache has fewer free pages than were asked for."""
+
+
+class AgreementError(GraphpassError, RuntimeError):
+    """Data-parallel ranks cannot agree on a step: one died, failed, came too late, or is configured differently."""
 
 
 class DeviceError(GraphpassError, RuntimeError):

@@ -23,6 +23,7 @@ MAX_LINES_OF = {"graphpass/compat.py": 800}
 TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
 
 PUBLIC_NAMES = [
+    "AgreementError",
     "AttentionMetadataBuilder",
     "AttentionSupport",
     "Batch",
@@ -39,6 +40,7 @@ PUBLIC_NAMES = [
     "CudaGraphManager",
     "CudagraphDispatcher",
     "DEFAULT_RULES",
+    "DataParallelAgreement",
     "DeviceError",
     "Dispatch",
     "DispatchError",

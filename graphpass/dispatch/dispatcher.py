@@ -7,7 +7,8 @@ batch is one table read. Whatever keeps a batch from its graph is in the decisio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from graphpass.dispatch.decision import Dispatch, DispatchReason
@@ -66,6 +67,7 @@ class CudagraphDispatcher:
         self._lora = lora
         self._key_adapters = (0,) if lora is None else lora.count_table()
         self._lazy = lazy
+        self._revision = 0
         self.initialize_keys(mode, uniform_decode_query_len)
 
     @property
@@ -82,6 +84,16 @@ class CudagraphDispatcher:
     def uniform_decode_query_len(self) -> int:
         """Tokens of one request in a uniform decode batch."""
         return self._limits.query_len
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it answers with keys that are not captured yet."""
+        return self._lazy
+
+    @property
+    def revision(self) -> int:
+        """Another number whenever the keys, or which of them are captured, may have changed."""
+        return self._revision
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -114,6 +126,7 @@ class CudagraphDispatcher:
                     decode.add(key, self._grid.fields(key))
         self._mode, self._limits, self._has_decode_routine = parsed, limits, parsed.separate_routine()
         self._routes = (decode, full, piecewise)
+        self._revision += 1
         self._choose_routes()
 
     def _choose_routes(self) -> None:
@@ -135,6 +148,7 @@ class CudagraphDispatcher:
                 "the key could never be dispatched", expected=expected, found=f"{mode} {descriptor!r}", remedy=remedy
             )
         self._route(runtime_mode, descriptor).add(descriptor, self._grid.fields(descriptor))
+        self._revision += 1
         self._choose_routes()
 
     def _fault(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[str, str] | None:
@@ -181,6 +195,7 @@ class CudagraphDispatcher:
                 found=f"{mode} {descriptor!r}",
                 remedy="add_key(mode, descriptor) first",
             )
+        self._revision += 1
 
     def is_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`mark_captured` was called for this key."""
@@ -192,6 +207,15 @@ class CudagraphDispatcher:
         """Say that no graph exists any more; the keys stay, to be captured again."""
         for route in self._routes:
             route.forget_captured()
+        self._revision += 1
+
+    def with_captured(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> CudagraphDispatcher:
+        """Another dispatcher with the keys of this one, of which just these are captured."""
+        other = copy.deepcopy(self)
+        other.forget_captured()
+        for mode, descriptor in keys:
+            other.mark_captured(mode, descriptor)
+        return other
 
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """Every key in the order to capture: PIECEWISE, then FULL, each from the largest to the smallest."""
@@ -210,6 +234,16 @@ class CudagraphDispatcher:
             DispatchError: the descriptor does not name a field.
         """
         return self._grid.fields(descriptor)
+
+    def read(
+        self, num_tokens: int | None = None, *, num_reqs: int | None = None, extra: Extra = ()
+    ) -> tuple[Mapping[str, int], Extra]:
+        """The size of every field of ``capture_sizes`` in a batch, and what is left of ``extra``, ordered by name.
+
+        Raises:
+            DispatchError: a field is missing or no count.
+        """
+        return self._grid.read(num_tokens, num_reqs, extra)
 
     # -- decisions -----------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Running a whole model over its graphs: dispatch, pad, replay, cut."""
 
+from graphpass.manager.agreement import DataParallelAgreement
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
@@ -18,6 +19,7 @@ __all__ = [
     "CapturedGroup",
     "CapturedKey",
     "CudaGraphManager",
+    "DataParallelAgreement",
     "Generation",
     "GraphedModel",
     "GroupEstimate",

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
-from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputError
+from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, RankDecision
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.guards import modules_of
 from graphpass.manager.keycapture import Key, KeyCapture, context_of
@@ -27,6 +27,14 @@ from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey, ManagerStats, StepCounts
 from graphpass.manager.memory import MemoryEstimate, PoolModel, estimated
 from graphpass.manager.memorylimit import KeyPool, capture_within
+from graphpass.manager.refusals import (
+    moved_weights,
+    no_graph,
+    nothing_captured,
+    nothing_to_capture,
+    refuse_options,
+    too_large,
+)
 from graphpass.manager.stepbuffers import Sizes, StepBuffers
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report
@@ -47,6 +55,8 @@ class CudaGraphManager:
         attention: makes the metadata that the model's attention reads from the forward context; None for a model
             without. It bounds the dispatcher's mode by what it can be captured with.
         runtime: owner of pool and statistics; None for one of its own.
+        agreement: the data-parallel ranks that run each step alike, see
+            :class:`graphpass.DataParallelAgreement`; None for a model of this process alone.
         device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
         cut: {output: {dimension: key field}} for outputs whose symbolic shape does not say it, as in
             :func:`graphpass.graphed`.
@@ -64,11 +74,12 @@ class CudaGraphManager:
         *,
         attention: AttentionMetadataBuilder | None = None,
         runtime: GraphRuntime | None = None,
+        agreement: DataParallelAgreement | None = None,
         device: torch.device | str | None = None,
         cut: Mapping[int | str, Mapping[int, str]] | None = None,
         **options: Any,
     ) -> None:
-        _refuse_own_options(options)
+        refuse_options(options, _OWN_OPTIONS)
         self.runtime = runtime if runtime is not None else GraphRuntime()
         self.dispatcher = dispatcher
         self.model = model
@@ -76,7 +87,13 @@ class CudaGraphManager:
         modules = modules_of(model)
         self._inputs = StepBuffers(inputs, _device_of(modules) if device is None else torch.device(device))
         self._bound_mode()
-        self._keys = KeyCapture(model, dispatcher, self._inputs, attention, self.runtime, dict(cut or {}), options)
+        num_ranks = None if agreement is None else agreement.num_ranks
+        self._keys = KeyCapture(
+            model, dispatcher, self._inputs, attention, self.runtime, dict(cut or {}), options, num_ranks
+        )
+        self._ranks = (
+            None if agreement is None else AgreedSteps.of(agreement, dispatcher, self._inputs, self._keys.settings)
+        )
         self._fields = frozenset(dispatcher.capture_fields)
         self._steps: dict[Key, KeyStep] = {}
         self._captured: dict[Key, CapturedKey] = {}
@@ -130,38 +147,43 @@ class CudaGraphManager:
 
         Raises:
             CaptureError: everything is captured already, or a key could not be captured; it names the key.
+            AgreementError: another rank could not capture its keys.
         """
+        with self._turn, contextlib.nullcontext() if self._ranks is None else self._ranks.capturing():
+            self._capture_missing(max_bytes)
+
+    def _capture_missing(self, max_bytes: int | None) -> None:
         if not self._missing():
-            again, none = "call recapture() to capture them anew", "give the dispatcher a mode and sizes"
-            raise CaptureError(
-                "there is nothing to capture",
-                expected="keys without a graph: needs_capture()",
-                found=f"{len(self._captured)} keys, all captured" if self._captured else "a dispatcher without keys",
-                remedy=again if self._captured else none,
-            )
-        with self._turn:
-            fits = None if max_bytes is None else self.estimate().pool
-            with _quietly(), self._keys.state_kept(), self.runtime.capturing():
-                self._left_out = self._capture_missing(max_bytes, fits)
-            if self._left_out:
-                self.runtime.note(f"{len(self._left_out)} keys left out: the pool would exceed {max_bytes} bytes")
+            raise nothing_to_capture(len(self._captured))
+        limited = self._on_some_rank(max_bytes is not None)
+        fits = self._estimated().pool if limited else None
+        with _quietly(), self._keys.state_kept(), self.runtime.capturing():
+            self._left_out = self._capture_keys(max_bytes, fits)
+        if self._left_out:
+            self.runtime.note(f"{len(self._left_out)} keys left out: the pool would exceed {max_bytes} bytes")
 
     def estimate(self) -> MemoryEstimate:
         """What capturing every key takes of the device's memory, from at most three keys of each mode.
 
         They are captured in pools of their own, which are given back; graphs that exist are left alone. The answer
         holds until the dispatcher's keys change, or :meth:`close`. Results of the last run are overwritten, as by a
-        capture; nobody else may run callables of the runtime meanwhile.
+        capture; nobody else may run callables of the runtime meanwhile. Under an agreement every rank calls it.
 
         Raises:
             CaptureError: a key could not be captured; it names the key.
+            AgreementError: another rank could not.
         """
-        with self._turn, _quietly():
+        with self._turn, contextlib.nullcontext() if self._ranks is None else self._ranks.capturing():
+            return self._estimated()
+
+    def _estimated(self) -> MemoryEstimate:
+        with _quietly():
             self._keys.learn()
             keys = self._all_keys()
-            if self._estimate is None or self._estimate.keys != tuple(keys):
+            known = self._estimate
+            if self._on_some_rank(known is None or known.keys != tuple(keys)):
                 with self._inputs.kept():
-                    self._estimate = estimated(
+                    known = estimated(
                         keys,
                         self.runtime,
                         self._keys.meter,
@@ -169,7 +191,13 @@ class CudaGraphManager:
                         self._keys.state_kept,
                         buffer_bytes=self._keys.buffer_bytes(),
                     )
-            return self._estimate
+            assert known is not None
+            self._estimate = known
+            return known
+
+    def _on_some_rank(self, here: bool) -> bool:
+        """Whether something holds on this rank, or on another that captures with it."""
+        return here if self._ranks is None else self._ranks.stops(here, len(self._missing()))
 
     def recapture(self, max_bytes: int | None = None) -> None:
         """Drop all graphs and capture every key anew: after the weights were replaced, or a setting changed."""
@@ -184,30 +212,33 @@ class CudaGraphManager:
         Raises:
             ShapeError: the batch is larger than the buffers, or its inputs or requests do not fit it.
             CaptureError: nothing was captured yet, or torch's settings are not those of the capture.
+            AgreementError: another data-parallel rank failed, is gone or is configured differently; nothing has run.
         """
         with self._turn:
-            sizes = self._sizes_of(batch)
-            extra = batch.extra
-            if self.attention is not None:
-                # A ladder for what attention bounds, or one bound for all keys.
-                extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
-            step = self.dispatcher.dispatch(
-                batch.num_tokens,
-                num_reqs=batch.num_reqs,
-                uniform_decode=batch.uniform_decode,
-                num_active_loras=batch.num_active_loras,
-                extra=extra,
-            )
-            if not step.mode:
-                return self._without_graph(step, batch, sizes)
-            key = (step.mode, step.descriptor)
-            found = self._steps.get(key)
-            if found is None or not found.holds(self._keys.modules, self.runtime.generation):
-                found = self._captured_anew(key, found)
-            with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-                result = self._replay(found, key, batch, sizes)
-            self._counts.replayed(key, batch.num_tokens)
-            return result
+            if self._ranks is None:
+                sizes = self._sizes_of(batch)
+                return self._run(self.dispatcher.dispatch(**self._asked(batch)), batch, sizes)
+            decision = self._ranks.decide(lambda: self._proposed(batch))
+            if not decision.has_batch:
+                return self._run_dummy(decision)
+            return self._run(decision.step, batch, self._sizes_of(batch), decision)
+
+    def run_idle(self) -> bool:
+        """Take part in a step of the data-parallel ranks without a batch; whether some rank has one.
+
+        If so, a dummy batch of the agreed size runs: inputs are padding, attention has example metadata on scratch
+        pages, nothing that the model keeps is changed. Without an agreement there is nothing to take part in.
+
+        Raises:
+            AgreementError: as :meth:`run`.
+            CaptureError: nothing was captured yet.
+        """
+        with self._turn:
+            if self._ranks is None:
+                return False
+            decision = self._ranks.decide(lambda: self._proposed(None))
+            self._run_dummy(decision)
+            return decision.agreed.has_work
 
     def stats(self) -> ManagerStats:
         """What was captured and how it was used so far."""
@@ -269,17 +300,70 @@ class CudaGraphManager:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
+    def _asked(self, batch: Batch) -> dict[str, Any]:
+        """What the dispatcher is asked for a batch."""
+        extra = batch.extra
+        if self.attention is not None:
+            # A ladder for what attention bounds, or one bound for all keys.
+            extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
+        return {
+            "num_tokens": batch.num_tokens,
+            "num_reqs": batch.num_reqs,
+            "uniform_decode": batch.uniform_decode,
+            "num_active_loras": batch.num_active_loras,
+            "extra": extra,
+        }
+
+    def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
+        """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
+        if not self._steps and self._missing():
+            raise nothing_captured(len(self._missing()))
+        for key, step in {id(step.guards): (key, step) for key, step in self._steps.items()}.values():
+            if not step.holds(self._keys.modules, self.runtime.generation):
+                raise moved_weights(key, "call recapture() on every rank")
+        if batch is None or batch.num_tokens == 0:
+            return None
+        sizes = self._sizes_of(batch)
+        if batch.inputs is not None:
+            self._inputs.paired(batch.inputs, sizes, self._keys.inputs_at(self._inputs.largest).buffers)
+        return self._asked(batch)
+
+    def _run_dummy(self, decision: RankDecision) -> Any:
+        """A rank's part in a step that it has no batch for; the result of an empty batch."""
+        step, sizes = decision.step, dict.fromkeys(self._inputs.largest, 0)
+        if not decision.agreed.has_work:
+            return self._run(step, Batch(0), sizes, decision)
+        attention = None
+        if self.attention is not None:
+            query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
+            attention = self.attention.example(step.descriptor, query_len=query_len)
+        self.runtime.follow_last_forward()
+        with _quietly(), self._keys.state_kept():
+            return self._run(step, Batch(0, attention=attention), sizes, decision)
+
+    def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
+        if decision is not None and decision.is_lower:
+            self.runtime.note(f"{step.mode} is what all ranks can run: {decision.agreed.why}")
+        if not step.mode:
+            return self._without_graph(step, batch, sizes, decision)
+        key = (step.mode, step.descriptor)
+        found = self._steps.get(key)
+        if found is None or not found.holds(self._keys.modules, self.runtime.generation):
+            found = self._captured_anew(key, found)
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            result = self._replay(found, key, batch, sizes, decision)
+        self._counts.replayed(key, batch.num_tokens)
+        return result
+
     def _captured_anew(self, key: Key, found: KeyStep | None) -> KeyStep:
         """Capture a key whose graph is not there, or read weights that were replaced since."""
         mode, descriptor = key
         is_known = key in self._captured
-        if is_known and self._keys.settings.policy.on_moved_input == "error":
-            raise StaticInputError(
-                f"the model's weights are not where the graph of {mode} {descriptor} reads them",
-                expected="the parameters and buffers of the capture, written in place",
-                found="others, or at other addresses",
-                remedy="call recapture(), or set on_moved_input='copy'",
-            )
+        # Ranks that capture in a step on their own leave the others waiting.
+        if self._ranks is not None or (is_known and self._keys.settings.policy.on_moved_input == "error"):
+            everywhere = self._ranks is not None
+            remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
+            raise moved_weights(key, remedy)
         if is_known:
             self.runtime.note(f"{mode} {descriptor}: captured anew, since weights were replaced or a graph was dropped")
         if found is not None:  # others that hold the same weights would keep them alive until their next use
@@ -289,7 +373,7 @@ class CudaGraphManager:
         with _quietly(), self._inputs.kept(), self._keys.state_kept(), self.runtime.scope_opened():
             return self._capture(key)
 
-    def _capture_missing(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
+    def _capture_keys(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
         """Capture every key that has no graph, or as many as fit; returns those left out."""
         missing = self._missing()  # learning may have found that there is no FULL
         with self._progress(missing) as progress:
@@ -299,11 +383,12 @@ class CudaGraphManager:
                 self._capture(key)
                 progress.update()
 
-            if max_bytes is None or fits is None:
+            if fits is None:
                 for key in missing:
+                    self._on_some_rank(False)  # a rank that failed says so here
                     captured(key)
                 return ()
-            pool = KeyPool(self.runtime.pool_bytes, captured, self._drop_graphs)
+            pool = KeyPool(self.runtime.pool_bytes, captured, self._drop_graphs, self._on_some_rank)
             return capture_within(max_bytes, pool, list(self._captured), missing, fits)
 
     def _capture(self, key: Key) -> KeyStep:
@@ -311,7 +396,7 @@ class CudaGraphManager:
         self.dispatcher.mark_captured(*key)
         return self._steps[key]
 
-    def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes) -> Any:
+    def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
         mode, descriptor = key
         learned = self._keys.learn()
         # What is filled now may still be read by a replay on another stream.
@@ -320,7 +405,8 @@ class CudaGraphManager:
         metadata = None
         if self.attention is not None:
             metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
-        with context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens) as context:
+        across = None if decision is None else decision.agreed.num_tokens_across_dp
+        with context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across) as context:
             if step.plan is None:
                 with _quietly():
                     self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
@@ -336,21 +422,26 @@ class CudaGraphManager:
         self._copy_back(learned, batch, sizes, step.inputs)
         return learned.result(sizes)
 
-    def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes) -> Any:
-        self._refuse_uncaptured(step)
+    def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
+        if step.reason is DispatchReason.NOT_CAPTURED and not (self._steps or self._left_out):
+            raise nothing_captured(len(self._missing()))
         self._counts.fell_back(step, batch.num_tokens)
-        if step.reason is not DispatchReason.EMPTY and step.reason is not DispatchReason.DISABLED:
-            self._report_fallback(step)
+        cause = step.reason if decision is None else decision.agreed.reason  # of all ranks: none refuses it alone
+        if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
+            self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
         with _quietly():
             learned = self._keys.learn()
             if step.reason is DispatchReason.EMPTY:
                 return learned.result(sizes)
             # All rows of an input by request: their number says nothing that a compiled region has to know.
-            inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": batch.num_tokens})
+            inputs = self._keys.inputs_at(
+                {**self._inputs.largest, "num_tokens": batch.num_tokens or step.descriptor.num_tokens}
+            )
             self.runtime.follow_last_forward()
             self._inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = None if self.attention is None else self.attention.build(batch.attention, None)
-            with context_of(metadata, inputs, CUDAGraphMode.NONE, None, batch.num_tokens):
+            across = None if decision is None else decision.agreed.num_tokens_across_dp
+            with context_of(metadata, inputs, CUDAGraphMode.NONE, None, batch.num_tokens, across):
                 self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
         self._copy_back(learned, batch, sizes, inputs)
         return learned.result(sizes)
@@ -368,26 +459,9 @@ class CudaGraphManager:
             for name in learned.run.mutated:
                 batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
 
-    def _refuse_uncaptured(self, step: Dispatch) -> None:
-        if step.reason is DispatchReason.NOT_CAPTURED and not (self._steps or self._left_out):
-            raise CaptureError(
-                "nothing has been captured yet",
-                expected="capture() before the first run",
-                found=f"{len(self._missing())} keys without a graph",
-                remedy="call capture(), or make the dispatcher with lazy=True to capture each key at its first use",
-            )
-
-    def _report_fallback(self, step: Dispatch) -> None:
-        self._keys.fallbacks.report(
-            f"no graph for {step.descriptor}: {step.reason.explanation}; it runs compiled, without a graph",
-            CaptureError(
-                "this batch has no graph, and on_fallback is 'error'",
-                expected="a batch that fits a captured key",
-                found=f"{step.descriptor} ({step.reason})",
-                remedy="add a larger capture size, or set on_fallback='warn'",
-            ),
-            once_for=str(step.reason),
-        )
+    def _report_fallback(self, step: Dispatch, why: str) -> None:
+        text = f"no graph for {step.descriptor}: {why}; it runs compiled, without a graph"
+        self._keys.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason))
 
     # -- shapes -----------------------------------------------------------------------------------------------------
 
@@ -401,12 +475,7 @@ class CudaGraphManager:
         for field, largest in self._inputs.largest.items():
             size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
             if type(size) is not int or not 0 <= size <= largest:
-                raise ShapeError(
-                    "the batch does not fit the buffers",
-                    expected=f"{field} from 0 to {largest}",
-                    found=f"{field}={size!r}",
-                    remedy="split the batch, or declare the inputs at a larger batch",
-                )
+                raise too_large(field, size, largest)
             sizes[field] = size
         return sizes
 
@@ -421,14 +490,3 @@ def _quietly() -> Iterator[None]:
 def _device_of(modules: Sequence[torch.nn.Module]) -> torch.device:
     first = next((tensor for module in modules[:1] for tensor in module.parameters()), None)
     return torch.device("cpu") if first is None else first.device
-
-
-def _refuse_own_options(options: Mapping[str, Any]) -> None:
-    own = sorted(set(_OWN_OPTIONS).intersection(options))
-    if own:
-        raise OptionError(
-            f"option {own[0]!r} is the manager's own",
-            expected="options of compiling: compiler, splitting_ops, on_fallback, on_moved_input, debug, compare, ...",
-            found=f"{own[0]}={options[own[0]]!r}",
-            remedy="modes and sizes are the dispatcher's; outputs always lie in the manager's buffers",
-        )

@@ -226,6 +226,8 @@ def generate(
                 for new in found:
                     made[new.request].append(new.token)
                 bar.update(len(found))
+            while manager.run_idle():
+                pass  # other data-parallel ranks still have work
     return list(made.values())
 
 

@@ -46,6 +46,7 @@ class KeyCapture:
         runtime: owner of pool and statistics.
         cut: {output: {dimension: key field}}, what symbols do not say.
         options: the backend's, the manager's own left out.
+        num_ranks: data-parallel ranks that run the same keys; None without an agreement.
 
     Attributes:
         settings: the options, validated.
@@ -64,12 +65,13 @@ class KeyCapture:
         runtime: GraphRuntime,
         cut: Mapping[int | str, Mapping[int, str]],
         options: Mapping[str, Any],
+        num_ranks: int | None = None,
     ) -> None:
         # Not at the top: whoever imports cgpass first (its entry point does) is importing graphpass from within it.
         from cgpass.settings import Settings
 
         self._model, self._dispatcher, self._inputs = model, dispatcher, inputs
-        self._attention, self._runtime, self._cut = attention, runtime, cut
+        self._attention, self._runtime, self._cut, self._num_ranks = attention, runtime, cut, num_ranks
         # A model with an op that no graph can hold goes on with regions.
         has_full = dispatcher.mode.has_mode(CUDAGraphMode.FULL)
         given = {
@@ -78,8 +80,9 @@ class KeyCapture:
             "splitting_ops": [*(attention.splitting_ops if attention else ()), *options.get("splitting_ops", ())],
             "outputs": "view",
             "runtime": runtime,
-            # Where a step goes through Dynamo, it may reach other code than the one that was captured.
-            "lazy_capture": options.get("on_moved_input") != "error",
+            # Where a step goes through Dynamo, it may reach other code than the one that was captured. Ranks that
+            # capture in a step leave the others behind.
+            "lazy_capture": num_ranks is None and options.get("on_moved_input") != "error",
         }
         self.settings = Settings.of(given)
         self.fallbacks = Fallbacks(runtime, self.settings.on_fallback)
@@ -120,7 +123,7 @@ class KeyCapture:
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         inputs = self.inputs_at({**self._inputs.largest, "num_tokens": num_tokens})
         metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
-        context = context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
+        context = self._context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
         with self._runtime.scope_opened() as scope, context, self._first_run_undone(scope, inputs):
             own, versions = by_tensor(inputs.buffers), versions_of(inputs.buffers)
             result = self.compiled(**inputs.arguments)
@@ -222,7 +225,7 @@ class KeyCapture:
         scope.keep_results = partial(learned.keep, inputs) if is_direct else None
         try:
             metadata = scope.prepare()
-            with context_of(metadata, inputs, mode, descriptor, descriptor.num_tokens):
+            with self._context_of(metadata, inputs, mode, descriptor, descriptor.num_tokens):
                 result = self.compiled(**inputs.arguments)
         finally:
             scope.prepare = scope.keep_results = None
@@ -232,6 +235,13 @@ class KeyCapture:
         scope.reached.clear()  # it holds results, which keep their pool memory
         elapsed = time.perf_counter() - started
         return step, CapturedKey(mode, descriptor, elapsed, self.meter.reading() - before)
+
+    def _context_of(
+        self, metadata: Any, inputs: PaddedInputs, mode: CUDAGraphMode, key: BatchDescriptor | None, num_tokens: int
+    ) -> entered:
+        """The context of a run that all ranks make alike."""
+        across = None if self._num_ranks is None else (num_tokens,) * self._num_ranks
+        return context_of(metadata, inputs, mode, key, num_tokens, across)
 
     def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> KeyStep:
         assert self._learned is not None
@@ -275,7 +285,12 @@ class KeyCapture:
 
 
 def context_of(
-    metadata: Any, inputs: PaddedInputs, mode: CUDAGraphMode, key: BatchDescriptor | None, num_tokens: int
+    metadata: Any,
+    inputs: PaddedInputs,
+    mode: CUDAGraphMode,
+    key: BatchDescriptor | None,
+    num_tokens: int,
+    num_tokens_across_dp: tuple[int, ...] | None = None,
 ) -> entered:
     """The forward context of one step."""
     return set_forward_context(
@@ -283,6 +298,7 @@ def context_of(
         runtime_mode=mode,
         batch_descriptor=key,
         num_tokens=num_tokens,
+        num_tokens_across_dp=num_tokens_across_dp,
         slot_mapping=None if metadata is None else metadata.slot_mapping,
         is_padding=inputs.is_padding,
     )

@@ -26,20 +26,22 @@ class KeyPool:
         num_bytes: how many it holds now.
         capture: captures one more key.
         drop: gives the pool back, with the graphs of all keys.
+        on_some_rank: of what holds here, whether it holds on any rank that captures the same keys; here alone, itself.
     """
 
     num_bytes: Callable[[], int]
     capture: Callable[[Key], None]
     drop: Callable[[], None]
+    on_some_rank: Callable[[bool], bool] = bool
 
 
 def capture_within(
-    max_bytes: int, pool: KeyPool, held: Sequence[Key], missing: Sequence[Key], model: PoolModel
+    max_bytes: int | None, pool: KeyPool, held: Sequence[Key], missing: Sequence[Key], model: PoolModel
 ) -> tuple[Key, ...]:
     """Capture the ``missing`` keys, in this order, as long as the pool ends at ``max_bytes`` or below.
 
     Args:
-        max_bytes: the limit. A pool that is above it already stays as it is.
+        max_bytes: the limit; None: only other ranks have one. A pool that is above it already stays as it is.
         pool: what is filled.
         held: the keys that it has, in the order of capture.
         missing: the keys to add.
@@ -63,13 +65,19 @@ def capture_within(
         captured, wanted = [], rest
 
 
-def _fill(max_bytes: int, pool: KeyPool, captured: list[Key], wanted: Sequence[Key], model: PoolModel) -> Key | None:
+def _fill(
+    max_bytes: int | None, pool: KeyPool, captured: list[Key], wanted: Sequence[Key], model: PoolModel
+) -> Key | None:
     """Capture what is likely to fit, and add it to ``captured``; returns a key that did not fit, and ends with it."""
+
+    def exceeds(num_bytes: int) -> bool:
+        return pool.on_some_rank(max_bytes is not None and num_bytes > max_bytes)
+
     for key in wanted:
-        if model.after(pool.num_bytes(), captured, key) > max_bytes:
+        if exceeds(model.after(pool.num_bytes(), captured, key)):
             continue
         pool.capture(key)
-        if pool.num_bytes() > max_bytes:
+        if exceeds(pool.num_bytes()):
             return key
         captured.append(key)
     return None

@@ -82,7 +82,7 @@ class StepBuffers:
             ShapeError: an input is missing, new, or does not fit; nothing has been written then.
         """
         if inputs is not None:
-            self._copy(inputs, sizes, padded)
+            compat.foreach_copy_(*self.paired(inputs, sizes, padded))
         for field, size in sizes.items():
             if size != self._filled[field]:
                 self._blank_behind(field, size)
@@ -107,7 +107,14 @@ class StepBuffers:
         """Addresses of their storages."""
         return frozenset(map(storage_id, self._memory.values()))
 
-    def _copy(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: Mapping[str, InputBuffer]) -> None:
+    def paired(
+        self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: Mapping[str, InputBuffer]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where each tensor of a batch goes, and what is copied there; see :meth:`fill`.
+
+        Raises:
+            ShapeError: an input is missing, new, or does not fit.
+        """
         if inputs.keys() != self._specs.keys():
             raise ShapeError(
                 "the batch has other inputs than were declared",
@@ -124,7 +131,7 @@ class StepBuffers:
                 value = value.clone()  # it lies elsewhere in the buffer, and may overlap what it is copied to
             targets.append(target)
             sources.append(value)
-        compat.foreach_copy_(targets, sources)
+        return targets, sources
 
     def _blank_behind(self, field: str, size: int) -> None:
         filled = self._filled[field]
@@ -142,6 +149,10 @@ class StepBuffers:
         for dim, field in dims.items():
             memory = memory.narrow(dim, 0, sizes[field])
         return memory
+
+    def described(self) -> str:
+        """Names, shapes at the largest batch, dtypes and dimensions that grow."""
+        return ", ".join(f"{spec.name} {spec.shape} {spec.dtype} {spec.dims()}" for spec in self._specs.values())
 
     def num_bytes(self) -> int:
         """Bytes of all of them."""
