@@ -181,8 +181,8 @@ def agreeing(rank: int) -> dict[str, Any]:
     bounded = made(WithoutCollective().eval(), agreement, sizes=(8, 4))
     bounded.capture(max_bytes=-1 if rank == 2 else None)  # the tape has no pool: any limit of 0 or more is kept
     seen["left out"] = [(str(mode), key.num_tokens) for mode, key in bounded.stats().left_out]
-    seen["a key of all"] = step(bounded, Load(3, num_loras=1), rank)
-    seen["a key of none"] = step(bounded, Load(3, num_loras=1, uniform=True) if rank else Load(3), rank)
+    seen["a key of all"] = step(bounded, Load(5, num_loras=1), rank)
+    seen["a key of none"] = step(bounded, Load(5, num_loras=1) if rank else Load(3), rank)
 
     other = made(WithoutCollective().eval(), agreement, sizes=(2, 8) if rank == 3 else (2, 4, 8))
     seen["other sizes"] = refusal(other.capture)
