@@ -62,6 +62,9 @@ class CudaGraphManager:
             :func:`graphpass.graphed`.
         options: the backend's, see :func:`cgpass.options`; those of mode, sizes and outputs are the manager's own.
 
+    Attributes:
+        last_step: mode, padded shape and reason of the last run; None before the first.
+
     Raises:
         OptionError: an option, an input or a size cannot be used.
     """
@@ -100,6 +103,7 @@ class CudaGraphManager:
         self._left_out: tuple[Key, ...] = ()
         self._estimate: MemoryEstimate | None = None
         self._counts = StepCounts()
+        self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
 
     @classmethod
@@ -342,6 +346,7 @@ class CudaGraphManager:
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
+        self.last_step = step
         if decision is not None and decision.is_lower:
             self.runtime.note(f"{step.mode} is what all ranks can run: {decision.agreed.why}")
         if not step.mode:

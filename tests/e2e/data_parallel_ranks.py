@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import distributed, nn
 
+import cgpass  # noqa: F401  # with what follows: imported once, before the processes part
 from graphpass import (
     Batch,
     CudagraphDispatcher,
@@ -193,24 +194,18 @@ def agreeing(rank: int) -> dict[str, Any]:
 def parting(rank: int) -> dict[str, Any]:
     """One rank stays away; then one dies."""
     seen: dict[str, Any] = {}
-    patient, short = DataParallelAgreement(timeout_s=30), DataParallelAgreement(timeout_s=1)
+    patient, short = DataParallelAgreement(timeout_s=60), DataParallelAgreement(timeout_s=3)
     manager = made(WithoutCollective().eval(), patient, sizes=(4,))
     late = made(WithoutCollective().eval(), short, "NONE", sizes=(4,))
     manager.capture()
     seen["together"] = step(manager, Load(3), rank)
-    started = time.monotonic()
-    if rank == NUM_RANKS - 1:
-        time.sleep(3)
-    else:
+    if rank != NUM_RANKS - 1:
         seen["one stays away"] = refusal(late.run_idle)
         seen["again"] = refusal(late.run_idle)
-    seen["seconds away"] = time.monotonic() - started
     seen["the others go on"] = step(manager, Load(2), rank)
-    started = time.monotonic()
     if rank == 1:
         os._exit(7)
     seen["one dies"] = refusal(lambda: step(manager, Load(2), rank))
-    seen["seconds dead"] = time.monotonic() - started
     return seen
 
 

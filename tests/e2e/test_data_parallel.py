@@ -119,7 +119,6 @@ def test_a_rank_that_stays_away_or_dies_is_an_error_on_the_others(four: Callable
         assert of_rank["together"].ran == of_rank["the others go on"].ran == ("PIECEWISE", 4, 0)
         assert of_rank["one dies"][0] == "AgreementError"
         assert "the other ranks cannot be reached" in of_rank["one dies"][1]
-        assert of_rank["seconds dead"] < LIMIT_S
     for rank in (0, 2):
         assert seen[rank]["one stays away"][0] == "AgreementError"
         assert seen[rank]["again"] == seen[rank]["one stays away"], "it is not tried again"

@@ -12,15 +12,34 @@ import torch
 
 from graphpass import (
     AgreementError,
+    Batch,
     BatchDescriptor,
+    CaptureError,
     CudagraphDispatcher,
+    CUDAGraphMode,
     DataParallelAgreement,
     DispatchReason,
     OptionError,
     StaticInputError,
+    get_forward_context,
 )
+from graphpass.dispatch.ranks import RankBatch
 from graphpass.manager.agreement import AgreedSteps, RankDecision
-from tests.unit.manager.managed import Doubled, Rows, made, of_x, rows
+from tests.unit.manager.managed import (
+    EVENTS,
+    FULL,
+    NONE,
+    PIECEWISE,
+    Attends,
+    Doubled,
+    Requests,
+    Rows,
+    SlotBuilder,
+    made,
+    of_x,
+    rows,
+    run,
+)
 
 SECONDS = 20
 """A bound on what would hang."""
@@ -213,6 +232,122 @@ class TestCaptures:
         outcomes = self.captured(Ranks(), [4, 3, 4], lambda rank, key: False)
         assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
         assert outcomes[0].found == "4 on rank 0, 3 on rank 1, 4 on rank 2"
+
+
+# -- one process, the other rank being rows
+
+
+class Written:
+    """The first of two ranks; what the second brings is written in advance. Stands in for an agreement."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self) -> None:
+        self.other = RankBatch()
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        # What is said about captures is the same on both ranks; in a step each has a batch of its own.
+        is_step = row[0] == 1
+        return [list(row), [*row[:2], *self.other.to_row()] if is_step else list(row)]
+
+
+OTHERS = {
+    "FULL": RankBatch(True, FULL, DispatchReason.PADDED, 3, uniform=True, sizes=(3,)),
+    "PIECEWISE": RankBatch(True, PIECEWISE, DispatchReason.PADDED, 3, sizes=(3,)),
+    "NONE": RankBatch(True, NONE, DispatchReason.TOO_LARGE, 9, sizes=(9,)),
+}
+
+
+class Counted(Attends):
+    """Counts its forwards, and draws a random number in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards.add_(1)
+        return super().forward(x) + 0 * torch.rand(())
+
+
+@pytest.mark.parametrize(("mode", "ran"), [("FULL", (FULL, 4)), ("PIECEWISE", (PIECEWISE, 4)), ("NONE", (NONE, 2))])
+def test_a_dummy_batch_writes_nothing_live(mode: str, ran: tuple[CUDAGraphMode, int]) -> None:
+    written, model, builder = Written(), Counted().eval(), SlotBuilder()
+    manager = made(model, "FULL_AND_PIECEWISE", attention=builder, agreement=written)
+    manager.capture()
+    x, reference = rows(3), Requests(model)
+    written.other = OTHERS[mode]
+    live, random_state, forwards = builder.sums.clone(), torch.get_rng_state(), model.forwards.clone()
+    examples, ops = len(builder.examples), len(EVENTS)
+    for _ in range(3):
+        assert manager.run_idle()
+        assert manager.last_step is not None
+        assert (manager.last_step.mode, manager.last_step.descriptor.num_tokens) == ran
+        assert manager.last_step.reason is DispatchReason.AGREED
+    assert len(builder.examples) == examples + 3
+    assert len(EVENTS) > ops
+    torch.testing.assert_close(builder.sums[:-1], live[:-1], rtol=0, atol=0)
+    torch.testing.assert_close(torch.get_rng_state(), random_state)
+    torch.testing.assert_close(model.forwards, forwards)
+    empty = manager.run(Batch(0))
+    assert empty.shape == (0, 6)
+    # With a batch of its own in the same step it runs that.
+    for slots in ([0, 1, 2], [0, 2, 1]):
+        own = Batch(3, inputs={"x": x}, uniform_decode=mode == "FULL", attention=slots)
+        torch.testing.assert_close(manager.run(own), reference.step(x, slots))
+    assert manager.last_step.mode is ran[0]
+    torch.testing.assert_close(builder.sums[:16], reference.sums)
+
+
+def test_the_context_knows_the_tokens_of_all_ranks() -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    class Builder(SlotBuilder):
+        def build(self, attention: Sequence[int], key: BatchDescriptor | None) -> Any:
+            seen.clear()
+            return super().build(attention, key)
+
+    @torch.library.custom_op("graphpass_agreement_test::look", mutates_args=())
+    def look(x: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        seen.append((context.num_tokens, context.num_tokens_across_dp))
+        return x.clone()
+
+    look.register_fake(torch.empty_like)
+    written = Written()
+    manager = made(
+        lambda x: torch.ops.graphpass_agreement_test.look(x * 2),
+        "PIECEWISE",
+        attention=Builder(),
+        agreement=written,
+        splitting_ops=["graphpass_agreement_test::look"],
+    )
+    manager.capture()
+    assert seen[-1] == (2, (2, 2)), "a capture is the same on all ranks"
+    written.other = OTHERS["PIECEWISE"]
+    manager.run(Batch(1, inputs={"x": rows(1)}, attention=[0]))
+    assert seen == [(1, (4, 4))]
+    written.other = OTHERS["NONE"]
+    manager.run(Batch(1, inputs={"x": rows(1)}, attention=[0]))
+    assert seen == [(1, (1, 9))]
+    manager.run_idle()
+    assert seen == [(0, (2, 9))]
+
+
+def test_a_fallback_that_is_refused_is_refused_on_every_rank() -> None:
+    written = Written()
+    manager = made(Rows().eval(), agreement=written, on_fallback="error")
+    manager.capture()
+    written.other = OTHERS["NONE"]
+    for action in (lambda: manager.run(of_x(rows(3))), manager.run_idle):
+        with pytest.raises(CaptureError, match="rank 1 \\(9 tokens\\) has no graph, since the batch is above"):
+            action()
+    # A mode that is switched off for such batches is what was asked for, here and there.
+    manager = made(Rows().eval(), "FULL_DECODE_ONLY", agreement=written, on_fallback="error")
+    manager.capture()
+    written.other = RankBatch(True, NONE, DispatchReason.DISABLED, 3, sizes=(3,))
+    run(manager, rows(3), uniform_decode=True)
+    assert manager.stats().fallbacks == {DispatchReason.AGREED: 1}
 
 
 # -- one process

@@ -58,6 +58,12 @@ class KnownModel:
         self.kept = np.full((num_pages + 2, page_size), STALE)
         self.out = torch.zeros(max_num_reqs, dtype=torch.int64)
         self.num_steps = 0
+        self.num_idle_steps = self.others_work_for = 0
+
+    def run_idle(self) -> bool:
+        """Data-parallel ranks that still have work, for ``others_work_for`` steps."""
+        self.num_idle_steps += 1
+        return self.num_idle_steps <= self.others_work_for
 
     def needs_capture(self) -> bool:
         return False
@@ -165,6 +171,14 @@ def test_an_end_token_makes_room_at_once(run_ahead: bool, num_steps: int) -> Non
     found = generate(model, prompts, max_new_tokens=16, eos_token_id=ends, progress=False, run_ahead=run_ahead)
     assert found == [[ends[0]], [ends[1]]]
     assert model.num_steps == num_steps
+
+
+@pytest.mark.parametrize("others_work_for", [0, 3])
+def test_a_rank_that_is_done_steps_on_with_the_others(others_work_for: int) -> None:
+    model = make_model()
+    model.others_work_for = others_work_for
+    assert generate(model, [[1, 2]], max_new_tokens=2, progress=False) == [continued([1, 2], 2, [])]
+    assert (model.num_steps, model.num_idle_steps) == (2, others_work_for + 1)
 
 
 def make_model(**sizes: int) -> Any:
