@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import importlib
 import inspect
 import linecache
 import operator
@@ -445,6 +446,17 @@ def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
     overload = f".{op._schema.overload_name}" if op._schema.overload_name else ""
     keys = (dispatch_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     return any(f"{namespace}/{name}{overload}/{key}" in impls for key in keys)
+
+
+def keep_in_order(name: str) -> None:
+    """Tell compilers that the op ``namespace::name`` does something that its schema does not show.
+
+    They neither drop it nor move it past others of its kind.
+    """
+    effects: Any = importlib.import_module("torch._higher_order_ops.effects")
+    namespace, _, op = name.partition("::")
+    ordered: Any = effects._EffectType.ORDERED
+    effects._register_effectful_op(getattr(getattr(torch.ops, namespace), op).default, ordered)
 
 
 def call_kernel(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ __all__ = [
     "DispatchError",
     "GraphpassError",
     "MismatchError",
+    "OffloadError",
     "OptionError",
     "OutOfPagesError",
     "PartitionError",
@@ -85,6 +86,10 @@ class MismatchError(GraphpassError, RuntimeError):
 
 class PoolBusyError(GraphpassError, RuntimeError):
     """A forward started inside another forward of the same pool."""
+
+
+class OffloadError(GraphpassError, RuntimeError):
+    """Weights in host memory cannot be brought to the layers as they run, or cannot be moved there at all."""
 
 
 class OutOfPagesError(GraphpassError, RuntimeError):

@@ -22,11 +22,12 @@ from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, re
 from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, RankDecision
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.guards import modules_of
-from graphpass.manager.keycapture import Key, KeyCapture, context_of
+from graphpass.manager.keycapture import Key, KeyCapture
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey, ManagerStats, StepCounts
 from graphpass.manager.memory import MemoryEstimate, PoolModel, estimated
 from graphpass.manager.memorylimit import KeyPool, capture_within
+from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.refusals import (
     moved_weights,
     no_graph,
@@ -57,6 +58,7 @@ class CudaGraphManager:
         runtime: owner of pool and statistics; None for one of its own.
         agreement: the data-parallel ranks that run each step alike, see
             :class:`graphpass.DataParallelAgreement`; None for a model of this process alone.
+        offloader: brings the weights of the model's layers from host memory; None where they are on the device.
         device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
         cut: {output: {dimension: key field}} for outputs whose symbolic shape does not say it, as in
             :func:`graphpass.graphed`.
@@ -78,6 +80,7 @@ class CudaGraphManager:
         attention: AttentionMetadataBuilder | None = None,
         runtime: GraphRuntime | None = None,
         agreement: DataParallelAgreement | None = None,
+        offloader: WeightOffloader | None = None,
         device: torch.device | str | None = None,
         cut: Mapping[int | str, Mapping[int, str]] | None = None,
         **options: Any,
@@ -89,10 +92,12 @@ class CudaGraphManager:
         self.attention = attention
         modules = modules_of(model)
         self._inputs = StepBuffers(inputs, _device_of(modules) if device is None else torch.device(device))
+        if offloader is not None:
+            offloader.check_model(modules, self._inputs.device)
         self._bound_mode()
         num_ranks = None if agreement is None else agreement.num_ranks
         self._keys = KeyCapture(
-            model, dispatcher, self._inputs, attention, self.runtime, dict(cut or {}), options, num_ranks
+            model, dispatcher, self._inputs, attention, self.runtime, dict(cut or {}), options, offloader, num_ranks
         )
         self._ranks = (
             None if agreement is None else AgreedSteps.of(agreement, dispatcher, self._inputs, self._keys.settings)
@@ -411,7 +416,8 @@ class CudaGraphManager:
         if self.attention is not None:
             metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
         across = None if decision is None else decision.agreed.num_tokens_across_dp
-        with context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across) as context:
+        entered = self._keys.context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across)
+        with entered as context, self._keys.onloaded(mode):
             if step.plan is None:
                 with _quietly():
                     self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
@@ -446,7 +452,8 @@ class CudaGraphManager:
             self._inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = None if self.attention is None else self.attention.build(batch.attention, None)
             across = None if decision is None else decision.agreed.num_tokens_across_dp
-            with context_of(metadata, inputs, CUDAGraphMode.NONE, None, batch.num_tokens, across):
+            context = self._keys.context_of(metadata, inputs, CUDAGraphMode.NONE, None, batch.num_tokens, across)
+            with context, self._keys.onloaded(CUDAGraphMode.NONE):
                 self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
         self._copy_back(learned, batch, sizes, inputs)
         return learned.result(sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,15 @@ from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_ke
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey
 from graphpass.manager.memory import Key
+from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.padding import InputBuffer, by_tensor, versions_of, written_since
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Key", "KeyCapture", "context_of"]
+__all__ = ["Key", "KeyCapture"]
 
 _LEAST_SYMBOLIC = 2
+_NOTHING_OFFLOADED = contextlib.nullcontext()
 
 
 class KeyCapture:
@@ -46,6 +48,7 @@ class KeyCapture:
         runtime: owner of pool and statistics.
         cut: {output: {dimension: key field}}, what symbols do not say.
         options: the backend's, the manager's own left out.
+        offloader: brings weights that lie in host memory; None for a model whose weights are on the device.
         num_ranks: data-parallel ranks that run the same keys; None without an agreement.
 
     Attributes:
@@ -65,19 +68,22 @@ class KeyCapture:
         runtime: GraphRuntime,
         cut: Mapping[int | str, Mapping[int, str]],
         options: Mapping[str, Any],
+        offloader: WeightOffloader | None = None,
         num_ranks: int | None = None,
     ) -> None:
         # Not at the top: whoever imports cgpass first (its entry point does) is importing graphpass from within it.
         from cgpass.settings import Settings
 
         self._model, self._dispatcher, self._inputs = model, dispatcher, inputs
-        self._attention, self._runtime, self._cut, self._num_ranks = attention, runtime, cut, num_ranks
+        self._attention, self._runtime, self._cut = attention, runtime, cut
+        self._offloader, self._num_ranks = offloader, num_ranks
+        splitting = [op for part in (attention, offloader) if part is not None for op in part.splitting_ops]
         # A model with an op that no graph can hold goes on with regions.
         has_full = dispatcher.mode.has_mode(CUDAGraphMode.FULL)
         given = {
             **options,
             "mode": CUDAGraphMode.FULL_AND_PIECEWISE if has_full else dispatcher.mode,
-            "splitting_ops": [*(attention.splitting_ops if attention else ()), *options.get("splitting_ops", ())],
+            "splitting_ops": [*splitting, *options.get("splitting_ops", ())],
             "outputs": "view",
             "runtime": runtime,
             # Where a step goes through Dynamo, it may reach other code than the one that was captured. Ranks that
@@ -86,6 +92,8 @@ class KeyCapture:
         }
         self.settings = Settings.of(given)
         self.fallbacks = Fallbacks(runtime, self.settings.on_fallback)
+        if offloader is not None and self.settings.policy.compare:
+            raise _not_with_offloading("compare=True", "debug=True, which runs the same steps eagerly")
         self._options = given
         self.modules = modules_of(model)
         self._entry = entry_of(model)
@@ -123,10 +131,11 @@ class KeyCapture:
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         inputs = self.inputs_at({**self._inputs.largest, "num_tokens": num_tokens})
         metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
-        context = self._context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
+        context = self.context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
         with self._runtime.scope_opened() as scope, context, self._first_run_undone(scope, inputs):
             own, versions = by_tensor(inputs.buffers), versions_of(inputs.buffers)
-            result = self.compiled(**inputs.arguments)
+            with self.onloaded(CUDAGraphMode.NONE):
+                result = self.compiled(**inputs.arguments)
             if not scope.reached:
                 raise nothing_reached(f"{num_tokens} tokens")
             run = learn_key(
@@ -140,6 +149,8 @@ class KeyCapture:
                 written=written_since(inputs.buffers, versions),
                 modules=self.modules,
             )
+            if self._offloader is not None and len(scope.reached) != 1:
+                raise _not_with_offloading(f"a model of {len(scope.reached)} graphs", "a model without graph breaks")
             leaves = compat.tree_flatten(result)[0]
             sources = leaf_sources(leaves, scope.reached, own)
             never_full = next((c.never_full for c, _, _ in scope.reached if c.never_full is not None), None)
@@ -202,6 +213,8 @@ class KeyCapture:
     def _prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
         """Fill the inputs with valid entries and make example metadata: what a capture, or a first run, reads."""
         self._inputs.fill(None, inputs.sizes, inputs.buffers)
+        if self._offloader is not None:
+            self._offloader.sync_prev_onload()
         if self._attention is None:
             return None
         query_len = self._dispatcher.uniform_decode_query_len if key.uniform else None
@@ -222,10 +235,11 @@ class KeyCapture:
         scope.plans.clear()
         is_direct = learned.why_through_dynamo is None
         scope.prepare = partial(self._prepared, inputs, descriptor, mode)
-        scope.keep_results = partial(learned.keep, inputs) if is_direct else None
+        scope.keep_results = self._end_of_forward(learned, inputs) if is_direct or self._offloader else None
         try:
             metadata = scope.prepare()
-            with self._context_of(metadata, inputs, mode, descriptor, descriptor.num_tokens):
+            context = self.context_of(metadata, inputs, mode, descriptor, descriptor.num_tokens)
+            with context, self.onloaded(mode):
                 result = self.compiled(**inputs.arguments)
         finally:
             scope.prepare = scope.keep_results = None
@@ -236,12 +250,15 @@ class KeyCapture:
         elapsed = time.perf_counter() - started
         return step, CapturedKey(mode, descriptor, elapsed, self.meter.reading() - before)
 
-    def _context_of(
-        self, metadata: Any, inputs: PaddedInputs, mode: CUDAGraphMode, key: BatchDescriptor | None, num_tokens: int
-    ) -> entered:
-        """The context of a run that all ranks make alike."""
-        across = None if self._num_ranks is None else (num_tokens,) * self._num_ranks
-        return context_of(metadata, inputs, mode, key, num_tokens, across)
+    def _end_of_forward(self, learned: Learned, inputs: PaddedInputs) -> Callable[[list[Any]], list[Any]]:
+        """What ends a forward that is captured as a whole, inside of the capture."""
+
+        def end(flat: list[Any]) -> list[Any]:
+            if self._offloader is not None:
+                self._offloader.join_after_forward()
+            return learned.keep(inputs, flat) if learned.why_through_dynamo is None else flat
+
+        return end
 
     def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> KeyStep:
         assert self._learned is not None
@@ -273,6 +290,34 @@ class KeyCapture:
             )
         return sizes
 
+    def onloaded(self, mode: CUDAGraphMode) -> contextlib.AbstractContextManager[None]:
+        """Around each forward, whatever runs or replays it: the layers' weights come in time."""
+        if self._offloader is None:
+            return _NOTHING_OFFLOADED
+        return self._offloader.forward(replays=mode is CUDAGraphMode.FULL)
+
+    def context_of(
+        self,
+        metadata: Any,
+        inputs: PaddedInputs,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor | None,
+        num_tokens: int,
+        num_tokens_across_dp: tuple[int, ...] | None = None,
+    ) -> entered:
+        """The forward context of one step; of one that all ranks make alike, where the tokens of each are not told."""
+        alike = None if self._num_ranks is None else (num_tokens,) * self._num_ranks
+        return set_forward_context(
+            metadata,
+            runtime_mode=mode,
+            batch_descriptor=key,
+            num_tokens=num_tokens,
+            num_tokens_across_dp=alike if num_tokens_across_dp is None else num_tokens_across_dp,
+            slot_mapping=None if metadata is None else metadata.slot_mapping,
+            is_padding=inputs.is_padding,
+            extra=None if self._offloader is None else self._offloader.context,
+        )
+
     def inputs_at(self, sizes: Sizes) -> PaddedInputs:
         """The model's inputs at these padded sizes, the same tensor objects in every call."""
         known = self._shapes.get(tuple(sizes.values()))
@@ -284,23 +329,12 @@ class KeyCapture:
         return known
 
 
-def context_of(
-    metadata: Any,
-    inputs: PaddedInputs,
-    mode: CUDAGraphMode,
-    key: BatchDescriptor | None,
-    num_tokens: int,
-    num_tokens_across_dp: tuple[int, ...] | None = None,
-) -> entered:
-    """The forward context of one step."""
-    return set_forward_context(
-        metadata,
-        runtime_mode=mode,
-        batch_descriptor=key,
-        num_tokens=num_tokens,
-        num_tokens_across_dp=num_tokens_across_dp,
-        slot_mapping=None if metadata is None else metadata.slot_mapping,
-        is_padding=inputs.is_padding,
+def _not_with_offloading(found: str, expected: str) -> OptionError:
+    return OptionError(
+        "offloaded weights cannot be brought in time",
+        expected=expected,
+        found=found,
+        remedy="leave it out, or run the model without an offloader",
     )
 
 
