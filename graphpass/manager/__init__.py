@@ -10,6 +10,7 @@ from graphpass.manager.graphed import GraphedModel, graphed
 from graphpass.manager.managerstats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
 from graphpass.manager.masking import zero_padding
 from graphpass.manager.memory import GroupEstimate, MemoryEstimate
+from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.paged import PageAllocator, PagedKVCache, PagedRequests
 from graphpass.manager.scheduler import Request
 
@@ -34,6 +35,7 @@ __all__ = [
     "PagedKVCache",
     "PagedRequests",
     "Request",
+    "WeightOffloader",
     "graphed",
     "zero_padding",
 ]

@@ -138,6 +138,8 @@ class KeyCapture:
                 result = self.compiled(**inputs.arguments)
             if not scope.reached:
                 raise nothing_reached(f"{num_tokens} tokens")
+            if self._offloader is not None and len(scope.reached) != 1:
+                raise _not_with_offloading(f"a model of {len(scope.reached)} graphs", "a model without graph breaks")
             run = learn_key(
                 result,
                 scope.reached,
@@ -149,8 +151,6 @@ class KeyCapture:
                 written=written_since(inputs.buffers, versions),
                 modules=self.modules,
             )
-            if self._offloader is not None and len(scope.reached) != 1:
-                raise _not_with_offloading(f"a model of {len(scope.reached)} graphs", "a model without graph breaks")
             leaves = compat.tree_flatten(result)[0]
             sources = leaf_sources(leaves, scope.reached, own)
             never_full = next((c.never_full for c, _, _ in scope.reached if c.never_full is not None), None)

@@ -73,8 +73,8 @@ class WeightOffloader:
         self._layers = tuple(layers)
         if len(self._layers) < 3:
             raise _bad_slots("there is nothing to offload", "at least 3 layers", str(len(self._layers)))
-        self._layout = LayerLayout.of(self._layers)
         _refuse_used(self._layers)
+        self._layout = LayerLayout.of(self._layers)
         self.num_slots = _checked_slots(num_slots, max_device_bytes, self._layout.num_bytes, len(self._layers))
         self.device = _with_index(next(self._layers[0].parameters()).device if device is None else device)
         self._copies = copies_to(self.device, self.num_slots)
