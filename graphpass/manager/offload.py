@@ -327,20 +327,28 @@ class WeightOffloader:
             self._launch(slot, slot)
 
     def _launch(self, slot: int, layer: int) -> None:
+        # Asked first: a capture that has launched something cannot be left without a join.
+        is_recording = self._copies.is_recording()
+        for other in self._in_flight:
+            self._refuse_across(other, is_recording)
         self._copies.launch(slot, self._slots[slot], self._host[layer])
-        self._in_flight[slot] = self._copies.is_recording()
+        self._in_flight[slot] = is_recording
 
     def _wait(self, slot: int) -> None:
-        if slot not in self._in_flight:
-            return
-        if self._in_flight.pop(slot) != self._copies.is_recording():
+        if slot in self._in_flight:
+            self._refuse_across(slot, self._copies.is_recording())
+            self._copies.wait(slot)
+            del self._in_flight[slot]
+
+    def _refuse_across(self, slot: int, is_recording: bool) -> None:
+        """Refuse to wait, in a capture, for what was launched outside of it, and the other way round."""
+        if self._in_flight[slot] != is_recording:
             raise OffloadError(
-                "a capture cannot wait for a copy that was launched outside of it, nor others for one inside",
+                f"slot {slot} is being filled by a copy that was launched on the other side of a capture",
                 expected="sync_prev_onload() before a capture, and join_after_forward() at its end",
-                found=f"slot {slot} in flight",
+                found="a copy launched outside of this capture" if is_recording else "one launched in a capture",
                 remedy="capture through CudaGraphManager, or call both",
             )
-        self._copies.wait(slot)
 
     def _wait_for_all(self) -> None:
         for slot in tuple(self._in_flight):

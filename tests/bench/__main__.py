@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.bench import decoder_step, guard_cost, host_time, memory, start_up
+from tests.bench import decoder_step, guard_cost, host_time, memory, offload, start_up
 
 smoke = [argument for argument in sys.argv[1:] if argument == "--smoke"]
 host_time.main()
@@ -10,3 +10,4 @@ guard_cost.main(smoke)
 decoder_step.main(smoke)
 start_up.main(smoke)
 memory.main(smoke)
+offload.main(smoke)

@@ -1,0 +1,280 @@
+"""Offloaded weights on a GPU: right in every mode and order, a quarter of the memory, copies beside kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from graphpass import (
+    Batch,
+    CaptureError,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    InputSpec,
+    OffloadError,
+    WeightOffloader,
+)
+
+pytestmark = pytest.mark.cuda
+
+WIDTH, LARGEST, NUM_LAYERS = 512, 10, 8
+SIZES = (2, 4, 8)
+MODES = pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+CLOSE = {"rtol": 1e-3, "atol": 1e-3}
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, num_layers: int = NUM_LAYERS, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 8)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def offloaded(cuda: torch.device, num_slots: int = 2, **sizes: int) -> tuple[Stack, Stack, WeightOffloader]:
+    """(the model, the same one with all weights on the device, the first one's offloader)"""
+    reference = Stack(**sizes).eval()
+    model = copy.deepcopy(reference)
+    offloader = WeightOffloader(model.layers, num_slots=num_slots, device=cuda)
+    model.first.to(cuda)
+    model.last.to(cuda)
+    return model, reference.to(cuda), offloader
+
+
+@contextlib.contextmanager
+def managed(
+    model: Any, offloader: WeightOffloader, mode: str, *, largest: int = LARGEST, width: int = WIDTH, **options: Any
+) -> Iterator[CudaGraphManager]:
+    """A captured manager, closed at the end."""
+    dispatcher = CudagraphDispatcher(mode, [s for s in (*SIZES, largest) if s != LARGEST], max_num_reqs=largest)
+    inputs = [InputSpec("x", (largest, width), torch.float32)]
+    options = {"compiler": "eager", "on_fallback": "silent", **options}
+    manager = CudaGraphManager(model, dispatcher, inputs, offloader=offloader, **options)
+    try:
+        if manager.needs_capture():
+            manager.capture()
+        yield manager
+    finally:
+        manager.close()
+
+
+def rows(num_tokens: int, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(num_tokens)).cuda()
+
+
+def run(manager: CudaGraphManager, x: torch.Tensor, *, uniform: bool = False) -> torch.Tensor:
+    batch = Batch(len(x), inputs={"x": x}, num_reqs=len(x), uniform_decode=uniform)
+    result: torch.Tensor = manager.run(batch)
+    return result.clone()
+
+
+@torch.no_grad()
+def expected(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(x)
+    return result
+
+
+@MODES
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_every_mode_is_right(mode: str, num_slots: int, compiler: str, cuda: torch.device) -> None:
+    model, reference, offloader = offloaded(cuda, num_slots)
+    with managed(model, offloader, mode, compiler=compiler) as manager:
+        for uniform in (False, True):
+            for num_tokens in range(1, LARGEST + 1):
+                x = rows(num_tokens)
+                torch.testing.assert_close(run(manager, x, uniform=uniform), expected(reference, x), **CLOSE)
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_200_forwards_in_any_order_at_any_pace(num_slots: int, cuda: torch.device) -> None:
+    model, reference, offloader = offloaded(cuda, num_slots)
+    order = random.Random(num_slots)
+    busy = torch.randn(2048, 2048, device=cuda)
+    inputs = {num_tokens: rows(num_tokens) for num_tokens in range(1, LARGEST + 1)}
+    wanted = {num_tokens: expected(reference, x) for num_tokens, x in inputs.items()}
+    others = [torch.cuda.Stream(), torch.cuda.Stream()]
+    with (
+        managed(model, offloader, "FULL_AND_PIECEWISE") as one,
+        managed(model, offloader, "FULL") as other,
+    ):
+        results = []
+        for _ in range(200):
+            for _ in range(order.choice([0, 0, 1, 8])):  # the host is ahead of the device, by more or by less
+                busy.mm(busy)
+            if order.random() < 0.1:
+                torch.cuda.synchronize()
+            num_tokens = order.randint(1, LARGEST)
+            x = inputs[num_tokens]
+            stream = order.choice([torch.cuda.current_stream(), *others])
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                kind = order.choice([one, one, other, None])
+                result = expected(model, x) if kind is None else run(kind, x, uniform=order.random() < 0.5)
+            torch.cuda.current_stream().wait_stream(stream)
+            result.record_stream(torch.cuda.current_stream())
+            results.append((num_tokens, result))
+        torch.cuda.synchronize()
+        for num_tokens, result in results:
+            torch.testing.assert_close(result, wanted[num_tokens], **CLOSE)
+
+
+@MODES
+def test_a_quarter_of_the_weights_is_in_device_memory(mode: str, cuda: torch.device) -> None:
+    width, slack = 2048, 128 * 2**20
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    model = Stack(width=width).eval()
+    num_bytes = sum(weight.nbytes for weight in model.layers.parameters())
+    offloader = WeightOffloader(model.layers, num_slots=2, device=cuda)
+    assert offloader.device_bytes() <= torch.cuda.memory_allocated() - before <= num_bytes / 4 * 1.01
+    assert all(weight.is_cuda for weight in model.layers.parameters())
+    model.first.to(cuda)
+    model.last.to(cuda)
+    with managed(model, offloader, mode, width=width) as manager:
+        for num_tokens in (3, 8, 9):
+            run(manager, rows(num_tokens, width))
+        # The first and last layer, inputs, results, and the workspaces of matrix products.
+        assert torch.cuda.memory_allocated() - before < num_bytes / 4 + slack < num_bytes / 2
+        places = {weight.data_ptr() for weight in model.layers.parameters()}
+        assert len(places) == 2 * len(list(model.layers[0].parameters()))
+
+
+def beside_kernels(prof: profile) -> tuple[int, int]:
+    """(copies from host memory that ran while a kernel did, all such copies)"""
+    copies, kernels = [], []
+    for event in prof.events() or ():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        interval = event.time_range.start, event.time_range.end
+        if "Memcpy HtoD" in event.name:
+            copies.append(interval)
+        elif not event.name.startswith(("Memcpy", "Memset")) and not event.is_user_annotation:
+            kernels.append(interval)
+    overlapping = sum(any(start < end_k and start_k < end for start_k, end_k in kernels) for start, end in copies)
+    return overlapping, len(copies)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Pp]rofiler:UserWarning")
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_copies_run_beside_kernels(mode: str, cuda: torch.device) -> None:
+    width, largest = 1024, 2048
+    model, _, offloader = offloaded(cuda, width=width)
+    x = rows(largest, width)
+    with managed(model, offloader, mode, largest=largest, width=width) as manager:
+        run(manager, x)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as prof:
+            run(manager, x)
+            torch.cuda.synchronize()
+    overlapping, copies = beside_kernels(prof)
+    assert copies == NUM_LAYERS  # a forward brings each layer once: home is as it was
+    assert overlapping > 0
+
+
+def test_graphs_read_new_weights(cuda: torch.device) -> None:
+    model, reference, offloader = offloaded(cuda)
+    x = rows(5)
+    with managed(model, offloader, "FULL") as manager:
+        for _ in range(3):
+            for index, layer in enumerate(reference.layers):
+                nn.init.normal_(layer.down.bias)
+                offloader.write(f"{index}.down.bias", layer.down.bias)
+            torch.testing.assert_close(run(manager, x), expected(reference, x), **CLOSE)
+        nn.init.normal_(reference.layers[3].up.bias)
+        model.load_state_dict(reference.state_dict())
+        torch.testing.assert_close(run(manager, x), expected(reference, x), **CLOSE)
+        assert all(torch.equal(t.cpu(), reference.state_dict()[name].cpu()) for name, t in model.state_dict().items())
+
+
+def test_after_a_failed_capture_forwards_are_right(cuda: torch.device) -> None:
+    model, reference, offloader = offloaded(cuda)
+    x = rows(5)
+    calls = []
+
+    class Reads(nn.Module):
+        """Fails while it is recorded, after some layers have launched their copies there."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.graphpass_gpu_offload.fails(x)
+
+    @torch.library.custom_op("graphpass_gpu_offload::fails", mutates_args=())
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if calls[-1]:
+            raise ArithmeticError("while it was recorded")
+        return x.clone()
+
+    fails.register_fake(torch.empty_like)
+    model.layers[4].norm = nn.Sequential(model.layers[4].norm, Reads())
+    with (
+        pytest.raises(CaptureError, match="while it was recorded"),
+        managed(model, offloader, "FULL"),
+    ):
+        pass
+    assert calls.count(True) == 1
+    torch.testing.assert_close(expected(model, x), expected(reference, x), **CLOSE)
+    model.layers[4].norm = model.layers[4].norm[0]
+    with managed(model, offloader, "FULL") as manager:
+        torch.testing.assert_close(run(manager, x), expected(reference, x), **CLOSE)
+
+
+def begins_without_sync(offloader: WeightOffloader, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    x = torch.ones(4, device="cuda")
+    with torch.cuda.graph(graph, stream=stream):
+        x.add_(1)
+        offloader.onload(0)
+
+
+def test_a_capture_by_hand_needs_both_calls(cuda: torch.device) -> None:
+    model, reference, offloader = offloaded(cuda)
+    x = rows(4)
+    wanted = expected(reference, x)
+
+    def forward() -> torch.Tensor:
+        hidden = model.first(x)
+        for index, layer in enumerate(model.layers):
+            offloader.onload(index)
+            hidden = hidden + layer.down(torch.nn.functional.gelu(layer.up(layer.norm(hidden))))
+        return model.last(hidden)
+
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        offloader.sync_prev_onload()
+        forward()  # leaves copies in flight
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(OffloadError, match="launched outside"):
+            begins_without_sync(offloader, graph, stream)
+        offloader.sync_prev_onload()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            result = forward()
+            offloader.join_after_forward()
+        for _ in range(3):
+            offloader.sync_prev_onload()
+            graph.replay()
+            torch.testing.assert_close(result, wanted, **CLOSE)
+        graph.reset()
