@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MAX_FILE_LINES = 500
 # All private torch stands in one file, so that one may be long.
-MAX_LINES_OF = {"graphpass/compat.py": 800}
+MAX_LINES_OF = {"graphpass/compat.py": 820}
 # Public API of named tuples in spite of the underscore.
 TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
 
@@ -59,8 +59,8 @@ PUBLIC_NAMES = [
     "MemoryEstimate",
     "MemoryGrowth",
     "MismatchError",
-    "OffloadError",
     "NewToken",
+    "OffloadError",
     "OptionError",
     "OutOfPagesError",
     "PageAllocator",

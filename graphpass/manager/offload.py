@@ -257,7 +257,7 @@ class WeightOffloader:
         self._slots = [
             torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_slots)
         ]
-        self._weights: list[nn.Parameter] = []
+        self._weights: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
             parameters = dict(layer.named_parameters())
             for place in self._layout.places:

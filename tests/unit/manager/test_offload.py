@@ -453,38 +453,26 @@ def test_what_cannot_be_offloaded(kind: str, given: dict[str, int], error: type[
         WeightOffloader(layers, **given)
 
 
-def tied_to_the_head() -> tuple[nn.Module, WeightOffloader, dict[str, Any]]:
-    model = Stack(4)
-    model.extra = nn.Linear(WIDTH, 2 * WIDTH)
-    model.extra.weight = model.layers[2].up.weight
-    return model, WeightOffloader(model.layers, num_slots=2), {}
-
-
-def of_another_model() -> tuple[nn.Module, WeightOffloader, dict[str, Any]]:
-    return Stack(4), WeightOffloader(Stack(4).layers, num_slots=2), {}
-
-
-def on_another_device() -> tuple[nn.Module, WeightOffloader, dict[str, Any]]:
-    model = Stack(4)
-    return model, WeightOffloader(model.layers, num_slots=2), {"device": "meta"}
-
-
-def compared() -> tuple[nn.Module, WeightOffloader, dict[str, Any]]:
-    model = Stack(4)
-    return model, WeightOffloader(model.layers, num_slots=2), {"compare": True}
+def tie_to_a_head(model: Stack) -> None:
+    model.head = nn.Linear(WIDTH, 2 * WIDTH)
+    model.head.weight = model.layers[2].up.weight
 
 
 @pytest.mark.parametrize(
-    ("made", "error", "message"),
+    ("change", "options", "error", "message"),
     [
-        (tied_to_the_head, OffloadError, "Linear.weight is a weight of an offloaded layer too"),
-        (of_another_model, OptionError, "another model"),
-        (on_another_device, DeviceError, "another device"),
-        (compared, OptionError, "compare=True"),
+        (tie_to_a_head, {}, OffloadError, "Linear.weight is a weight of an offloaded layer too"),
+        (lambda model: setattr(model, "layers", Stack(4).layers), {}, OptionError, "another model"),
+        (lambda model: None, {"device": "meta"}, DeviceError, "another device"),
+        (lambda model: None, {"compare": True}, OptionError, "compare=True"),
     ],
+    ids=["tied", "another model", "another device", "compare"],
 )
-def test_managers_that_cannot_use_it(made: Callable[[], Any], error: type[GraphpassError], message: str) -> None:
-    model, offloader, options = made()
+def test_managers_that_cannot_use_it(
+    change: Callable[[Stack], None], options: dict[str, Any], error: type[GraphpassError], message: str
+) -> None:
+    model, _, offloader = offloaded(4)
+    change(model)
     with pytest.raises(error, match=message):
         managed(model, offloader, **options)
 
