@@ -40,8 +40,8 @@ class WeightOffloader:
     """Keeps the weights of equal layers in pinned host memory, and those of a few at a time on the device.
 
     Make it before the model is compiled, and give it to the manager: ``CudaGraphManager(..., offloader=offloader)``.
-    The model itself runs too, eagerly. The layers' parameters no longer require gradients; their buffers stay on the
-    device. One forward at a time: a second thread's waits.
+    The model itself runs too, eagerly. The layers' parameters no longer require gradients; their buffers lie on the
+    device. One forward at a time: a second thread's waits, if both go through managers.
 
     Weights live in host memory: what is written to a parameter is lost when its slot is filled again. Write with
     :meth:`write` or ``model.load_state_dict()``, and read with ``model.state_dict()``, whose tensors are views of the
@@ -85,6 +85,7 @@ class WeightOffloader:
         self._next = 0
         self._is_home = False
         self._in_flight: dict[int, bool] = {}
+        self._is_in_forward = False
         self._turn = threading.RLock()
         for index, layer in enumerate(self._layers):
             self._announce(layer, index)
@@ -143,6 +144,7 @@ class WeightOffloader:
         """
         with self._turn:
             self.sync_prev_onload()
+            self._is_in_forward = True
             try:
                 yield
                 if self._next or not replays:
@@ -151,6 +153,8 @@ class WeightOffloader:
                 # What is in a slot is anyone's guess, and events may belong to a capture that is no more.
                 self._is_home = False
                 raise
+            finally:
+                self._is_in_forward = False
 
     def sync_prev_onload(self) -> None:
         """Order what follows on the current stream behind the copies that the last forward left in flight.
@@ -187,8 +191,15 @@ class WeightOffloader:
         """Layer ``index`` begins: start the copy into the slot that the last one has left, and wait for its own.
 
         Raises:
-            OffloadError: it is another layer's turn.
+            OffloadError: it is another layer's turn, or nothing has brought the first layers' weights.
         """
+        if not self._is_home:
+            raise OffloadError(
+                "the weights of the first layers are not on the device",
+                expected="sync_prev_onload() before a forward",
+                found="a forward without it, after the weights were moved or written, or a forward failed",
+                remedy="run it through CudaGraphManager, or call sync_prev_onload() first",
+            )
         if index == 0 and self._next == len(self._layers):
             self._end_pass()
         if index != self._next:
@@ -286,7 +297,7 @@ class WeightOffloader:
 
     def _onload_eagerly(self, index: int) -> None:
         """A layer of a model that is called by itself, without a manager: each of its forwards begins with layer 0."""
-        if index == 0 and current_context() is None:
+        if index == 0 and not self._is_in_forward:
             self.sync_prev_onload()
         self.onload(index)
 
