@@ -44,6 +44,7 @@ from graphpass.tables import Report, Table
 # isort: split
 # Last: it drives the cgpass backend, which is made of the parts above.
 from graphpass.manager import (
+    AdapterBatch,
     AttentionMetadataBuilder,
     Batch,
     CapturedGroup,
@@ -55,6 +56,8 @@ from graphpass.manager import (
     GroupEstimate,
     InputSpec,
     KeyTraffic,
+    LoraAdapters,
+    LoraModel,
     ManagerStats,
     MemoryEstimate,
     MemoryGrowth,
@@ -71,6 +74,7 @@ from graphpass.manager import (
 
 __all__ = [
     "DEFAULT_RULES",
+    "AdapterBatch",
     "AgreementError",
     "AttentionMetadataBuilder",
     "AttentionSupport",
@@ -101,7 +105,9 @@ __all__ = [
     "GroupEstimate",
     "InputSpec",
     "KeyTraffic",
+    "LoraAdapters",
     "LoraKeys",
+    "LoraModel",
     "ManagerStats",
     "MemoryEstimate",
     "MemoryGrowth",

@@ -23,6 +23,7 @@ MAX_LINES_OF = {"graphpass/compat.py": 820}
 TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
 
 PUBLIC_NAMES = [
+    "AdapterBatch",
     "AgreementError",
     "AttentionMetadataBuilder",
     "AttentionSupport",
@@ -54,7 +55,9 @@ PUBLIC_NAMES = [
     "GroupEstimate",
     "InputSpec",
     "KeyTraffic",
+    "LoraAdapters",
     "LoraKeys",
+    "LoraModel",
     "ManagerStats",
     "MemoryEstimate",
     "MemoryGrowth",

@@ -7,6 +7,7 @@ from graphpass.manager.cudagraphs import CudaGraphManager
 from graphpass.manager.devicememory import MemoryGrowth
 from graphpass.manager.generation import Generation, NewToken
 from graphpass.manager.graphed import GraphedModel, graphed
+from graphpass.manager.lora import AdapterBatch, LoraAdapters, LoraModel
 from graphpass.manager.managerstats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
 from graphpass.manager.masking import zero_padding
 from graphpass.manager.memory import GroupEstimate, MemoryEstimate
@@ -15,6 +16,7 @@ from graphpass.manager.paged import PageAllocator, PagedKVCache, PagedRequests
 from graphpass.manager.scheduler import Request
 
 __all__ = [
+    "AdapterBatch",
     "AttentionMetadataBuilder",
     "Batch",
     "CapturedGroup",
@@ -26,6 +28,8 @@ __all__ = [
     "GroupEstimate",
     "InputSpec",
     "KeyTraffic",
+    "LoraAdapters",
+    "LoraModel",
     "ManagerStats",
     "MemoryEstimate",
     "MemoryGrowth",

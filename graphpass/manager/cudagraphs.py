@@ -19,6 +19,7 @@ from tqdm import tqdm
 from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
+from graphpass.keys import BatchDescriptor
 from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, RankDecision
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.guards import modules_of
@@ -445,14 +446,19 @@ class CudaGraphManager:
             if step.reason is DispatchReason.EMPTY:
                 return learned.result(sizes)
             # All rows of an input by request: their number says nothing that a compiled region has to know.
-            inputs = self._keys.inputs_at(
-                {**self._inputs.largest, "num_tokens": batch.num_tokens or step.descriptor.num_tokens}
+            num_loras = batch.num_active_loras
+            unpadded = BatchDescriptor(
+                batch.num_tokens or step.descriptor.num_tokens,
+                batch.num_reqs,
+                has_lora=num_loras > 0,
+                num_active_loras=num_loras,
             )
+            inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": unpadded.num_tokens})
             self.runtime.follow_last_forward()
             self._inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = None if self.attention is None else self.attention.build(batch.attention, None)
             across = None if decision is None else decision.agreed.num_tokens_across_dp
-            context = self._keys.context_of(metadata, inputs, CUDAGraphMode.NONE, None, batch.num_tokens, across)
+            context = self._keys.context_of(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across)
             with context, self._keys.onloaded(CUDAGraphMode.NONE):
                 self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
         self._copy_back(learned, batch, sizes, inputs)

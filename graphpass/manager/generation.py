@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from graphpass.dispatch import AttentionSupport, CudagraphDispatcher
+from graphpass.dispatch import AttentionSupport, CudagraphDispatcher, LoraKeys
 from graphpass.errors import OptionError, OutOfPagesError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
+from graphpass.manager.lora import LoraAdapters, StepAdapters, without_lora
 from graphpass.manager.paged import PagedRequests
 from graphpass.manager.scheduler import Request, Scheduler, StepPlan
 from graphpass.manager.steptokens import StepInputs, StepTokens
@@ -70,20 +71,25 @@ class Generation:
             max_num_reqs=buffers["last_rows"].shape[0],
             max_num_tokens=buffers["input_ids"].shape[1],
             max_seq_len=self._attention.max_seq_len,
-            vocab_size=getattr(manager.model, "vocab_size", None),
+            vocab_size=getattr(without_lora(manager.model), "vocab_size", None),
         )
         self._runs_ahead = self._device.type == "cuda" if run_ahead is None else run_ahead
         self._inputs = StepInputs(buffers["input_ids"].shape[1], buffers["last_rows"].shape[0], self._device)
         self._tokens = StepTokens(buffers["last_rows"].shape[0], self._device)
         self._flying: StepPlan | None = None
         self._open: set[Request] = set()
+        self._adapters = StepAdapters(
+            manager.model, self._open, max_num_tokens=buffers["input_ids"].shape[1], device=self._device
+        )
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run.
 
         Raises:
-            OptionError, ShapeError: it is too long, needs more pages than there are, or holds no valid token.
+            OptionError, ShapeError: it is too long, needs more pages than there are, holds no valid token, or its
+                adapter is not loaded.
         """
+        self._adapters.check(request)
         self._scheduler.check(request)
 
     def add(self, request: Request) -> None:
@@ -92,6 +98,7 @@ class Generation:
         Raises:
             OptionError, ShapeError: it could never run, or was added before.
         """
+        self._adapters.check(request)
         self._scheduler.add(request)
         self._open.add(request)
 
@@ -146,14 +153,15 @@ class Generation:
         self.close()
 
     def _launch(self, plan: StepPlan) -> None:
-        inputs = self._inputs.of(plan, self._tokens.on_device)
+        inputs, adapters = self._inputs.of(plan, self._tokens.on_device), self._adapters.of(plan)
         lengths_and_pages: tuple[Any, ...] = (plan.query_lens, plan.seq_lens, plan.block_tables)
         tokens = self._manager.run(
             Batch(
                 plan.num_tokens,
-                inputs=inputs,
+                inputs={**inputs, **adapters.inputs},
                 num_reqs=len(plan.requests),
                 uniform_decode=plan.uniform_decode,
+                num_active_loras=adapters.num_active,
                 attention=PagedRequests(*lengths_and_pages),
             )
         )
@@ -183,6 +191,7 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int],
     eos_token_id: int | Collection[int] | None = None,
+    adapters: Sequence[str | None] | None = None,
     progress: bool = True,
     run_ahead: bool | None = None,
 ) -> list[list[int]]:
@@ -193,6 +202,7 @@ def generate(
         prompts: token ids, one sequence a request.
         max_new_tokens: for all, or one for each.
         eos_token_id: tokens that end a request; one that came is its last token.
+        adapters: the LoRA adapter of each prompt, None for the model alone; None: of all prompts.
         progress: show a bar that counts tokens.
         run_ahead: see :class:`Generation`.
 
@@ -203,16 +213,18 @@ def generate(
         OptionError, ShapeError: a request could never run; it is named, and nothing has run then.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != len(prompts):
-        raise OptionError(
-            "max_new_tokens does not say how long each text may get",
-            expected=f"one integer, or one for each of {len(prompts)} prompts",
-            found=f"{len(limits)} of them",
-            remedy="pass one integer for all",
-        )
+    names: Sequence[str | None] = [None] * len(prompts) if adapters is None else list(adapters)
+    for what, given in (("max_new_tokens", limits), ("adapters", names)):
+        if len(given) != len(prompts):
+            raise OptionError(
+                f"{what} does not say what each prompt gets",
+                expected=f"one value, or one for each of {len(prompts)} prompts",
+                found=f"{len(given)} of them",
+                remedy="pass one for each prompt",
+            )
     requests = [
-        Request.of(f"request {index}", prompt, limit, eos_token_id)
-        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        Request.of(f"request {index}", prompt, limit, eos_token_id, adapter=name)
+        for index, (prompt, limit, name) in enumerate(zip(prompts, limits, names, strict=True))
     ]
     made: dict[Request, list[int]] = {request: [] for request in requests}
     with Generation(manager, run_ahead=run_ahead) as generation:
@@ -270,6 +282,8 @@ def causal_lm(
     page_size: int = 16,
     num_pages: int | None = None,
     compiler: str | None = None,
+    adapters: LoraAdapters | None = None,
+    lora: LoraKeys | None = None,
     **options: Any,
 ) -> CudaGraphManager:
     """A manager that generates text with a Hugging Face causal LM over a paged KV cache.
@@ -288,6 +302,8 @@ def causal_lm(
         page_size: tokens of one page of the cache.
         num_pages: of the cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len``.
         compiler: for regions; None: ``inductor`` on CUDA, ``aot_eager`` elsewhere.
+        adapters: LoRA adapters that requests may run with, made of this model; None for none.
+        lora: which numbers of adapters get graphs of their own; None: none, and any.
         options: the manager's.
 
     Raises:
@@ -310,14 +326,19 @@ def causal_lm(
         default_capture_sizes(max_num_tokens) if capture_sizes is None else capture_sizes,
         _doubled(max_seq_len) if seq_len_buckets is None else seq_len_buckets,
         attention,
+        None if adapters is None else adapters.keys_for(model, lora),
     )
     inputs = [
         InputSpec("input_ids", (1, max_num_tokens), torch.int64, token_dim=1),
         InputSpec("position_ids", (1, max_num_tokens), torch.int64, token_dim=1),
         InputSpec("last_rows", (max_num_reqs,), torch.int64, token_dim=None, request_dim=0),
     ]
+    wrapped: torch.nn.Module = NextToken(model)
+    if adapters is not None:
+        wrapped = adapters.wrap(wrapped)
+        inputs += adapters.input_specs(max_num_tokens)
     chosen = compiler or ("inductor" if device.type == "cuda" else "aot_eager")
-    return CudaGraphManager(NextToken(model), dispatcher, inputs, attention=attention, compiler=chosen, **options)
+    return CudaGraphManager(wrapped, dispatcher, inputs, attention=attention, compiler=chosen, **options)
 
 
 def default_capture_sizes(max_num_tokens: int) -> list[int]:
@@ -332,7 +353,11 @@ def _doubled(max_seq_len: int, smallest: int = 256) -> list[int]:
 
 
 def _dispatcher(
-    mode: CUDAGraphMode, sizes: Sequence[int], buckets: Sequence[int], attention: PagedAttention
+    mode: CUDAGraphMode,
+    sizes: Sequence[int],
+    buckets: Sequence[int],
+    attention: PagedAttention,
+    lora: LoraKeys | None,
 ) -> CudagraphDispatcher:
     """The keys that some batch can reach.
 
@@ -356,9 +381,12 @@ def _dispatcher(
         {"num_tokens": mixed_sizes or sizes, "max_seq_len": [attention.max_seq_len]},
         max_num_reqs=attention.max_num_reqs,
         max_num_tokens=attention.max_num_tokens,
+        lora=lora,
     )
-    if mixed_sizes and 1 in sizes:
-        dispatcher.add_key(CUDAGraphMode.FULL, BatchDescriptor(1, 1, uniform=True, extra=longest))
+    for count in (0,) if lora is None else lora.key_counts():
+        if mixed_sizes and 1 in sizes:
+            of_one = BatchDescriptor(1, 1, True, has_lora=count > 0, num_active_loras=count, extra=longest)
+            dispatcher.add_key(CUDAGraphMode.FULL, of_one)
     for key in dispatcher.keys[CUDAGraphMode.FULL]:
         for bucket in sorted(set(buckets)):
             if bucket < attention.max_seq_len:

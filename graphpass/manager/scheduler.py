@@ -54,16 +54,23 @@ class Request:
         prompt: token ids, shape (tokens,).
         max_new_tokens: where it ends at the latest.
         eos_token_ids: tokens that end it; they are its last token where they come.
+        adapter: the LoRA adapter that it runs with, None for the model alone.
     """
 
     name: str
     prompt: Ints
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    adapter: str | None = None
 
     @staticmethod
     def of(
-        name: str, prompt: Sequence[int] | Ints, max_new_tokens: int, eos_token_id: int | Collection[int] | None = None
+        name: str,
+        prompt: Sequence[int] | Ints,
+        max_new_tokens: int,
+        eos_token_id: int | Collection[int] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> Request:
         """A request made of plain values; the prompt is copied.
 
@@ -88,7 +95,7 @@ class Request:
                 found=repr(max_new_tokens),
                 remedy="leave the request out, or ask for a token",
             )
-        return Request(name, tokens.astype(np.int64), int(max_new_tokens), _token_ids(name, eos_token_id))
+        return Request(name, tokens.astype(np.int64), int(max_new_tokens), _token_ids(name, eos_token_id), adapter)
 
     @property
     def max_length(self) -> int:

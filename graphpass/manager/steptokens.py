@@ -15,10 +15,10 @@ import torch
 
 from graphpass.manager.scheduler import StepPlan
 
-__all__ = ["StepInputs", "StepTokens"]
+__all__ = ["HostBuffer", "StepInputs", "StepTokens"]
 
 
-class _HostBuffer:
+class HostBuffer:
     """Host memory that is copied from or to, pinned on CUDA, with the event behind its last copy."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class StepInputs:
 
     def __init__(self, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
         size = 2 * max_num_tokens + 3 * max_num_reqs
-        self._hosts = deque(_HostBuffer(size, device) for _ in range(2))
+        self._hosts = deque(HostBuffer(size, device) for _ in range(2))
         with torch.inference_mode(False):
             self._stage = torch.zeros(size, dtype=torch.int64, device=device)
         self._row_of = np.zeros(max_num_reqs, dtype=np.int64)
@@ -105,8 +105,8 @@ class StepTokens:
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.on_device = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)
-        self._hosts = deque(_HostBuffer(max_num_reqs, device) for _ in range(2))
-        self._coming: deque[tuple[_HostBuffer, int]] = deque(maxlen=len(self._hosts))
+        self._hosts = deque(HostBuffer(max_num_reqs, device) for _ in range(2))
+        self._coming: deque[tuple[HostBuffer, int]] = deque(maxlen=len(self._hosts))
 
     def take(self, tokens: torch.Tensor) -> None:
         """Keep a step's tokens, (rows,): the manager's buffer holds them until its next run only."""

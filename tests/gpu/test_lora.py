@@ -1,0 +1,160 @@
+"""LoRA adapters over real graphs: every mix, loading after capture, half precision, and text."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import (
+    BatchDescriptor,
+    CudaGraphManager,
+    LoraAdapters,
+    LoraKeys,
+    set_forward_context,
+)
+from tests.unit.manager.adapted import NAMES, Adapted, Adapter, Merged, Mlp, key_kinds, mixes
+
+pytestmark = pytest.mark.cuda
+
+# Single precision on CUDA may multiply in another order at another number of rows.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", ["per_count-without", "any-always"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE"])
+def test_every_mix_is_the_merged_model(mode: str, kind: str, compiler: str) -> None:
+    adapted = Adapted(mode, key_kinds(3)[kind], compiler=compiler, device="cuda")
+    captures = adapted.captures()
+    for seed, names in enumerate(mixes(NAMES)):
+        adapted.check(names, seed, **CLOSE)
+    assert adapted.captures() == captures
+    adapted.manager.close()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_an_adapter_loaded_after_capture_is_served_without_another(mode: str) -> None:
+    adapted = Adapted(mode, LoraKeys(3, per_count=True), device="cuda")
+    captures, addresses = adapted.captures(), adapted.addresses()
+    adapted.check(["a", "b", None], **CLOSE)
+    stock = Mlp().to("cuda")
+    new = {"b": Adapter.random(stock, ("up", "down"), 2, seed=7), "a": Adapter.random(stock, ("up",), 1, seed=8)}
+    for name in new:
+        adapted.adapters.unload(name)
+    for name, adapter in new.items():
+        adapted.adapters.load(name, adapter.pairs, scaling=adapter.scaling)
+    adapted.merged = Merged(stock, {**adapted.known, **new})
+    for names in mixes(NAMES):
+        adapted.check(names, **CLOSE)
+    assert adapted.captures() == captures
+    assert adapted.addresses() == addresses
+    adapted.manager.close()
+
+
+def test_padding_with_nan_leaves_the_same_bits() -> None:
+    adapted = Adapted("FULL", LoraKeys(3), sizes=[8], device="cuda")
+    names = ["a", None, "c"]
+    expected = adapted.run(names).clone()
+    for value in (7.0, float("nan"), float("inf")):
+        adapted.manager.buffers["x"][3:] = value
+        assert torch.equal(adapted.run(names), expected)
+    adapted.manager.close()
+
+
+def test_closing_gives_all_memory_back() -> None:
+    Adapted("FULL", LoraKeys(3), device="cuda").manager.close()  # what torch keeps for good is there now
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    adapted = Adapted("FULL", LoraKeys(3), device="cuda")
+    adapted.check(["a", None, "c"], **CLOSE)
+    adapted.manager.close()
+    del adapted
+    torch.compiler.reset()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("num_tokens", [1, 64, 500])
+def test_the_op_in_half_precision(num_tokens: int, count: int) -> None:
+    torch.manual_seed(0)
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    x, out = torch.randn(1, num_tokens, 256, **new), torch.randn(1, num_tokens, 384, **new)
+    down, up = torch.randn(4, 16, 256, **new) / 16, torch.randn(4, 16, 384, **new) / 4
+    slots = torch.randint(-1, count, (num_tokens,), device="cuda")
+    expected = out[0].float()
+    for slot in range(count):
+        added = x[0].float() @ down[slot].float().t() @ up[slot].float()
+        expected += added * (slots == slot).unsqueeze(1)
+    with set_forward_context(batch_descriptor=BatchDescriptor(num_tokens, has_lora=True, num_active_loras=count)):
+        torch.ops.graphpass.add_lora(x, out, down, up, slots, torch.arange(4, device="cuda"))
+    torch.testing.assert_close(out[0].float(), expected, rtol=2e-2, atol=6e-2)
+
+
+class Block(nn.Module):
+    """Wide enough that memory which is not to be there would be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+def test_a_prefill_gathers_no_weights_by_token() -> None:
+    """A copy of its adapter for every token would be 2048 * 16 * 1024 numbers; all temporaries stay below a tenth."""
+    model = Block().to("cuda")
+    adapters = LoraAdapters(model, ("up",), max_loras=4, max_rank=16)
+    for name in "abcd":
+        adapters.load(name, {"up": (torch.ones(16, 1024, device="cuda"), torch.ones(1024, 16, device="cuda"))})
+    layer = adapters.layers["up"]
+    x, out = torch.randn(2048, 1024, device="cuda"), torch.randn(2048, 1024, device="cuda")
+    inputs = adapters.of_rows(["a", "b", "c", None] * 512).inputs
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with set_forward_context(batch_descriptor=BatchDescriptor(2048, has_lora=True, num_active_loras=3)):
+        torch.ops.graphpass.add_lora(x, out, layer.lora_a, layer.lora_b, inputs["lora_slots"], inputs["lora_order"])
+    # Products may allocate a workspace once, which is no part of this.
+    workspace = 64 * 2**20
+    assert torch.cuda.max_memory_allocated() - before - workspace < 2048 * 16 * 1024 * 4 // 10
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+def test_text_with_adapters_is_the_text_of_merged_models(mode: str, compiler: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.e2e.test_generate import continued, make_model
+
+    model = make_model("llama", "cuda")
+    targets = ("q_proj", "v_proj", "down_proj")
+    paths = [path for path, _ in model.named_modules() if path.endswith(targets)]
+    known = {name: Adapter.random(model, paths, 4, seed=n) for n, name in enumerate(NAMES)}
+    merged = {None: make_model("llama", "cuda"), **{name: adapter.merged(model) for name, adapter in known.items()}}
+    adapters = LoraAdapters(model, targets, max_loras=3, max_rank=4)
+    for name, adapter in known.items():
+        adapters.load(name, adapter.pairs, scaling=adapter.scaling)
+    names = [None, "a", "b", "c", "a", None, "c", "b"]
+    prompts = [[3 + n, 5, 7 * n + 1] * (n + 1) for n in range(len(names))]
+    sizes: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, "max_seq_len": 64, "capture_sizes": [2, 8, 64]}
+    manager = CudaGraphManager.for_causal_lm(
+        model, mode=mode, compiler=compiler, adapters=adapters, lora=LoraKeys(3, per_count=True), **sizes
+    )
+    found = manager.generate(prompts, max_new_tokens=6, adapters=names, progress=False)
+    for which, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        continued(merged[name], prompt, 6).check(found[which], which)
+    assert not manager.stats().fallbacks
+    manager.close()
