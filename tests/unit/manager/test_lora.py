@@ -157,6 +157,20 @@ def test_real_rows_have_the_same_bits_whatever_padding_holds() -> None:
     adapted.manager.close()
 
 
+def test_an_adapter_that_overflows_stays_with_its_own_tokens() -> None:
+    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
+    adapted.adapters.unload("b")
+    huge = torch.full((1, WIDTH), 3e38), torch.ones(8, 1)
+    adapted.adapters.load("b", {"up": huge})
+    names = ["a", None, "c"]
+    adapted.check(names)
+    made = adapted.run(["b", *names]).clone()
+    assert made[1:].isfinite().all()
+    expected = adapted.merged.rows(adapted.rows(4), [None, *names])
+    torch.testing.assert_close(made[1:], expected[1:], rtol=1e-5, atol=1e-6)
+    adapted.manager.close()
+
+
 # -- adapters come and go --------------------------------------------------------------------------------------------
 
 
