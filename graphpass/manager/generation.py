@@ -23,7 +23,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.lora import LoraAdapters, StepAdapters, without_lora
+from graphpass.manager.lora import LoraAdapters, StepAdapters, lora_keys, without_lora
 from graphpass.manager.paged import PagedRequests
 from graphpass.manager.scheduler import Request, Scheduler, StepPlan
 from graphpass.manager.steptokens import StepInputs, StepTokens
@@ -214,10 +214,13 @@ def generate(
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     names: Sequence[str | None] = [None] * len(prompts) if adapters is None else list(adapters)
-    for what, given in (("max_new_tokens", limits), ("adapters", names)):
+    for problem, given in (
+        ("max_new_tokens does not say how long each text may get", limits),
+        ("adapters does not say which one each text is for", names),
+    ):
         if len(given) != len(prompts):
             raise OptionError(
-                f"{what} does not say what each prompt gets",
+                problem,
                 expected=f"one value, or one for each of {len(prompts)} prompts",
                 found=f"{len(given)} of them",
                 remedy="pass one for each prompt",
@@ -326,7 +329,7 @@ def causal_lm(
         default_capture_sizes(max_num_tokens) if capture_sizes is None else capture_sizes,
         _doubled(max_seq_len) if seq_len_buckets is None else seq_len_buckets,
         attention,
-        None if adapters is None else adapters.keys_for(model, lora),
+        lora_keys(adapters, model, lora),
     )
     inputs = [
         InputSpec("input_ids", (1, max_num_tokens), torch.int64, token_dim=1),
@@ -383,7 +386,8 @@ def _dispatcher(
         max_num_tokens=attention.max_num_tokens,
         lora=lora,
     )
-    for count in (0,) if lora is None else lora.key_counts():
+    # One token is one request, with one adapter or none.
+    for count in (0,) if lora is None else sorted({*lora.count_table()[:2]}):
         if mixed_sizes and 1 in sizes:
             of_one = BatchDescriptor(1, 1, True, has_lora=count > 0, num_active_loras=count, extra=longest)
             dispatcher.add_key(CUDAGraphMode.FULL, of_one)

@@ -26,7 +26,7 @@ from graphpass.manager.loraweights import adapter_pairs, checked_pairs
 from graphpass.manager.scheduler import Request, StepPlan
 from graphpass.manager.steptokens import HostBuffer
 
-__all__ = ["AdapterBatch", "LoraAdapters", "LoraModel", "StepAdapters", "without_lora"]
+__all__ = ["AdapterBatch", "LoraAdapters", "LoraModel", "StepAdapters", "lora_keys", "without_lora"]
 
 _SLOTS, _ORDER = "lora_slots", "lora_order"
 
@@ -109,30 +109,6 @@ class LoraAdapters:
         return (
             InputSpec(_SLOTS, (max_num_tokens,), torch.int64, padding=NO_ADAPTER),
             InputSpec(_ORDER, (self.max_loras,), torch.int64, token_dim=None),
-        )
-
-    def keys_for(self, model: nn.Module, keys: LoraKeys | None) -> LoraKeys:
-        """The adapter counts that a causal LM's keys are made for: those given, or one key for any.
-
-        Raises:
-            OptionError: the layers are not this model's, its head is among them, or the keys are for another number.
-        """
-        modules = set(map(id, model.modules()))
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        problem = None
-        if any(id(layer) not in modules for layer in self.layers.values()):
-            problem = "layers of another model"
-        elif isinstance(head, LoraLinear):
-            problem = "the head among its layers, which sees the last tokens alone"
-        elif keys is not None and keys.max_loras != self.max_loras:
-            problem = f"{self.max_loras} slots, and keys for {keys.max_loras}"
-        if problem is None:
-            return keys if keys is not None else LoraKeys(self.max_loras)
-        raise OptionError(
-            "this model cannot generate with these adapters",
-            expected="LoraAdapters(model, ...) of its layers below the head, and LoraKeys of the same max_loras",
-            found=problem,
-            remedy="make them of the model that is passed, and leave lora out",
         )
 
     # -- adapters ---------------------------------------------------------------------------------------------------
@@ -358,6 +334,33 @@ class StepAdapters:
         host.mark_copied()
         self._batch = AdapterBatch({_ORDER: stage[: self._max_loras], _SLOTS: stage[self._max_loras :]}, num_active)
         return self._batch
+
+
+def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | None) -> LoraKeys | None:
+    """The adapter counts that a causal LM's keys are made for: those given, or one key for any; None without adapters.
+
+    Raises:
+        OptionError: the layers are not this model's, its head is among them, or the keys are for another number.
+    """
+    max_loras = 0 if adapters is None else adapters.max_loras
+    layers = () if adapters is None else tuple(adapters.layers.values())
+    modules = set(map(id, model.modules()))
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    problem = None
+    if any(id(layer) not in modules for layer in layers):
+        problem = "layers of another model"
+    elif any(layer is head for layer in layers):
+        problem = "the head among its layers, which sees the last tokens alone"
+    elif keys is not None and keys.max_loras != max_loras:
+        problem = f"{max_loras} slots, and keys for {keys.max_loras}"
+    if problem is None:
+        return LoraKeys(max_loras) if keys is None and adapters is not None else keys
+    raise OptionError(
+        "this model cannot generate with these adapters",
+        expected="LoraAdapters(model, ...) of its layers below the head, and LoraKeys of the same max_loras",
+        found=problem,
+        remedy="make them of the model that is passed, and leave lora out",
+    )
 
 
 def _targeted(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear]:

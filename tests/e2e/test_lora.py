@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_an_adapter_of_an_open_request_stays(references: list[Reference], closed
 def test_what_cannot_generate_is_refused(closed: list[Adapted]) -> None:
     adapted = Adapted("NONE")
     closed.append(adapted)
-    with pytest.raises(OptionError, match="adapters does not say what each prompt gets"):
+    with pytest.raises(OptionError, match="adapters does not say which one each text is for"):
         adapted.manager.generate([[1], [2]], max_new_tokens=1, adapters=["polite"], progress=False)
     with pytest.raises(OptionError, match=r"'polit' is not loaded.*meant 'polite'"):
         adapted.generate(["polit"])
@@ -164,3 +165,19 @@ def test_what_cannot_generate_is_refused(closed: list[Adapted]) -> None:
         CudaGraphManager.for_causal_lm(make_model(), adapters=adapted.adapters, **SIZES)
     with pytest.raises(OptionError, match="3 slots, and keys for 2"):
         Adapted("FULL", lora=LoraKeys(2))
+    with pytest.raises(OptionError, match="0 slots, and keys for 2"):
+        CudaGraphManager.for_causal_lm(make_model(), lora=LoraKeys(2), **SIZES)
+
+
+def test_keys_of_one_token_are_for_one_adapter_at_most() -> None:
+    manager = CudaGraphManager.for_causal_lm(
+        model := make_model(),
+        adapters=LoraAdapters(model, TARGETS, max_loras=3, max_rank=1),
+        lora=LoraKeys(3, per_count=True),
+        **{**SIZES, **LADDER, "capture_sizes": [1, 8]},
+    )
+    counts = Counter(
+        (key.num_tokens, key.num_active_loras) for keys in manager.dispatcher.keys.values() for key in keys
+    )
+    assert sorted(count for num_tokens, count in counts if num_tokens == 1) == [0, 1]
+    assert sorted(count for num_tokens, count in counts if num_tokens == 8) == [0, 1, 2, 4]
