@@ -5,6 +5,7 @@ from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
 from graphpass.manager.devicememory import MemoryGrowth
+from graphpass.manager.drafting import Drafter, NgramDrafter
 from graphpass.manager.generation import Generation, NewToken
 from graphpass.manager.graphed import GraphedModel, graphed
 from graphpass.manager.lora import AdapterBatch, LoraAdapters, LoraModel
@@ -14,6 +15,7 @@ from graphpass.manager.memory import GroupEstimate, MemoryEstimate
 from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.paged import PageAllocator, PagedKVCache, PagedRequests
 from graphpass.manager.scheduler import Request
+from graphpass.manager.speculation import GenerationStats
 
 __all__ = [
     "AdapterBatch",
@@ -23,7 +25,9 @@ __all__ = [
     "CapturedKey",
     "CudaGraphManager",
     "DataParallelAgreement",
+    "Drafter",
     "Generation",
+    "GenerationStats",
     "GraphedModel",
     "GroupEstimate",
     "InputSpec",
@@ -34,6 +38,7 @@ __all__ = [
     "MemoryEstimate",
     "MemoryGrowth",
     "NewToken",
+    "NgramDrafter",
     "PageAllocator",
     "PagedAttention",
     "PagedKVCache",

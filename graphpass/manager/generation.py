@@ -4,6 +4,9 @@ The tokens of a step are the input of the next one, and both lie on the device. 
 of the one before have been read (*running ahead*): the host plans, fills and reads while the device computes. What the
 host has to know of a token is only whether it ends its request; that is then seen one step late, and the surplus token
 is dropped.
+
+With draft tokens a step brings several tokens of a request, and the host has to know them to guess the next ones: steps
+run in turn then. Fewer of them make up for it.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from graphpass.keys import BatchDescriptor
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
+from graphpass.manager.drafting import Drafter
 from graphpass.manager.lora import LoraAdapters, StepAdapters, lora_keys, without_lora
 from graphpass.manager.paged import PagedRequests
-from graphpass.manager.scheduler import Request, Scheduler, StepPlan
+from graphpass.manager.scheduler import Request, Scheduler, StepPlan, check_budget
+from graphpass.manager.speculation import GenerationStats, Speculation
 from graphpass.manager.steptokens import StepInputs, StepTokens
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Generation", "NewToken", "causal_lm", "default_capture_sizes", "generate"]
+__all__ = ["Generation", "GenerationStats", "NewToken", "causal_lm", "default_capture_sizes", "generate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,29 +58,39 @@ class Generation:
     Args:
         manager: made by :func:`causal_lm`, and captured.
         run_ahead: launch a step before the tokens of the one before are read. None: on CUDA, where there is something
-            to overlap. The tokens are the same.
+            to overlap. The tokens are the same. With drafts, which need the tokens that were read, never.
+        drafter: guesses tokens, where the manager was made with ``draft_tokens``; None: an :class:`NgramDrafter`.
 
     Raises:
-        OptionError: the manager does not hold a decoder over paged attention.
+        OptionError: the manager does not hold a decoder over paged attention; or one that verifies no drafts, but there
+            is a drafter; or one that does, but it is to run ahead.
     """
 
-    def __init__(self, manager: CudaGraphManager, *, run_ahead: bool | None = None) -> None:
+    def __init__(
+        self, manager: CudaGraphManager, *, run_ahead: bool | None = None, drafter: Drafter | None = None
+    ) -> None:
         self._manager = manager
         self._attention = _paged_attention(manager)
         buffers = manager.buffers
         self._device = buffers["input_ids"].device
+        max_num_tokens, max_num_reqs = buffers["input_ids"].shape[1], buffers["last_rows"].shape[0]
+        vocab_size = getattr(without_lora(manager.model), "vocab_size", None)
+        self._speculation = Speculation.over(buffers, drafter, vocab_size, run_ahead=run_ahead)
+        draft_tokens = 0 if self._speculation is None else self._speculation.draft_tokens
         self._scheduler = Scheduler(
             self._attention.pages,
             num_pages=self._attention.cache.num_pages,
             page_size=self._attention.cache.page_size,
-            max_num_reqs=buffers["last_rows"].shape[0],
-            max_num_tokens=buffers["input_ids"].shape[1],
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
             max_seq_len=self._attention.max_seq_len,
-            vocab_size=getattr(without_lora(manager.model), "vocab_size", None),
+            vocab_size=vocab_size,
+            draft_tokens=draft_tokens,
         )
-        self._runs_ahead = self._device.type == "cuda" if run_ahead is None else run_ahead
-        self._inputs = StepInputs(buffers["input_ids"].shape[1], buffers["last_rows"].shape[0], self._device)
-        self._tokens = StepTokens(buffers["last_rows"].shape[0], self._device)
+        self._runs_ahead = (self._device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead
+        self._inputs = StepInputs(max_num_tokens, max_num_reqs, self._device)
+        self._tokens = StepTokens(buffers["last_rows"].numel(), self._device)
+        self._num_steps = self._num_tokens = 0
         self._flying: StepPlan | None = None
         self._open: set[Request] = set()
         self._adapters = StepAdapters(
@@ -104,8 +119,7 @@ class Generation:
 
     def cancel(self, request: Request) -> None:
         """Take a request out: no further token of it comes, and its pages are free."""
-        self._open.discard(request)
-        self._scheduler.finish(request)
+        self._end(request)
 
     def is_done(self) -> bool:
         """Whether every request that was added has ended and all tokens have been returned."""
@@ -121,7 +135,7 @@ class Generation:
             GraphpassError: the manager's own. All requests are given up then, and their pages are free.
         """
         try:
-            plan = self._scheduler.plan()
+            plan = self._plan()
         except OutOfPagesError:
             if self._flying is None:
                 raise
@@ -132,15 +146,24 @@ class Generation:
             if not self._runs_ahead:
                 self._flying = plan
             landed, self._flying = self._flying, plan if self._runs_ahead else None
-            return [] if landed is None else self._read(landed)
+            found = [] if landed is None else self._read(landed)
         except BaseException:
             self.close()
             raise
+        self._num_tokens += len(found)
+        return found
+
+    def stats(self) -> GenerationStats:
+        """Steps, tokens and drafts so far."""
+        drafts = (0, 0) if self._speculation is None else self._speculation.counts()
+        return GenerationStats(self._num_steps, self._num_tokens, *drafts)
 
     def close(self) -> None:
         """Give up every request and free their pages."""
         self._scheduler.close()
         self._tokens.forget()
+        if self._speculation is not None:
+            self._speculation.close()
         self._open.clear()
         self._flying = None
 
@@ -152,8 +175,23 @@ class Generation:
     ) -> None:
         self.close()
 
+    def _plan(self) -> StepPlan | None:
+        if self._speculation is None:
+            return self._scheduler.plan()
+        # Where decode has graphs of its own, they are worth a few tokens that are computed once more.
+        has_decode_graphs = self._manager.dispatcher.mode.separate_routine()
+        try:
+            return self._scheduler.plan(self._speculation.guess, fill=has_decode_graphs)
+        except OutOfPagesError:
+            raise
+        except BaseException:  # of a drafter
+            self.close()
+            raise
+
     def _launch(self, plan: StepPlan) -> None:
-        inputs, adapters = self._inputs.of(plan, self._tokens.on_device), self._adapters.of(plan)
+        self._num_steps += 1
+        drafts, adapters = self._speculation, self._adapters.of(plan)
+        inputs = self._inputs.of(plan, self._tokens.on_device) if drafts is None else drafts.inputs(plan)
         lengths_and_pages: tuple[Any, ...] = (plan.query_lens, plan.seq_lens, plan.block_tables)
         tokens = self._manager.run(
             Batch(
@@ -165,13 +203,15 @@ class Generation:
                 attention=PagedRequests(*lengths_and_pages),
             )
         )
-        self._tokens.take(tokens)
+        self._tokens.take(tokens.reshape(-1))
         if plan.ends.any():
             for row in np.flatnonzero(plan.ends):
                 self._scheduler.finish(plan.requests[row])
 
     def _read(self, plan: StepPlan) -> list[NewToken]:
         """The tokens of a step that was launched; those behind the end of a request are dropped."""
+        if self._speculation is not None:
+            return self._read_verified(plan, self._speculation)
         found, still_open = [], self._open
         rows = zip(plan.requests, self._tokens.oldest(), plan.samples.tolist(), plan.ends.tolist(), strict=True)
         for request, token, samples, ends in rows:
@@ -180,9 +220,26 @@ class Generation:
             is_last = ends or token in request.eos_token_ids
             found.append(NewToken(request, token, is_last))
             if is_last:
-                self._open.discard(request)
-                self._scheduler.finish(request)
+                self._end(request)
         return found
+
+    def _read_verified(self, plan: StepPlan, speculation: Speculation) -> list[NewToken]:
+        found = []
+        for verified in speculation.verify(plan, self._tokens.oldest()):
+            *others, last = verified.tokens
+            found += [NewToken(verified.request, token, is_last=False) for token in others]
+            found.append(NewToken(verified.request, last, verified.is_ended))
+            if verified.is_ended:
+                self._end(verified.request)
+            else:
+                self._scheduler.accept(verified.request, len(others))
+        return found
+
+    def _end(self, request: Request) -> None:
+        self._open.discard(request)
+        self._scheduler.finish(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
 
 
 def generate(
@@ -194,6 +251,7 @@ def generate(
     adapters: Sequence[str | None] | None = None,
     progress: bool = True,
     run_ahead: bool | None = None,
+    drafter: Drafter | None = None,
 ) -> list[list[int]]:
     """Greedy continuations of many prompts, batched as they come and go.
 
@@ -205,6 +263,7 @@ def generate(
         adapters: the LoRA adapter of each prompt, None for the model alone; None: of all prompts.
         progress: show a bar that counts tokens.
         run_ahead: see :class:`Generation`.
+        drafter: see :class:`Generation`; whatever it guesses, the tokens are the same.
 
     Returns:
         The new tokens of each request, in the order of the prompts.
@@ -230,7 +289,7 @@ def generate(
         for index, (prompt, limit, name) in enumerate(zip(prompts, limits, names, strict=True))
     ]
     made: dict[Request, list[int]] = {request: [] for request in requests}
-    with Generation(manager, run_ahead=run_ahead) as generation:
+    with Generation(manager, run_ahead=run_ahead, drafter=drafter) as generation:
         for request in requests:
             generation.add(request)
         if manager.needs_capture():
@@ -241,6 +300,8 @@ def generate(
                 for new in found:
                     made[new.request].append(new.token)
                 bar.update(len(found))
+                if generation.stats().num_drafted:
+                    bar.set_postfix_str(f"{generation.stats().acceptance:.0%} of the drafts accepted", refresh=False)
             while manager.run_idle():
                 pass  # other data-parallel ranks still have work
     return list(made.values())
@@ -252,6 +313,9 @@ class NextToken(torch.nn.Module):
     It takes the tokens of all requests in one row, as paged attention wants them: ``input_ids`` and ``position_ids``
     (1, tokens), ``last_rows`` (requests,), the position of each request's last token in that row; it returns token ids
     (requests,), int64. Only the last tokens' logits are computed, and compared in float32.
+
+    To verify k drafts, ``last_rows`` is (requests, 1 + k): the positions of each request's last ``1 + k`` tokens, its
+    first one repeated in front where it has fewer; and what it returns is (requests, 1 + k).
 
     Args:
         model: a Hugging Face causal LM.
@@ -268,9 +332,10 @@ class NextToken(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        made = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=last_rows)
+        kept = last_rows.reshape(-1)
+        made = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=kept)
         tokens: torch.Tensor = made.logits[0].float().argmax(-1)
-        return tokens
+        return tokens.view(last_rows.shape)
 
 
 def causal_lm(
@@ -284,6 +349,7 @@ def causal_lm(
     mode: str | CUDAGraphMode = "FULL_AND_PIECEWISE",
     page_size: int = 16,
     num_pages: int | None = None,
+    draft_tokens: int = 0,
     compiler: str | None = None,
     adapters: LoraAdapters | None = None,
     lora: LoraKeys | None = None,
@@ -296,7 +362,8 @@ def causal_lm(
     Args:
         model: a causal LM of the Llama kind (Llama, Qwen3, Mistral, ...), on its device, in eval mode.
         max_num_reqs: requests that run at once.
-        max_num_tokens: tokens of one step, at least ``max_num_reqs``; longer prompts come in chunks.
+        max_num_tokens: tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; longer prompts come in
+            chunks.
         max_seq_len: tokens of a request, prompt and new ones together.
         capture_sizes: token counts to capture; None: powers of two and what is halfway between them.
         seq_len_buckets: longest sequences that FULL graphs are made for, besides ``max_seq_len``; None: 256, doubled.
@@ -304,6 +371,8 @@ def causal_lm(
             requests at the longest length.
         page_size: tokens of one page of the cache.
         num_pages: of the cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len``.
+        draft_tokens: guesses of the next tokens that a step verifies for each request (speculative decoding): a
+            decode graph then has ``1 + draft_tokens`` tokens a request. 0: none.
         compiler: for regions; None: ``inductor`` on CUDA, ``aot_eager`` elsewhere.
         adapters: LoRA adapters that requests may run with, made of this model; None for none.
         lora: which numbers of adapters get graphs of their own; None: none, and any.
@@ -314,6 +383,7 @@ def causal_lm(
     """
     device = next(model.parameters()).device
     asked = CUDAGraphMode.parse(mode)
+    check_budget(max_num_reqs, max_num_tokens, draft_tokens)
     attention = PagedAttention.for_model(
         model,
         num_pages=num_pages if num_pages is not None else max_num_reqs * -(-max_seq_len // page_size),
@@ -330,11 +400,13 @@ def causal_lm(
         _doubled(max_seq_len) if seq_len_buckets is None else seq_len_buckets,
         attention,
         lora_keys(adapters, model, lora),
+        query_len=1 + draft_tokens,
     )
+    last_rows = (max_num_reqs, 1 + draft_tokens) if draft_tokens else (max_num_reqs,)
     inputs = [
         InputSpec("input_ids", (1, max_num_tokens), torch.int64, token_dim=1),
         InputSpec("position_ids", (1, max_num_tokens), torch.int64, token_dim=1),
-        InputSpec("last_rows", (max_num_reqs,), torch.int64, token_dim=None, request_dim=0),
+        InputSpec("last_rows", last_rows, torch.int64, token_dim=None, request_dim=0),
     ]
     wrapped: torch.nn.Module = NextToken(model)
     if adapters is not None:
@@ -361,14 +433,17 @@ def _dispatcher(
     buckets: Sequence[int],
     attention: PagedAttention,
     lora: LoraKeys | None,
+    *,
+    query_len: int,
 ) -> CudagraphDispatcher:
     """The keys that some batch can reach.
 
     Only FULL graphs bake a longest sequence in: PIECEWISE keys, which serve any, are made for one. And a batch of one
-    token is a uniform decode, so where decode has graphs of its own, mixed batches have two tokens or more.
+    token is a uniform decode, unless drafts come with it, so where decode has graphs of its own, mixed batches have two
+    tokens or more.
 
     Raises:
-        OptionError: a bucket is none.
+        OptionError: a bucket is none, or no sequence is as long as a token with its drafts.
     """
     if any(isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1 for bucket in buckets):
         raise OptionError(
@@ -377,14 +452,25 @@ def _dispatcher(
             found=str(list(buckets)),
             remedy="leave it out to double from 256",
         )
+    if query_len > attention.max_seq_len:
+        raise OptionError(
+            "no text has room for so many draft tokens",
+            expected=f"draft_tokens below max_seq_len, {attention.max_seq_len}",
+            found=str(query_len - 1),
+            remedy="lower draft_tokens: more than 7 seldom pay",
+        )
     longest = (("max_seq_len", attention.max_seq_len),)
-    mixed_sizes = [size for size in sizes if size != 1] if mode is CUDAGraphMode.FULL_AND_PIECEWISE else []
+    # The dispatcher rounds its limit up to whole requests; the buffers end at it.
+    sizes = [size for size in sizes if size <= attention.max_num_tokens] if query_len > 1 else sizes
+    has_single = mode is CUDAGraphMode.FULL_AND_PIECEWISE and query_len == 1
+    mixed_sizes = [size for size in sizes if size != 1] if has_single else []
     dispatcher = CudagraphDispatcher(
         mode,
         {"num_tokens": mixed_sizes or sizes, "max_seq_len": [attention.max_seq_len]},
         max_num_reqs=attention.max_num_reqs,
         max_num_tokens=attention.max_num_tokens,
         lora=lora,
+        uniform_decode_query_len=query_len,
     )
     # One token is one request, with one adapter or none.
     for count in (0,) if lora is None else sorted({*lora.count_table()[:2]}):
@@ -393,7 +479,7 @@ def _dispatcher(
             dispatcher.add_key(CUDAGraphMode.FULL, of_one)
     for key in dispatcher.keys[CUDAGraphMode.FULL]:
         for bucket in sorted(set(buckets)):
-            if bucket < attention.max_seq_len:
+            if (query_len if key.uniform else 1) <= bucket < attention.max_seq_len:
                 dispatcher.add_key(CUDAGraphMode.FULL, replace(key, extra=(("max_seq_len", bucket),)))
     return dispatcher
 

@@ -7,12 +7,16 @@ stands behind an older one that does.
 
 The scheduler counts tokens when they are planned, not when they are known. So a step can be planned, and launched,
 before the tokens of the one before have been read: only the end-of-sequence token is then learned one step late.
+
+With draft tokens a row past its prompt takes its newest token and guesses of those behind it. One of its new tokens is
+certain and counted when it is planned; :meth:`Scheduler.accept` counts the guesses that were right. The keys and values
+of wrong ones are overwritten by the steps that follow.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +26,7 @@ import numpy.typing as npt
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
 from graphpass.manager.limits import check_positive
 
-__all__ = ["PageSource", "Request", "Scheduler", "StepPlan"]
+__all__ = ["Guess", "PageSource", "Request", "Scheduler", "StepPlan", "check_budget"]
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -45,7 +49,7 @@ class PageSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Request:
     """A prompt to go on with. Requests are compared by identity.
 
@@ -103,6 +107,10 @@ class Request:
         return len(self.prompt) + self.max_new_tokens
 
 
+Guess = Callable[[Request, int], int]
+"""``f(request, limit)``: how many of its next tokens are guessed, at most ``limit``."""
+
+
 def _token_ids(name: str, eos_token_id: int | Collection[int] | None) -> frozenset[int]:
     if eos_token_id is None:
         return frozenset()
@@ -131,14 +139,17 @@ class StepPlan:
     Attributes:
         requests: of each row.
         slots: a number below ``max_num_reqs`` that is the request's own while it runs, int64 (rows,).
-        query_lens: tokens of each row in this step, int64 (rows,).
+        query_lens: tokens of each row in this step, drafts included, int64 (rows,).
         seq_lens: tokens of each row after this step, these included, int64 (rows,).
-        decodes: the row is past its prompt: its one token came out of the step before, bool (rows,).
-        samples: the row's last token is the last one known of its request, so a new token follows, bool (rows,).
+        num_drafts: how many of them, the last ones, are guesses, int64 (rows,).
+        decodes: the row is past its prompt: its first token came out of the step before, bool (rows,). A filled row's
+            stands behind tokens that are computed once more.
+        samples: the row's last token that is no guess is the last one known of its request, so a new token follows,
+            bool (rows,).
         ends: the new token is the request's last whatever it is, bool (rows,).
         block_tables: pages of each row, int32 (rows, most pages a request); 0 behind a row's own pages.
         num_tokens: of all rows.
-        uniform_decode: every row has one token.
+        uniform_decode: every row has one token, with drafts ``1 + draft_tokens``.
         same_rows: the step before had the same requests in the same rows, one token each, and each got a new one:
             every number went up by one and nothing else changed.
     """
@@ -147,6 +158,7 @@ class StepPlan:
     slots: Ints
     query_lens: Ints
     seq_lens: Ints
+    num_drafts: Ints
     decodes: Flags
     samples: Flags
     ends: Flags
@@ -164,12 +176,14 @@ class Scheduler:
         num_pages: pages there are when all are free.
         page_size: tokens of one page.
         max_num_reqs: requests that run at once.
-        max_num_tokens: tokens of a step, at least ``max_num_reqs``, so that prompts are never kept out for good.
+        max_num_tokens: tokens of a step, at least ``max_num_reqs * (1 + draft_tokens)``, so that prompts are never
+            kept out for good.
         max_seq_len: tokens of a request, prompt and new ones together.
         vocab_size: token ids lie below it; None where it is not known.
+        draft_tokens: most guesses of a row.
 
     Raises:
-        OptionError: a limit is below 1, or there are fewer tokens than requests.
+        OptionError: a limit is below 1, or there are fewer tokens than decoding requests need.
     """
 
     def __init__(
@@ -182,13 +196,15 @@ class Scheduler:
         max_num_tokens: int,
         max_seq_len: int,
         vocab_size: int | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         limits = {"num_pages": num_pages, "page_size": page_size, "max_num_reqs": max_num_reqs}
         _check_limits({**limits, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len})
+        check_budget(max_num_reqs, max_num_tokens, draft_tokens)
         self._source = pages
         self._num_pages, self._page_size = num_pages, page_size
         self._max_num_tokens, self._max_seq_len = max_num_tokens, max_seq_len
-        self._vocab_size = vocab_size
+        self._vocab_size, self._draft_tokens = vocab_size, draft_tokens
         self._waiting: deque[Request] = deque()
         self._slot_of: dict[Request, int] = {}  # in the order of admission
         self._pages_of: dict[Request, list[int]] = {}
@@ -285,8 +301,13 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, guess: Guess | None = None, *, fill: bool = False) -> StepPlan | None:
         """The next step; None when there is nothing to run.
+
+        Args:
+            guess: asked once for each row past its prompt that has more than one token to come; None: no drafts.
+            fill: give all rows ``1 + draft_tokens`` tokens where none is longer, by computing tokens once more that
+                stand before theirs: a uniform decode, whatever was guessed.
 
         Raises:
             OutOfPagesError: requests wait for pages that others than this scheduler's requests hold.
@@ -296,13 +317,19 @@ class Scheduler:
             self._collect_rows()
         if not self._running:
             return None
-        plan = self._decode_again() if self._decode is not None else self._mixed()
+        plan = self._decode_again() if self._decode is not None else self._mixed(guess, fill)
         if plan.ends.any():
             self._rows_changed = True
         # With one token a row there was one for every row: a budget of at least max_num_reqs is not used up then.
         repeats = plan.uniform_decode and plan.samples.all() and not self._rows_changed
-        self._decode = plan if repeats else None
+        self._decode = plan if repeats and not self._draft_tokens else None
         return plan
+
+    def accept(self, request: Request, num_drafts: int) -> None:
+        """So many of a request's drafts in the last step were right: each is one more new token, in its place."""
+        slot = self._slot_of[request]
+        self._computed[slot] += num_drafts
+        self._new[slot] += num_drafts
 
     def _pages_needed(self, request: Request) -> int:
         return -(-request.max_length // self._page_size)
@@ -349,6 +376,7 @@ class Scheduler:
             slots=slots,
             query_lens=last.query_lens,
             seq_lens=last.seq_lens + 1,
+            num_drafts=last.num_drafts,
             decodes=last.samples,
             samples=last.samples,
             ends=self._new[slots] >= self._limit[slots],
@@ -358,40 +386,70 @@ class Scheduler:
             same_rows=True,
         )
 
-    def _mixed(self) -> StepPlan:
-        """One token for each row past its prompt, the rest of the budget for prompts in order."""
+    def _mixed(self, guess: Guess | None, fill: bool) -> StepPlan:
+        """One token and its drafts for each row past its prompt, the rest of the budget for prompts in order."""
         left = self._prompt[self._slots] - self._computed[self._slots]
         decodes = left <= 0
+        drafts = np.zeros(len(left), dtype=np.int64) if guess is None else self._guessed(decodes, guess)
         wanted = np.where(decodes, 0, left)
-        budget = self._max_num_tokens - int(decodes.sum())
+        budget = self._max_num_tokens - int(decodes.sum() + drafts.sum())
         granted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
-        query_lens = np.where(decodes, 1, granted)
+        query_lens = np.where(decodes, 1 + drafts, granted)
         rows = np.flatnonzero(query_lens)
-        slots, query_lens = self._slots[rows], query_lens[rows]
-        self._computed[slots] += query_lens
+        slots, query_lens, drafts = self._slots[rows], query_lens[rows], drafts[rows]
+        self._computed[slots] += query_lens - drafts
         samples = self._computed[slots] >= self._prompt[slots]
         self._new[slots] += samples
+        seq_lens = self._computed[slots] + drafts
+        uniform = 1 + self._draft_tokens
+        if fill and query_lens.max() <= uniform <= seq_lens.min():
+            query_lens = np.full(len(rows), uniform)
         return StepPlan(
             requests=tuple(self._running[row] for row in rows),
             slots=slots,
             query_lens=query_lens,
-            seq_lens=self._computed[slots],
+            seq_lens=seq_lens,
+            num_drafts=drafts,
             decodes=decodes[rows],
             samples=samples,
             ends=samples & (self._new[slots] >= self._limit[slots]),
             block_tables=self._block_tables[slots],
             num_tokens=int(query_lens.sum()),
-            uniform_decode=bool((query_lens == 1).all()),
+            uniform_decode=bool((query_lens == uniform).all()),
             same_rows=False,
         )
+
+    def _guessed(self, decodes: Flags, guess: Guess) -> Ints:
+        """How many drafts each running request has: one fewer than tokens to come, since one is new in any case."""
+        most = np.minimum(self._draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
+        drafts = np.zeros(len(decodes), dtype=np.int64)
+        for row in np.flatnonzero(decodes & (most > 0)).tolist():
+            drafts[row] = guess(self._running[row], int(most[row]))
+        return drafts
 
 
 def _check_limits(limits: dict[str, int]) -> None:
     check_positive(limits, "a schedule")
-    if limits["max_num_tokens"] < limits["max_num_reqs"]:
+
+
+def check_budget(max_num_reqs: int, max_num_tokens: int, draft_tokens: int) -> None:
+    """Refuse steps in which decoding requests, with their drafts, would leave no token to the others.
+
+    Raises:
+        OptionError: they would, or ``draft_tokens`` is no count.
+    """
+    if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int) or draft_tokens < 0:
+        raise OptionError(
+            "draft_tokens is no number of guesses",
+            expected="an integer of at least 1, or 0 for none",
+            found=repr(draft_tokens),
+            remedy="pass draft_tokens=3, or leave it out",
+        )
+    if max_num_tokens < max_num_reqs * (1 + draft_tokens):
+        limit = "max_num_reqs" + (" * (1 + draft_tokens)" if draft_tokens else "")
         raise OptionError(
             "decoding requests would leave no token to the others",
-            expected=f"max_num_tokens of at least max_num_reqs, {limits['max_num_reqs']}",
-            found=str(limits["max_num_tokens"]),
-            remedy="raise max_num_tokens, or lower max_num_reqs",
+            expected=f"max_num_tokens of at least {limit}, {max_num_reqs * (1 + draft_tokens)}",
+            found=str(max_num_tokens),
+            remedy="raise max_num_tokens, or lower max_num_reqs" + (" or draft_tokens" if draft_tokens else ""),
         )

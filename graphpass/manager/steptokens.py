@@ -15,7 +15,7 @@ import torch
 
 from graphpass.manager.scheduler import StepPlan
 
-__all__ = ["HostBuffer", "StepInputs", "StepTokens"]
+__all__ = ["HostBuffer", "StepInputs", "StepTokens", "TextInputs"]
 
 
 class HostBuffer:
@@ -90,13 +90,63 @@ class StepInputs:
         ids, positions, last_rows, sources, targets = fields
         starts, behind = plan.seq_lens - plan.query_lens, np.cumsum(plan.query_lens)
         first = behind - plan.query_lens
+        _fill_positions(plan, positions)
         for row in np.flatnonzero(~plan.decodes).tolist():
             ids[first[row] : behind[row]] = plan.requests[row].prompt[starts[row] : plan.seq_lens[row]]
-        np.add(np.arange(plan.num_tokens), np.repeat(starts - first, plan.query_lens), out=positions)
         np.subtract(behind, 1, out=last_rows)
         sources[:] = self._row_of[plan.slots[plan.decodes]]
         targets[:] = first[plan.decodes]
         self._row_of[plan.slots] = np.arange(len(plan.requests))
+
+
+class TextInputs:
+    """Makes the input tensors of steps whose tokens the host knows, drafts among them, with one copy from the host.
+
+    Args:
+        max_num_tokens: of a step.
+        last_rows: shape of the model's input of that name, (requests, tokens that may be sampled of each).
+        device: where the inputs are to lie.
+    """
+
+    def __init__(self, max_num_tokens: int, last_rows: Sequence[int], device: torch.device) -> None:
+        max_num_reqs, self._num_last = last_rows
+        size = 2 * max_num_tokens + max_num_reqs * self._num_last
+        self._host = HostBuffer(size, device)
+        with torch.inference_mode(False):
+            self._stage = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def of(self, plan: StepPlan, texts: Sequence[npt.NDArray[np.int64]]) -> dict[str, torch.Tensor]:
+        """The inputs of a step, valid until the next call.
+
+        Args:
+            plan: the step.
+            texts: tokens of each row from its request's first one, its drafts included.
+        """
+        fields = (plan.num_tokens, plan.num_tokens, len(plan.requests) * self._num_last)
+        self._host.wait()
+        memory = self._host.memory[: sum(fields)]
+        ids, positions, last_rows = np.split(memory.numpy(), np.cumsum(fields)[:-1])
+        rows = zip(texts, (plan.seq_lens - plan.query_lens).tolist(), plan.seq_lens.tolist(), strict=True)
+        np.concatenate([text[start:end] for text, start, end in rows], out=ids)
+        _fill_positions(plan, positions)
+        behind = np.cumsum(plan.query_lens)[:, None]
+        last_rows[:] = np.maximum(behind - plan.query_lens[:, None], behind - np.arange(self._num_last, 0, -1)).reshape(
+            -1
+        )
+        stage = self._stage[: sum(fields)].copy_(memory, non_blocking=True)
+        self._host.mark_copied()
+        on_device = stage.split(fields)
+        return {
+            "input_ids": on_device[0].unsqueeze(0),
+            "position_ids": on_device[1].unsqueeze(0),
+            "last_rows": on_device[2].view(-1, self._num_last),
+        }
+
+
+def _fill_positions(plan: StepPlan, positions: npt.NDArray[np.int64]) -> None:
+    """Write the position of each token in its request."""
+    behind = np.cumsum(plan.query_lens)
+    np.add(np.arange(plan.num_tokens), np.repeat(plan.seq_lens - behind, plan.query_lens), out=positions)
 
 
 class StepTokens:

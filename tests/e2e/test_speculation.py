@@ -1,0 +1,290 @@
+"""Speculative decoding with stock Hugging Face decoders: their own tokens whatever is guessed, in fewer steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.errors import OptionError
+from graphpass.keys import BatchDescriptor
+from graphpass.manager.cudagraphs import CudaGraphManager
+from graphpass.manager.drafting import Drafter, NgramDrafter
+from graphpass.manager.generation import Generation, causal_lm
+from graphpass.manager.scheduler import Ints, Request
+from graphpass.manager.speculation import GenerationStats
+from graphpass.modes import CUDAGraphMode
+from tests.e2e.test_generate import (
+    LADDER,
+    MAX_LENGTH,
+    MODES,
+    SIZES,
+    VOCABULARY,
+    Reference,
+    all_pages_are_free,
+    continued,
+    make_model,
+)
+
+transformers = pytest.importorskip("transformers")
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+def make_prompts() -> tuple[list[list[int]], list[int]]:
+    """24 prompts of 1 to 40 tokens, and how many new ones each asks for, 1 to 24; one fills the longest sequence."""
+    seeded = random.Random(1)
+    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(24)]
+    counts = [seeded.randint(1, 24) for _ in prompts]
+    counts[3] = MAX_LENGTH - len(prompts[3])
+    return prompts, counts
+
+
+PROMPTS, NEW_TOKENS = make_prompts()
+
+
+def make_looping_model(name: str, device: str = "cpu") -> torch.nn.Module:
+    """A decoder whose next token depends on the last one most, so that its texts soon go round in circles."""
+    model = make_model(name, device)
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight_name.endswith("o_proj.weight"):
+                weight.mul_(0.1)
+    return model
+
+
+class Mixed:
+    """Guesses any number of tokens out of the reference, some of them spoilt; knows the requests by their prompts."""
+
+    def __init__(self, references: Sequence[Reference]) -> None:
+        self._seeded = random.Random(0)
+        self._known = {tuple(p): r.tokens for p, r in zip(PROMPTS, references, strict=True)}
+
+    def propose(self, request: Request, text: Ints, limit: int) -> list[int]:
+        known = self._known[tuple(request.prompt.tolist())]
+        at = len(text) - len(request.prompt)
+        tokens = known[at : at + self._seeded.randint(0, limit)]
+        return [t if self._seeded.random() < 0.8 else self._seeded.randrange(VOCABULARY) for t in tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Nobody:
+    """Guesses nothing."""
+
+    def propose(self, _request: Request, _text: Ints, _limit: int) -> list[int]:
+        return []
+
+
+References = Callable[[str, str], list[Reference]]
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """What Hugging Face makes of the prompts, computed once a model and device."""
+    known: dict[tuple[str, str], list[Reference]] = {}
+
+    def of(name: str, device: str) -> list[Reference]:
+        if (name, device) not in known:
+            model = make_looping_model(name, device)
+            known[name, device] = [continued(model, p, n) for p, n in zip(PROMPTS, NEW_TOKENS, strict=True)]
+        return known[name, device]
+
+    return of
+
+
+Managers = Callable[..., CudaGraphManager]
+
+
+@pytest.fixture(scope="module")
+def managers() -> Iterator[Managers]:
+    """Managers by what they are made with, captured, closed at the end."""
+    made: dict[Any, CudaGraphManager] = {}
+
+    def make(name: str = "llama", device: str = "cpu", **options: Any) -> CudaGraphManager:
+        key = (name, device, *sorted(options.items()))
+        if key not in made:
+            given = {**SIZES, **LADDER, "compiler": "eager", **options}
+            made[key] = causal_lm(make_looping_model(name, device), **given)
+            if made[key].needs_capture():
+                made[key].capture()
+        return made[key]
+
+    yield make
+    for manager in made.values():
+        manager.close()
+
+
+def run(manager: CudaGraphManager, drafter: Drafter | None, gaps: int = 0) -> tuple[list[list[int]], GenerationStats]:
+    """The texts of the prompts, which arrive ``gaps`` steps apart, and the counts."""
+    requests = [Request.of(str(i), p, n) for i, (p, n) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))]
+    found: dict[Request, list[int]] = {request: [] for request in requests}
+    waiting = list(requests)
+    with Generation(manager, drafter=drafter, run_ahead=False) as generation:
+        while waiting or not generation.is_done():
+            if waiting and generation.stats().num_steps >= gaps * (len(requests) - len(waiting)):
+                generation.add(waiting.pop(0))
+                continue
+            for new in generation.step():
+                found[new.request].append(new.token)
+                assert new.is_last == (len(found[new.request]) == new.request.max_new_tokens)
+        return list(found.values()), generation.stats()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to generate; ``str(case)`` is the test's name."""
+
+    model: str
+    mode: str
+    draft_tokens: int
+    compiler: str = "eager"
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.device}-{self.model}-{self.mode}-{self.draft_tokens}-{self.compiler}"
+
+
+CASES = [
+    Case("llama", "FULL_AND_PIECEWISE", 3, "aot_eager"),
+    Case("qwen3", "FULL_AND_PIECEWISE", 1),
+    Case("mistral", "FULL_AND_PIECEWISE", 3),
+    Case("llama", "FULL", 1),
+    Case("qwen3", "FULL", 3, "aot_eager"),
+    Case("mistral", "FULL_DECODE_ONLY", 1),
+    Case("llama", "FULL_DECODE_ONLY", 3),
+    Case("qwen3", "PIECEWISE", 3),
+    Case("mistral", "NONE", 3),
+]
+ALL_CASES = [
+    Case(model, mode, draft_tokens, compiler)
+    for model in ("llama", "qwen3", "mistral")
+    for mode in MODES
+    for draft_tokens in (1, 2, 3, 7)
+    for compiler in ("aot_eager", "inductor")
+]
+CUDA_CASES = [
+    Case(model, mode, draft_tokens, compiler, "cuda")
+    for model, draft_tokens, compiler in (("llama", 3, "inductor"), ("qwen3", 1, "eager"), ("mistral", 3, "eager"))
+    for mode in MODES
+]
+
+
+def check_case(case: Case, managers: Managers, references: References) -> None:
+    """The tokens are Hugging Face's, whoever guesses; all pages come back; every step that has a key replayed."""
+    manager = managers(
+        case.model,
+        case.device,
+        mode=case.mode,
+        compiler=case.compiler,
+        draft_tokens=case.draft_tokens,
+        max_num_tokens=max(32, 8 * (1 + case.draft_tokens)),
+    )
+    expected = references(case.model, case.device)
+    for drafter, gaps in ((Mixed(expected), 1), (NgramDrafter(), 0)):
+        before = manager.stats().replays
+        found, stats = run(manager, drafter, gaps)
+        for which, (tokens, reference) in enumerate(zip(found, expected, strict=True)):
+            reference.check(tokens, which)
+        assert 0 < stats.num_accepted < stats.num_drafted
+        assert stats.num_tokens == sum(NEW_TOKENS)
+        assert all_pages_are_free(manager)
+        mode = CUDAGraphMode.parse(case.mode)
+        if mode.mixed_mode():
+            assert manager.stats().replays - before == stats.num_steps
+        assert bool(manager.stats().replays) == bool(mode)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_with_drafts_are_those_of_greedy_decoding(
+    case: Case, managers: Managers, references: References
+) -> None:
+    check_case(case, managers, references)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ALL_CASES, ids=str)
+def test_tokens_with_drafts_every_way(case: Case, managers: Managers, references: References) -> None:
+    check_case(case, managers, references)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+def test_tokens_with_drafts_on_cuda(case: Case, managers: Managers, references: References) -> None:
+    check_case(case, managers, references)
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_text_that_repeats_takes_fewer_steps(draft_tokens: int, managers: Managers) -> None:
+    """Counted against plain decoding of the same text."""
+    prompt = [[7, 8, 9, 10] * 3]
+    plain = managers(draft_tokens=0)
+    with_drafts = managers(draft_tokens=draft_tokens)
+    texts, steps = [], []
+    for manager in (plain, with_drafts):
+        with Generation(manager, run_ahead=False) as generation:
+            request = Request.of("a", prompt[0], MAX_LENGTH - len(prompt[0]))
+            generation.add(request)
+            texts.append([new.token for _ in iter(generation.is_done, True) for new in generation.step()])
+            steps.append(generation.stats())
+    assert texts[0] == texts[1]
+    without, drafted = steps
+    assert (without.num_steps, without.num_drafted, without.acceptance) == (MAX_LENGTH - len(prompt[0]), 0, 0.0)
+    assert drafted.num_steps == without.num_steps - drafted.num_accepted
+    assert drafted.num_steps < without.num_steps * (0.8 if draft_tokens == 1 else 0.6)
+
+
+def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers) -> None:
+    """All rows of a step that only decodes have 1 + k tokens; mixed batches alone go to PIECEWISE."""
+    manager = managers(mode="FULL_AND_PIECEWISE", draft_tokens=3)
+    before = {(key.captured.mode, key.captured.descriptor): key.hits for key in manager.stats().keys}
+    with Generation(manager, drafter=Nobody()) as generation:
+        for index in range(5):
+            generation.add(Request.of(str(index), PROMPTS[index][:4], 6))
+        while not generation.is_done():
+            generation.step()
+        assert generation.stats().num_steps == 6
+    hits = {
+        (key.captured.mode, key.captured.descriptor.num_tokens): key.hits - before[key.captured.mode, descriptor]
+        for key in manager.stats().keys
+        for descriptor in [key.captured.descriptor]
+        if key.hits > before[key.captured.mode, descriptor]
+    }
+    assert hits == {(PIECEWISE, 32): 1, (FULL, 32): 5}
+
+
+def test_keys_have_whole_requests(managers: Managers) -> None:
+    keys = managers(mode="FULL_AND_PIECEWISE", draft_tokens=3).dispatcher.keys
+    assert {key.num_tokens for key in keys[PIECEWISE]} == {2, 8, 32}
+    assert keys[FULL] == {
+        BatchDescriptor(4 * reqs, reqs, uniform=True, extra=(("max_seq_len", length),))
+        for reqs in (1, 2, 8)
+        for length in (32, MAX_LENGTH)
+    }
+
+
+def test_keys_that_no_batch_reaches_are_not_made() -> None:
+    """A bucket that is shorter than a token with its drafts; a size that is larger than the buffers."""
+    sizes = {**SIZES, "max_num_reqs": 2, "max_num_tokens": 10, "capture_sizes": [1, 9, 12], "seq_len_buckets": [3, 8]}
+    manager = causal_lm(make_model("llama"), **sizes, draft_tokens=3)
+    assert {key.num_tokens for key in manager.dispatcher.keys[PIECEWISE]} == {1, 9}
+    found = {(key.num_tokens, dict(key.extra)["max_seq_len"]) for key in manager.dispatcher.keys[FULL]}
+    assert found == {(tokens, length) for tokens in (4, 8) for length in (8, MAX_LENGTH)}
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"draft_tokens": -1}, "no number of guesses"),
+        ({"draft_tokens": True}, "no number of guesses"),
+        ({"draft_tokens": 4}, "no token to the others"),
+        ({"draft_tokens": MAX_LENGTH, "max_num_reqs": 1, "max_num_tokens": 256}, "no text has room"),
+    ],
+)
+def test_numbers_of_drafts_are_checked(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        causal_lm(make_model("llama"), **{**SIZES, **LADDER, **options})
