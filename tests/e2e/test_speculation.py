@@ -19,7 +19,6 @@ from graphpass.manager.scheduler import Ints, Request
 from graphpass.manager.speculation import GenerationStats
 from graphpass.modes import CUDAGraphMode
 from tests.e2e.test_generate import (
-    LADDER,
     MAX_LENGTH,
     MODES,
     SIZES,
@@ -33,12 +32,13 @@ from tests.e2e.test_generate import (
 transformers = pytest.importorskip("transformers")
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+LADDER: dict[str, Any] = {"capture_sizes": [8, 32], "seq_len_buckets": [32]}
 
 
 def make_prompts() -> tuple[list[list[int]], list[int]]:
-    """24 prompts of 1 to 40 tokens, and how many new ones each asks for, 1 to 24; one fills the longest sequence."""
+    """16 prompts of 1 to 40 tokens, and how many new ones each asks for, 1 to 24; one fills the longest sequence."""
     seeded = random.Random(1)
-    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(24)]
+    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(16)]
     counts = [seeded.randint(1, 24) for _ in prompts]
     counts[3] = MAX_LENGTH - len(prompts[3])
     return prompts, counts
@@ -47,13 +47,14 @@ def make_prompts() -> tuple[list[list[int]], list[int]]:
 PROMPTS, NEW_TOKENS = make_prompts()
 
 
-def make_looping_model(name: str, device: str = "cpu") -> torch.nn.Module:
-    """A decoder whose next token depends on the last one most, so that its texts soon go round in circles."""
-    model = make_model(name, device)
+def make_repeating_model() -> torch.nn.Module:
+    """A decoder that likes one token after each other one, round in circles of 8."""
+    model = make_model("llama")
+    before = torch.arange(VOCABULARY).view(-1, 8).roll(1, dims=1).view(-1)
     with torch.no_grad():
-        for weight_name, weight in model.named_parameters():
-            if weight_name.endswith("o_proj.weight"):
-                weight.mul_(0.1)
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+        embedding.weight.mul_(8)  # against what the layers add
+        head.weight.add_(embedding.weight[before], alpha=0.2)
     return model
 
 
@@ -89,7 +90,7 @@ def references() -> References:
 
     def of(name: str, device: str) -> list[Reference]:
         if (name, device) not in known:
-            model = make_looping_model(name, device)
+            model = make_model(name, device)
             known[name, device] = [continued(model, p, n) for p, n in zip(PROMPTS, NEW_TOKENS, strict=True)]
         return known[name, device]
 
@@ -108,7 +109,7 @@ def managers() -> Iterator[Managers]:
         key = (name, device, *sorted(options.items()))
         if key not in made:
             given = {**SIZES, **LADDER, "compiler": "eager", **options}
-            made[key] = causal_lm(make_looping_model(name, device), **given)
+            made[key] = causal_lm(make_model(name, device), **given)
             if made[key].needs_capture():
                 made[key].capture()
         return made[key]
@@ -149,15 +150,11 @@ class Case:
 
 
 CASES = [
-    Case("llama", "FULL_AND_PIECEWISE", 3, "aot_eager"),
-    Case("qwen3", "FULL_AND_PIECEWISE", 1),
-    Case("mistral", "FULL_AND_PIECEWISE", 3),
+    Case("qwen3", "FULL_AND_PIECEWISE", 3, "aot_eager"),
     Case("llama", "FULL", 1),
-    Case("qwen3", "FULL", 3, "aot_eager"),
-    Case("mistral", "FULL_DECODE_ONLY", 1),
-    Case("llama", "FULL_DECODE_ONLY", 3),
-    Case("qwen3", "PIECEWISE", 3),
-    Case("mistral", "NONE", 3),
+    Case("mistral", "FULL_DECODE_ONLY", 3),
+    Case("qwen3", "PIECEWISE", 1),
+    Case("llama", "NONE", 3),
 ]
 ALL_CASES = [
     Case(model, mode, draft_tokens, compiler)
@@ -181,7 +178,7 @@ def check_case(case: Case, managers: Managers, references: References) -> None:
         mode=case.mode,
         compiler=case.compiler,
         draft_tokens=case.draft_tokens,
-        max_num_tokens=max(32, 8 * (1 + case.draft_tokens)),
+        **({"max_num_tokens": 64} if case.draft_tokens > 3 else {}),
     )
     expected = references(case.model, case.device)
     for drafter, gaps in ((Mixed(expected), 1), (NgramDrafter(), 0)):
@@ -189,7 +186,8 @@ def check_case(case: Case, managers: Managers, references: References) -> None:
         found, stats = run(manager, drafter, gaps)
         for which, (tokens, reference) in enumerate(zip(found, expected, strict=True)):
             reference.check(tokens, which)
-        assert 0 < stats.num_accepted < stats.num_drafted
+        assert 0 <= stats.num_accepted < stats.num_drafted
+        assert isinstance(drafter, NgramDrafter) or stats.num_accepted > stats.num_drafted / 2
         assert stats.num_tokens == sum(NEW_TOKENS)
         assert all_pages_are_free(manager)
         mode = CUDAGraphMode.parse(case.mode)
@@ -217,33 +215,32 @@ def test_tokens_with_drafts_on_cuda(case: Case, managers: Managers, references: 
     check_case(case, managers, references)
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3])
-def test_text_that_repeats_takes_fewer_steps(draft_tokens: int, managers: Managers) -> None:
-    """Counted against plain decoding of the same text."""
-    prompt = [[7, 8, 9, 10] * 3]
-    plain = managers(draft_tokens=0)
-    with_drafts = managers(draft_tokens=draft_tokens)
-    texts, steps = [], []
-    for manager in (plain, with_drafts):
+def test_text_that_repeats_takes_fewer_steps() -> None:
+    """Counted against plain decoding of the same text: a circle has to be gone through once."""
+    model, num_new = make_repeating_model(), MAX_LENGTH - 3
+    texts, stats = {}, {}
+    for draft_tokens in (0, 1, 3):
+        manager = causal_lm(model, **SIZES, mode="NONE", compiler="eager", draft_tokens=draft_tokens)
         with Generation(manager, run_ahead=False) as generation:
-            request = Request.of("a", prompt[0], MAX_LENGTH - len(prompt[0]))
-            generation.add(request)
-            texts.append([new.token for _ in iter(generation.is_done, True) for new in generation.step()])
-            steps.append(generation.stats())
-    assert texts[0] == texts[1]
-    without, drafted = steps
-    assert (without.num_steps, without.num_drafted, without.acceptance) == (MAX_LENGTH - len(prompt[0]), 0, 0.0)
-    assert drafted.num_steps == without.num_steps - drafted.num_accepted
-    assert drafted.num_steps < without.num_steps * (0.8 if draft_tokens == 1 else 0.6)
+            generation.add(Request.of("a", [7, 100, 41], num_new))
+            texts[draft_tokens] = [new.token for _ in iter(generation.is_done, True) for new in generation.step()]
+            stats[draft_tokens] = generation.stats()
+        manager.close()
+    assert texts[1] == texts[3] == texts[0] == continued(model, [7, 100, 41], num_new).tokens
+    assert stats[0] == GenerationStats(num_new, num_new)
+    for draft_tokens in (1, 3):
+        found = stats[draft_tokens]
+        assert found.num_steps == num_new - found.num_accepted
+        assert found.num_steps < 16 + -(-num_new // (1 + draft_tokens))
 
 
 def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers) -> None:
     """All rows of a step that only decodes have 1 + k tokens; mixed batches alone go to PIECEWISE."""
-    manager = managers(mode="FULL_AND_PIECEWISE", draft_tokens=3)
+    manager = managers("qwen3", mode="FULL_AND_PIECEWISE", draft_tokens=3, compiler="aot_eager")
     before = {(key.captured.mode, key.captured.descriptor): key.hits for key in manager.stats().keys}
     with Generation(manager, drafter=Nobody()) as generation:
         for index in range(5):
-            generation.add(Request.of(str(index), PROMPTS[index][:4], 6))
+            generation.add(Request.of(str(index), range(index, index + 5), 6))
         while not generation.is_done():
             generation.step()
         assert generation.stats().num_steps == 6
@@ -257,11 +254,11 @@ def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers
 
 
 def test_keys_have_whole_requests(managers: Managers) -> None:
-    keys = managers(mode="FULL_AND_PIECEWISE", draft_tokens=3).dispatcher.keys
-    assert {key.num_tokens for key in keys[PIECEWISE]} == {2, 8, 32}
+    keys = managers("qwen3", mode="FULL_AND_PIECEWISE", draft_tokens=3, compiler="aot_eager").dispatcher.keys
+    assert {key.num_tokens for key in keys[PIECEWISE]} == {8, 32}
     assert keys[FULL] == {
         BatchDescriptor(4 * reqs, reqs, uniform=True, extra=(("max_seq_len", length),))
-        for reqs in (1, 2, 8)
+        for reqs in (2, 8)
         for length in (32, MAX_LENGTH)
     }
 
