@@ -216,22 +216,21 @@ def test_tokens_with_drafts_on_cuda(case: Case, managers: Managers, references: 
 
 
 def test_text_that_repeats_takes_fewer_steps() -> None:
-    """Counted against plain decoding of the same text: a circle has to be gone through once."""
-    model, num_new = make_repeating_model(), MAX_LENGTH - 3
-    texts, stats = {}, {}
-    for draft_tokens in (0, 1, 3):
-        manager = causal_lm(model, **SIZES, mode="NONE", compiler="eager", draft_tokens=draft_tokens)
-        with Generation(manager, run_ahead=False) as generation:
-            generation.add(Request.of("a", [7, 100, 41], num_new))
-            texts[draft_tokens] = [new.token for _ in iter(generation.is_done, True) for new in generation.step()]
-            stats[draft_tokens] = generation.stats()
-        manager.close()
-    assert texts[1] == texts[3] == texts[0] == continued(model, [7, 100, 41], num_new).tokens
-    assert stats[0] == GenerationStats(num_new, num_new)
+    """Counted against steps without guesses: a circle has to be gone through once before it can be guessed."""
+    prompt, num_new = [7, 100, 41], MAX_LENGTH - 3
+    expected = continued(make_repeating_model(), prompt, num_new).tokens
     for draft_tokens in (1, 3):
-        found = stats[draft_tokens]
-        assert found.num_steps == num_new - found.num_accepted
-        assert found.num_steps < 16 + -(-num_new // (1 + draft_tokens))
+        manager = causal_lm(make_repeating_model(), **SIZES, mode="NONE", compiler="eager", draft_tokens=draft_tokens)
+        for drafter in (Nobody(), NgramDrafter()):
+            with Generation(manager, drafter=drafter) as generation:
+                generation.add(Request.of("a", prompt, num_new))
+                found = [new.token for _ in iter(generation.is_done, True) for new in generation.step()]
+                stats = generation.stats()
+            assert found == expected
+            assert stats.num_steps == num_new - stats.num_accepted
+            if isinstance(drafter, NgramDrafter):
+                assert stats.num_steps < 16 + -(-num_new // (1 + draft_tokens))
+        manager.close()
 
 
 def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers) -> None:
