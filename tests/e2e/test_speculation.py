@@ -154,7 +154,6 @@ CASES = [
     Case("llama", "FULL", 1),
     Case("mistral", "FULL_DECODE_ONLY", 3),
     Case("qwen3", "PIECEWISE", 1),
-    Case("llama", "NONE", 3),
 ]
 ALL_CASES = [
     Case(model, mode, draft_tokens, compiler)
@@ -164,9 +163,12 @@ ALL_CASES = [
     for compiler in ("aot_eager", "inductor")
 ]
 CUDA_CASES = [
-    Case(model, mode, draft_tokens, compiler, "cuda")
-    for model, draft_tokens, compiler in (("llama", 3, "inductor"), ("qwen3", 1, "eager"), ("mistral", 3, "eager"))
-    for mode in MODES
+    Case("llama", "FULL_AND_PIECEWISE", 3, "inductor", "cuda"),
+    Case("mistral", "FULL_AND_PIECEWISE", 1, "eager", "cuda"),
+    Case("qwen3", "FULL", 3, "inductor", "cuda"),
+    Case("mistral", "FULL_DECODE_ONLY", 3, "eager", "cuda"),
+    Case("llama", "PIECEWISE", 1, "inductor", "cuda"),
+    Case("qwen3", "NONE", 3, "eager", "cuda"),
 ]
 
 
