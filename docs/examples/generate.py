@@ -31,8 +31,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from graphpass.manager.causallm import causal_lm
 from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.generation import Generation, causal_lm
+from graphpass.manager.generation import Generation
 from graphpass.manager.scheduler import Request
 from graphpass.modes import CUDAGraphMode
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from graphpass import compat
 from graphpass.capture import GraphRuntime
@@ -22,18 +21,17 @@ from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, re
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, RankDecision
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
+from graphpass.manager.capturedkeys import CapturedKeys, quietly
 from graphpass.manager.guards import modules_of
 from graphpass.manager.keycapture import Key, KeyCapture
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
-from graphpass.manager.managerstats import CapturedKey, ManagerStats, StepCounts
-from graphpass.manager.memory import MemoryEstimate, PoolModel, estimated
-from graphpass.manager.memorylimit import KeyPool, capture_within
+from graphpass.manager.managerstats import ManagerStats, StepCounts
+from graphpass.manager.memory import MemoryEstimate
 from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.refusals import (
     moved_weights,
     no_graph,
     nothing_captured,
-    nothing_to_capture,
     refuse_options,
     too_large,
 )
@@ -104,10 +102,7 @@ class CudaGraphManager:
             None if agreement is None else AgreedSteps.of(agreement, dispatcher, self._inputs, self._keys.settings)
         )
         self._fields = frozenset(dispatcher.capture_fields)
-        self._steps: dict[Key, KeyStep] = {}
-        self._captured: dict[Key, CapturedKey] = {}
-        self._left_out: tuple[Key, ...] = ()
-        self._estimate: MemoryEstimate | None = None
+        self._captured = CapturedKeys(dispatcher, self._inputs, self._keys, self.runtime, self._ranks)
         self._counts = StepCounts()
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
@@ -116,10 +111,10 @@ class CudaGraphManager:
     def for_causal_lm(cls, model: torch.nn.Module, **options: Any) -> CudaGraphManager:
         """A manager that generates text with a stock Hugging Face decoder.
 
-        Takes what :func:`graphpass.manager.generation.causal_lm` takes.
+        Takes what :func:`graphpass.manager.causallm.causal_lm` takes.
         """
-        # Not at the top: generation is a loop over this class.
-        from graphpass.manager.generation import causal_lm
+        # Not at the top: it makes one of these.
+        from graphpass.manager.causallm import causal_lm
 
         return causal_lm(model, **options)
 
@@ -141,7 +136,7 @@ class CudaGraphManager:
 
     def needs_capture(self) -> bool:
         """Whether some key of the dispatcher has no graph yet."""
-        return bool(self._missing())
+        return bool(self._captured.missing())
 
     def capture(self, max_bytes: int | None = None) -> None:
         """Capture every key that has no graph: mixed batches, then uniform decode, each from the largest down.
@@ -159,18 +154,8 @@ class CudaGraphManager:
             CaptureError: everything is captured already, or a key could not be captured; it names the key.
             AgreementError: another rank could not capture its keys.
         """
-        with self._turn, contextlib.nullcontext() if self._ranks is None else self._ranks.capturing():
-            self._capture_missing(max_bytes)
-
-    def _capture_missing(self, max_bytes: int | None) -> None:
-        if not self._missing():
-            raise nothing_to_capture(len(self._captured))
-        limited = self._on_some_rank(max_bytes is not None)
-        fits = self._estimated().pool if limited else None
-        with _quietly(), self._keys.state_kept(), self.runtime.capturing():
-            self._left_out = self._capture_keys(max_bytes, fits)
-        if self._left_out:
-            self.runtime.note(f"{len(self._left_out)} keys left out: the pool would exceed {max_bytes} bytes")
+        with self._turn, self._captured.together():
+            self._captured.capture_missing(max_bytes)
 
     def estimate(self) -> MemoryEstimate:
         """What capturing every key takes of the device's memory, from at most three keys of each mode.
@@ -183,31 +168,8 @@ class CudaGraphManager:
             CaptureError: a key could not be captured; it names the key.
             AgreementError: another rank could not.
         """
-        with self._turn, contextlib.nullcontext() if self._ranks is None else self._ranks.capturing():
-            return self._estimated()
-
-    def _estimated(self) -> MemoryEstimate:
-        with _quietly():
-            self._keys.learn()
-            keys = self._all_keys()
-            known = self._estimate
-            if self._on_some_rank(known is None or known.keys != tuple(keys)):
-                with self._inputs.kept():
-                    known = estimated(
-                        keys,
-                        self.runtime,
-                        self._keys.meter,
-                        lambda key: self._keys.capture(key)[1].memory,
-                        self._keys.state_kept,
-                        buffer_bytes=self._keys.buffer_bytes(),
-                    )
-            assert known is not None
-            self._estimate = known
-            return known
-
-    def _on_some_rank(self, here: bool) -> bool:
-        """Whether something holds on this rank, or on another that captures with it."""
-        return here if self._ranks is None else self._ranks.stops(here, len(self._missing()))
+        with self._turn, self._captured.together():
+            return self._captured.estimate()
 
     def recapture(self, max_bytes: int | None = None) -> None:
         """Drop all graphs and capture every key anew: after the weights were replaced, or a setting changed."""
@@ -253,10 +215,10 @@ class CudaGraphManager:
     def stats(self) -> ManagerStats:
         """What was captured and how it was used so far."""
         return ManagerStats(
-            keys=tuple(map(self._counts.of, self._captured.values())),
+            keys=tuple(map(self._counts.of, self._captured.records.values())),
             fallbacks=self._counts.by_reason(),
             fallback_tokens=self._counts.fallback_tokens,
-            left_out=self._left_out,
+            left_out=self._captured.left_out,
             pool_bytes=self.runtime.pool_bytes(),
             buffer_bytes=self._keys.buffer_bytes(),
         )
@@ -268,10 +230,7 @@ class CudaGraphManager:
     def close(self) -> None:
         """Drop all graphs and give the pool back; it can be captured again."""
         with self._turn:
-            self._drop_graphs()
-            self._left_out = ()
-            self._estimate = None
-            self._keys.forget()
+            self._captured.close()
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -285,28 +244,6 @@ class CudaGraphManager:
             _log.warning("%s", reason)
             self.runtime.note(reason)
             self.dispatcher.initialize_keys(mode, query_len)
-
-    def _all_keys(self) -> list[Key]:
-        """All keys in the order of capture: mixed batches before uniform ones."""
-        keys = [(mode, key) for mode, keys in self.dispatcher.capture_plan() for key in keys]
-        return sorted(keys, key=lambda key: key[1].uniform)
-
-    def _missing(self) -> list[Key]:
-        """The keys without a graph, in the order of capture."""
-        return [key for key in self._all_keys() if key not in self._steps]
-
-    @staticmethod
-    def _progress(keys: Sequence[Key]) -> tqdm[Key]:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        is_first = not distributed or torch.distributed.get_rank() == 0
-        return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)
-
-    def _drop_graphs(self) -> None:
-        """Drop all graphs and give the pool back; what was compiled and learned stays."""
-        self._steps.clear()
-        self._captured.clear()
-        self.dispatcher.forget_captured()
-        self.runtime.close()
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -326,9 +263,9 @@ class CudaGraphManager:
 
     def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
         """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
-        if not self._steps and self._missing():
-            raise nothing_captured(len(self._missing()))
-        for key, step in {id(step.guards): (key, step) for key, step in self._steps.items()}.values():
+        if not self._captured.steps and self._captured.missing():
+            raise nothing_captured(len(self._captured.missing()))
+        for key, step in {id(step.guards): (key, step) for key, step in self._captured.steps.items()}.values():
             if not step.holds(self._keys.modules, self.runtime.generation):
                 raise moved_weights(key, "call recapture() on every rank")
         if batch is None or batch.num_tokens == 0:
@@ -348,7 +285,7 @@ class CudaGraphManager:
             query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
             attention = self.attention.example(step.descriptor, query_len=query_len)
         self.runtime.follow_last_forward()
-        with _quietly(), self._keys.state_kept():
+        with quietly(), self._keys.state_kept():
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
@@ -358,54 +295,11 @@ class CudaGraphManager:
         if not step.mode:
             return self._without_graph(step, batch, sizes, decision)
         key = (step.mode, step.descriptor)
-        found = self._steps.get(key)
-        if found is None or not found.holds(self._keys.modules, self.runtime.generation):
-            found = self._captured_anew(key, found)
+        found = self._captured.step_of(key)
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             result = self._replay(found, key, batch, sizes, decision)
         self._counts.replayed(key, batch.num_tokens)
         return result
-
-    def _captured_anew(self, key: Key, found: KeyStep | None) -> KeyStep:
-        """Capture a key whose graph is not there, or read weights that were replaced since."""
-        mode, descriptor = key
-        is_known = key in self._captured
-        # Ranks that capture in a step on their own leave the others waiting.
-        if self._ranks is not None or (is_known and self._keys.settings.policy.on_moved_input == "error"):
-            everywhere = self._ranks is not None
-            remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
-            raise moved_weights(key, remedy)
-        if is_known:
-            self.runtime.note(f"{mode} {descriptor}: captured anew, since weights were replaced or a graph was dropped")
-        if found is not None:  # others that hold the same weights would keep them alive until their next use
-            self._steps = {other: step for other, step in self._steps.items() if step.guards is not found.guards}
-            del found
-        self.runtime.follow_last_forward()
-        with _quietly(), self._inputs.kept(), self._keys.state_kept(), self.runtime.scope_opened():
-            return self._capture(key)
-
-    def _capture_keys(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
-        """Capture every key that has no graph, or as many as fit; returns those left out."""
-        missing = self._missing()  # learning may have found that there is no FULL
-        with self._progress(missing) as progress:
-
-            def captured(key: Key) -> None:
-                progress.set_postfix_str(f"{key[0]} {key[1]}")
-                self._capture(key)
-                progress.update()
-
-            if fits is None:
-                for key in missing:
-                    self._on_some_rank(False)  # a rank that failed says so here
-                    captured(key)
-                return ()
-            pool = KeyPool(self.runtime.pool_bytes, captured, self._drop_graphs, self._on_some_rank)
-            return capture_within(max_bytes, pool, list(self._captured), missing, fits)
-
-    def _capture(self, key: Key) -> KeyStep:
-        self._steps[key], self._captured[key] = self._keys.capture(key)
-        self.dispatcher.mark_captured(*key)
-        return self._steps[key]
 
     def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
         mode, descriptor = key
@@ -420,7 +314,7 @@ class CudaGraphManager:
         entered = self._keys.context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across)
         with entered as context, self._keys.onloaded(mode):
             if step.plan is None:
-                with _quietly():
+                with quietly():
                     self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
             else:
                 self.runtime.enter_forward(context, (step.inputs.is_padding,), "a manager")
@@ -435,13 +329,13 @@ class CudaGraphManager:
         return learned.result(sizes)
 
     def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
-        if step.reason is DispatchReason.NOT_CAPTURED and not (self._steps or self._left_out):
-            raise nothing_captured(len(self._missing()))
+        if step.reason is DispatchReason.NOT_CAPTURED and not (self._captured.steps or self._captured.left_out):
+            raise nothing_captured(len(self._captured.missing()))
         self._counts.fell_back(step, batch.num_tokens)
         cause = step.reason if decision is None else decision.agreed.reason  # of all ranks: none refuses it alone
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
-        with _quietly():
+        with quietly():
             learned = self._keys.learn()
             if step.reason is DispatchReason.EMPTY:
                 return learned.result(sizes)
@@ -496,13 +390,6 @@ class CudaGraphManager:
                 raise too_large(field, size, largest)
             sizes[field] = size
         return sizes
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without autograd and outside of inference mode: how everything is compiled and captured."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _device_of(modules: Sequence[torch.nn.Module]) -> torch.device:

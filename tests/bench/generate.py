@@ -36,8 +36,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from graphpass.manager.causallm import causal_lm
 from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.generation import Generation, causal_lm, generate
+from graphpass.manager.generation import Generation, generate
 from graphpass.manager.scheduler import Request
 from tests.bench.timing import environment, plain_compiled, synchronize, write_json
 

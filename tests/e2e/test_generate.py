@@ -16,8 +16,9 @@ from graphpass.dispatch import DispatchReason
 from graphpass.errors import OptionError
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import Batch
+from graphpass.manager.causallm import causal_lm, default_capture_sizes
 from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.generation import Generation, causal_lm, default_capture_sizes, generate
+from graphpass.manager.generation import Generation, generate
 from graphpass.manager.paged import PagedRequests
 from graphpass.manager.scheduler import Request
 from graphpass.modes import CUDAGraphMode

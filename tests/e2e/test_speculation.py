@@ -12,9 +12,10 @@ import torch
 
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
+from graphpass.manager.causallm import causal_lm
 from graphpass.manager.cudagraphs import CudaGraphManager
 from graphpass.manager.drafting import Drafter, NgramDrafter
-from graphpass.manager.generation import Generation, causal_lm
+from graphpass.manager.generation import Generation
 from graphpass.manager.scheduler import Ints, Request
 from graphpass.manager.speculation import GenerationStats
 from graphpass.modes import CUDAGraphMode
