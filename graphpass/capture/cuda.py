@@ -52,6 +52,16 @@ class CudaDevice(GraphDevice):
         self._last_stream: torch.cuda.Stream | None = None
 
     @override
+    def open(self) -> None:
+        if self._recording is not None:
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._made_pools.add(tuple(self._pool))
+        self._recording = RecordingStream(self.device)
+        self._recording.take_workspaces(self._pool)
+
+    @override
     def warm_up(self, body: Callable[[], Any]) -> None:
         body()
 
@@ -59,9 +69,7 @@ class CudaDevice(GraphDevice):
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._made_pools.add(tuple(self._pool))
+        self.open()
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
@@ -128,16 +136,16 @@ class CudaDevice(GraphDevice):
 
     @contextlib.contextmanager
     def _on_recording_stream(self) -> Iterator[None]:
-        if self._recording is None:
-            self._recording = RecordingStream(self.device)
+        assert self._recording is not None
         caller, stream = torch.cuda.current_stream(self.device), self._recording.stream
         stream.wait_stream(caller)
         try:
             with torch.cuda.stream(stream):
                 yield
-        except BaseException:  # what the pool has is as before; graphs there keep their workspace's memory
+        except BaseException:
             caller.wait_stream(stream)
-            self._drop_stream()
+            if self._pool is None:  # retired
+                self._drop_stream()
             raise
         caller.wait_stream(stream)
 

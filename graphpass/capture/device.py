@@ -30,6 +30,9 @@ class GraphDevice(Protocol):
 
     device: torch.device
 
+    def open(self) -> None:
+        """Take what the pool takes once, whatever is recorded into it; :meth:`record` does so where nobody has."""
+
     def warm_up(self, body: Callable[[], Any]) -> None:
         """Run ``body`` once, where it will be recorded, and drop what it returns."""
 

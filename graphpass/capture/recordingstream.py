@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import torch
 
@@ -36,7 +37,26 @@ class RecordingStream:
         with torch.cuda.device(device):
             torch.cuda.mem_get_info(device)  # makes the device's context this thread's, where the driver looks for it
             _checked(_driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
+        self._first: torch.cuda.CUDAGraph | None = None
+        """Kept, so that the pool has an owner from the start."""
         self.stream = torch.cuda.ExternalStream(self._handle.value or 0, device=device)
+
+    def take_workspaces(self, pool: Any) -> None:
+        """Have torch allocate this stream's workspaces now, in ``pool``: no recording is the one that takes them."""
+        a = torch.ones(64, 64, device=self.stream.device)
+        bias = a[0]
+
+        def products() -> None:
+            torch.addmm(bias, a, a)  # by cuBLASLt, which has a workspace of its own
+            torch.mm(a, a)
+
+        products()  # the libraries' handles are made outside of a recording
+        self._first = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            self._first.capture_begin(pool=pool, capture_error_mode="thread_local")
+            products()
+            self._first.capture_end()
 
     def close(self, *, own_pools: frozenset[tuple[int, int]]) -> None:
         """Give the stream and its workspaces back, when no graph recorded on it will be replayed.
@@ -48,6 +68,8 @@ class RecordingStream:
         Args:
             own_pools: every pool whose graphs were recorded on such streams.
         """
+        if self._first is not None:
+            self._first.reset()
         pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
         if pools <= {(0, 0), *own_pools}:
             compat.drop_blas_workspaces()

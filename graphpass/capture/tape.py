@@ -152,6 +152,10 @@ class TapeDevice(GraphDevice):
         self._tape: _Tape | None = None
 
     @override
+    def open(self) -> None:
+        """Nothing: there is no pool."""
+
+    @override
     def warm_up(self, body: Callable[[], Any]) -> None:
         with torch.no_grad():
             body()

@@ -263,7 +263,7 @@ class CudaGraphManager:
 
     def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
         """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
-        if not self._captured.steps and self._captured.missing():
+        if not (self._captured.steps or self._captured.left_out) and self._captured.missing():
             raise nothing_captured(len(self._captured.missing()))
         for key, step in {id(step.guards): (key, step) for key, step in self._captured.steps.items()}.values():
             if not step.holds(self._keys.modules, self.runtime.generation):

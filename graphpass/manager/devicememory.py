@@ -80,6 +80,9 @@ class MemoryMeter(Protocol):
     def kept_bytes(self) -> int:
         """Bytes of all graph pools that no later capture may use."""
 
+    def open_pool(self) -> None:
+        """Take what a pool takes once, whatever is captured into it: the workspaces of matrix products."""
+
     def settle(self) -> None:
         """Give back what the allocator holds for later, so that readings can be compared."""
 
@@ -109,6 +112,10 @@ class DeviceMemory(MemoryMeter):
             return 0
         segments = torch.cuda.memory_snapshot()
         return sum(segment["active_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+
+    @override
+    def open_pool(self) -> None:
+        self._runtime.device_for([torch.empty(0, device=self._device)]).open()
 
     @override
     def settle(self) -> None:

@@ -107,16 +107,18 @@ class PoolModel:
         needs: bytes that a key takes in an empty pool; later keys may use what it does not keep.
         kept: bytes that it keeps.
         extra: bytes that it takes although there is room: blocks of a size of its own.
+        opening: bytes that the pool takes once, whatever is captured.
     """
 
     needs: Mapping[Key, int]
     kept: Mapping[Key, int]
     extra: Mapping[Key, int]
+    opening: int = 0
 
     def after(self, pool_bytes: int, captured: Iterable[Key], key: Key) -> int:
         """Bytes of a pool, ``pool_bytes`` large with these keys in it, once ``key`` is captured, too."""
         kept = sum(self.kept.get(other, 0) for other in captured)
-        return max(pool_bytes, kept + self.needs.get(key, 0)) + self.extra.get(key, 0)
+        return max(pool_bytes, self.opening + kept + self.needs.get(key, 0)) + self.extra.get(key, 0)
 
     def bytes_after(self, keys: Sequence[Key]) -> int:
         """Bytes of a pool with all these keys, captured in this order."""
@@ -126,7 +128,7 @@ class PoolModel:
         return pool_bytes
 
     @classmethod
-    def of(cls, keys: Sequence[Key], samples: Mapping[str, Sequence[Sample]]) -> PoolModel:
+    def of(cls, keys: Sequence[Key], samples: Mapping[str, Sequence[Sample]], opening: int = 0) -> PoolModel:
         """The model that fits every sample.
 
         Between samples, what a key keeps goes by its size in straight lines; what it needs besides is in proportion.
@@ -147,7 +149,7 @@ class PoolModel:
                 expected = before.after(pool_bytes, [other.key for other in known[:position]], sample.key)
                 pool_bytes += sample.growth.pool_bytes
                 extra[sample.key] = max(pool_bytes - expected, 0)
-        return cls(needs, kept, extra)
+        return cls(needs, kept, extra, opening)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,7 @@ def estimate_of(
     samples: Mapping[str, Sequence[Sample]],
     *,
     around: MemoryGrowth = NOTHING,
+    opening: int = 0,
     spent_bytes: int = 0,
     buffer_bytes: int = 0,
     seconds: float = 0.0,
@@ -234,11 +237,12 @@ def estimate_of(
         keys: all of it, in the order of capture.
         samples: of each group, what :func:`keys_to_sample` says.
         around: what is taken once, before the first key.
+        opening: bytes that the pool takes once.
         spent_bytes: see :class:`MemoryEstimate`.
         buffer_bytes: see :class:`MemoryEstimate`.
         seconds: see :class:`MemoryEstimate`.
     """
-    pool = PoolModel.of(keys, samples)
+    pool = PoolModel.of(keys, samples, opening)
     a_key = _driver_bytes_a_key(samples)
     groups: list[GroupEstimate] = []
     pool_bytes = cached_bytes = 0
@@ -300,16 +304,26 @@ def estimated(
     meter.settle()
     at_first = meter.reading()
     samples: dict[str, list[Sample]] = {}
+    opening = 0
     with surroundings():
         around = meter.reading() - at_first
         for name, chosen in keys_to_sample(keys).items():
             with runtime.throwaway():
+                unopened = meter.reading()
+                meter.open_pool()
+                opening = (meter.reading() - unopened).pool_bytes
                 samples[name] = [_sample(key, meter, capture) for key in chosen]
     meter.settle()
     spent_bytes = max(meter.reading().taken - at_first.taken, 0)
     seconds = time.perf_counter() - started
     return estimate_of(
-        keys, samples, around=around, spent_bytes=spent_bytes, buffer_bytes=buffer_bytes, seconds=seconds
+        keys,
+        samples,
+        around=around,
+        opening=opening,
+        spent_bytes=spent_bytes,
+        buffer_bytes=buffer_bytes,
+        seconds=seconds,
     )
 
 

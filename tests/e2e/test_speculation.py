@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,13 @@ Managers = Callable[..., CudaGraphManager]
 
 @pytest.fixture(scope="module")
 def managers() -> Iterator[Managers]:
+    """Managers by what they are made with, for all tests."""
+    with managers_made() as make:
+        yield make
+
+
+@contextlib.contextmanager
+def managers_made() -> Iterator[Managers]:
     """Managers by what they are made with, captured, closed at the end."""
     made: dict[Any, CudaGraphManager] = {}
 
@@ -214,8 +222,9 @@ def test_tokens_with_drafts_every_way(case: Case, managers: Managers, references
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", CUDA_CASES, ids=str)
-def test_tokens_with_drafts_on_cuda(case: Case, managers: Managers, references: References) -> None:
-    check_case(case, managers, references)
+def test_tokens_with_drafts_on_cuda(case: Case, references: References) -> None:
+    with managers_made() as managers:  # no pool outlives its test
+        check_case(case, managers, references)
 
 
 def test_text_that_repeats_takes_fewer_steps() -> None:

@@ -193,6 +193,7 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
                 assert part in str(raised.value)
         del raised
         assert not torch.cuda.is_current_stream_capturing()
+        torch._C._cuda_clearCublasWorkspaces()  # torch's own, of the stream that was warmed up on
         if mode is FULL:  # regions before the one that failed keep their graphs
             assert torch.cuda.memory_allocated() == allocated
             assert runtime.buffer_bytes() == buffers
