@@ -115,6 +115,7 @@ class CapturedKeys:
                         lambda key: self._keys.capture(key)[1].memory,
                         self._keys.state_kept,
                         buffer_bytes=self._keys.buffer_bytes(),
+                        earlier=known,
                     )
             assert known is not None
             self._estimate = known

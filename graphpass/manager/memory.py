@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from graphpass.tables import Report, Table
 __all__ = [
     "GroupEstimate",
     "Key",
+    "Measured",
     "MemoryEstimate",
     "PoolModel",
     "Sample",
@@ -96,6 +97,25 @@ class Sample:
     kept_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a ladder.
+
+    Attributes:
+        groups: the samples of each group, in a pool of the group's own, the largest key first.
+        together: the largest key of each group, in one pool; empty where there is one group.
+        around: what is taken once, before the first key.
+        opening: bytes that a pool takes once.
+        driver_bytes_a_key: of each group, from an earlier estimate: the driver hands freed memory out again, unseen.
+    """
+
+    groups: Mapping[str, Sequence[Sample]]
+    together: Sequence[Sample] = ()
+    around: MemoryGrowth = NOTHING
+    opening: int = 0
+    driver_bytes_a_key: Mapping[str, float] = field(default_factory=dict)
+
+
 # -- from samples to a ladder -----------------------------------------------------------------------------------------
 
 
@@ -128,7 +148,7 @@ class PoolModel:
         return pool_bytes
 
     @classmethod
-    def of(cls, keys: Sequence[Key], samples: Mapping[str, Sequence[Sample]], opening: int = 0) -> PoolModel:
+    def of(cls, keys: Sequence[Key], measured: Measured) -> PoolModel:
         """The model that fits every sample.
 
         Between samples, what a key keeps goes by its size in straight lines; what it needs besides is in proportion.
@@ -137,19 +157,27 @@ class PoolModel:
         kept: dict[Key, int] = {}
         extra: dict[Key, int] = {}
         for name, group in keys_by_group(keys).items():
-            known = samples[name]
+            known = measured.groups[name]
             first, rising = known[0], sorted(known, key=lambda sample: _size_of(sample.key))
             sizes, bytes_kept = [_size_of(s.key) for s in rising], [s.kept_bytes for s in rising]
             besides = max(first.growth.pool_bytes - first.kept_bytes, 0)
             for key in group:
                 kept[key] = round(float(np.interp(_size_of(key), sizes, bytes_kept)))
                 needs[key] = kept[key] + besides * _size_of(key) // _size_of(first.key)
-            pool_bytes, before = 0, cls(needs, kept, {})
-            for position, sample in enumerate(known):
-                expected = before.after(pool_bytes, [other.key for other in known[:position]], sample.key)
-                pool_bytes += sample.growth.pool_bytes
-                extra[sample.key] = max(pool_bytes - expected, 0)
-        return cls(needs, kept, extra, opening)
+            extra |= cls(needs, kept, {}).misses(known)
+        # Behind other groups, a key may find no room that is large enough in one piece.
+        for key, missed in cls(needs, kept, extra).misses(measured.together).items():
+            extra[key] = extra.get(key, 0) + missed
+        return cls(needs, kept, extra, measured.opening)
+
+    def misses(self, samples: Sequence[Sample]) -> dict[Key, int]:
+        """By how much each of these, captured one after the other in one pool, took more than the model says."""
+        pool_bytes, found = 0, {}
+        for position, sample in enumerate(samples):
+            expected = self.after(pool_bytes, [other.key for other in samples[:position]], sample.key)
+            pool_bytes += sample.growth.pool_bytes
+            found[sample.key] = max(pool_bytes - expected, 0)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +208,7 @@ class MemoryEstimate:
         seconds: that estimating took.
         keys: the ladder.
         pool: how the pool grows.
+        driver_bytes_a_key: of each group.
     """
 
     groups: tuple[GroupEstimate, ...]
@@ -188,6 +217,7 @@ class MemoryEstimate:
     seconds: float
     keys: tuple[Key, ...]
     pool: PoolModel
+    driver_bytes_a_key: Mapping[str, float]
 
     @property
     def pool_bytes(self) -> int:
@@ -222,45 +252,37 @@ def _row(name: str, num_keys: str, sampled_keys: str, growth: MemoryGrowth) -> t
 
 
 def estimate_of(
-    keys: Sequence[Key],
-    samples: Mapping[str, Sequence[Sample]],
-    *,
-    around: MemoryGrowth = NOTHING,
-    opening: int = 0,
-    spent_bytes: int = 0,
-    buffer_bytes: int = 0,
-    seconds: float = 0.0,
+    keys: Sequence[Key], measured: Measured, *, spent_bytes: int = 0, buffer_bytes: int = 0, seconds: float = 0.0
 ) -> MemoryEstimate:
     """The estimate for a ladder.
 
     Args:
         keys: all of it, in the order of capture.
-        samples: of each group, what :func:`keys_to_sample` says.
-        around: what is taken once, before the first key.
-        opening: bytes that the pool takes once.
+        measured: of each group, what :func:`keys_to_sample` says.
         spent_bytes: see :class:`MemoryEstimate`.
         buffer_bytes: see :class:`MemoryEstimate`.
         seconds: see :class:`MemoryEstimate`.
     """
-    pool = PoolModel.of(keys, samples, opening)
-    a_key = _driver_bytes_a_key(samples)
+    pool, around = PoolModel.of(keys, measured), measured.around
+    found = _driver_bytes_a_key(measured.groups)
+    a_key = {name: max(taken, measured.driver_bytes_a_key.get(name, 0.0)) for name, taken in found.items()}
     groups: list[GroupEstimate] = []
-    pool_bytes = cached_bytes = 0
+    pool_bytes = 0
     captured: list[Key] = []
     for name, group in keys_by_group(keys).items():
-        known, before = samples[name], pool_bytes
+        known, before = measured.groups[name], pool_bytes
         for key in group:
             pool_bytes = pool.after(pool_bytes, captured, key)
             captured.append(key)
-        measured = MemoryGrowth.sum_of(sample.growth for sample in known)
-        # What one group's warm-ups leave cached serves the next group.
-        new_cached = max(measured.cached_bytes - cached_bytes, 0)
-        cached_bytes += new_cached
-        driver_bytes = measured.driver_bytes + round(a_key[name] * (len(group) - len(known)))
-        growth = MemoryGrowth(pool_bytes - before, new_cached, driver_bytes)
+        # The largest keys' warm-ups are those of the ladder; what one leaves cached may serve the next group's.
+        in_order = [sample for sample in measured.together if sample.key == known[0].key] or [known[0]]
+        cached_bytes = sum(sample.growth.cached_bytes for sample in (*in_order, *known[1:]))
+        seen = sum(sample.growth.driver_bytes for sample in known)
+        driver_bytes = max(seen, round(a_key[name] * len(known))) + round(a_key[name] * (len(group) - len(known)))
+        growth = MemoryGrowth(pool_bytes - before, cached_bytes, driver_bytes)
         growth, around = MemoryGrowth.sum_of([growth, around]), NOTHING
         groups.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
-    return MemoryEstimate(tuple(groups), spent_bytes, buffer_bytes, seconds, tuple(keys), pool)
+    return MemoryEstimate(tuple(groups), spent_bytes, buffer_bytes, seconds, tuple(keys), pool, a_key)
 
 
 def _driver_bytes_a_key(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
@@ -289,6 +311,7 @@ def estimated(
     surroundings: Callable[[], contextlib.AbstractContextManager[None]],
     *,
     buffer_bytes: int,
+    earlier: MemoryEstimate | None = None,
 ) -> MemoryEstimate:
     """Capture what :func:`keys_to_sample` says, each group in a throwaway pool, and estimate.
 
@@ -299,32 +322,48 @@ def estimated(
         capture: captures a key in the open scope; what that took.
         surroundings: what a capture of the ladder is done in, and takes memory for.
         buffer_bytes: see :class:`MemoryEstimate`.
+        earlier: the last estimate, of another ladder.
     """
     started = time.perf_counter()
     meter.settle()
     at_first = meter.reading()
-    samples: dict[str, list[Sample]] = {}
-    opening = 0
     with surroundings():
         around = meter.reading() - at_first
-        for name, chosen in keys_to_sample(keys).items():
-            with runtime.throwaway():
-                unopened = meter.reading()
-                meter.open_pool()
-                opening = (meter.reading() - unopened).pool_bytes
-                samples[name] = [_sample(key, meter, capture) for key in chosen]
+        measured = _measured(keys_to_sample(keys), runtime, meter, capture)
     meter.settle()
+    measured = replace(
+        measured,
+        around=MemoryGrowth.sum_of([around, measured.around]),
+        driver_bytes_a_key={} if earlier is None else earlier.driver_bytes_a_key,
+    )
     spent_bytes = max(meter.reading().taken - at_first.taken, 0)
     seconds = time.perf_counter() - started
-    return estimate_of(
-        keys,
-        samples,
-        around=around,
-        opening=opening,
-        spent_bytes=spent_bytes,
-        buffer_bytes=buffer_bytes,
-        seconds=seconds,
-    )
+    return estimate_of(keys, measured, spent_bytes=spent_bytes, buffer_bytes=buffer_bytes, seconds=seconds)
+
+
+def _measured(
+    chosen: Mapping[str, Sequence[Key]],
+    runtime: GraphRuntime,
+    meter: MemoryMeter,
+    capture: Callable[[Key], MemoryGrowth],
+) -> Measured:
+    """The samples, each group by itself, and then the largest of all of them in one pool."""
+    openings: list[MemoryGrowth] = []
+
+    def in_one_pool(keys: Sequence[Key]) -> list[Sample]:
+        with runtime.throwaway():
+            unopened = meter.reading()
+            meter.open_pool()
+            openings.append(meter.reading() - unopened)
+            return [_sample(key, meter, capture) for key in keys]
+
+    groups = {name: in_one_pool(keys) for name, keys in chosen.items()}
+    largest = [samples[0].key for samples in groups.values()]
+    together = in_one_pool(largest) if len(largest) > 1 else []
+    if not openings:
+        return Measured(groups)
+    outside = MemoryGrowth(0, openings[0].cached_bytes, openings[0].driver_bytes)
+    return Measured(groups, together, outside, openings[0].pool_bytes)
 
 
 def _sample(key: Key, meter: MemoryMeter, capture: Callable[[Key], MemoryGrowth]) -> Sample:

@@ -51,8 +51,8 @@ def test_an_estimate_before_the_capture_asks_few_keys_and_leaves_nothing() -> No
     manager = made(Rows().eval(), "FULL_AND_PIECEWISE", range(1, 11), runtime=runtime)
     estimate = manager.estimate()
     assert sampled(manager) == {"mixed PIECEWISE": [10], "decode FULL": [10]}
-    assert [(group.num_keys, group.growth.pool_bytes) for group in estimate.groups] == [(10, 100), (10, 0)]
-    assert runtime.largest_pool == 100, "a pool for each group"
+    assert [(group.num_keys, group.growth.pool_bytes) for group in estimate.groups] == [(10, 100), (10, 100)]
+    assert runtime.largest_pool == 200, "the largest keys of both groups, behind each other"
     assert estimate.seconds > 0
     assert estimate.buffer_bytes == manager.stats().buffer_bytes
     assert runtime.counts() == {}

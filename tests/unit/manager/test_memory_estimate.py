@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.manager.devicememory import MemoryGrowth, MemoryReading
-from graphpass.manager.memory import Key, MemoryEstimate, Sample, estimate_of, estimated, keys_to_sample
+from graphpass.manager.memory import Key, Measured, MemoryEstimate, Sample, estimate_of, estimated, keys_to_sample
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 MIB = 1 << 20
@@ -170,7 +170,8 @@ def test_costs_that_go_by_the_size_are_met_exactly(
     )
     keys = mixed(*tokens) + decode(*requests)
     estimate = device.estimate(keys)
-    assert len(device.captured) == sum(len(group.sampled) for group in estimate.groups)
+    # The largest key of each group once more, behind each other.
+    assert len(device.captured) == sum(len(group.sampled) for group in estimate.groups) + len(estimate.groups)
     assert (device.pool, device.kept, device.driver) == (0, 0, 0), "the throwaway pools are gone"
     growth = device.capture_all(keys)
     # A byte for each key: what is kept between two samples is rounded.
@@ -209,7 +210,7 @@ def test_the_pool_never_shrinks_and_holds_at_least_what_the_samples_took(
     samples = [
         Sample(key, MemoryGrowth(pool), min(kept, pool)) for key, (pool, kept) in zip(chosen, measured, strict=False)
     ]
-    estimate = estimate_of(keys, {"mixed PIECEWISE": samples})
+    estimate = estimate_of(keys, Measured({"mixed PIECEWISE": samples}))
     after = [estimate.pool.bytes_after(keys[:count]) for count in range(len(keys) + 1)]
     assert after == sorted(after)
     assert after[-1] == estimate.pool_bytes >= sum(sample.growth.pool_bytes for sample in samples)
@@ -221,21 +222,43 @@ def test_what_a_block_of_its_own_size_takes_is_counted_once() -> None:
     samples = [
         Sample(key, MemoryGrowth(taken), 0) for key, taken in zip(mixed(18, 9, 1), (100 * MIB, 0, 2 * MIB), strict=True)
     ]
-    assert estimate_of(keys, {"mixed PIECEWISE": samples}).pool_bytes == 102 * MIB
+    assert estimate_of(keys, Measured({"mixed PIECEWISE": samples})).pool_bytes == 102 * MIB
 
 
 def test_a_group_that_finds_room_adds_nothing_to_the_pool() -> None:
+    """Its largest key, behind that of the first group, says what there was room for."""
     keys = mixed(8, 4) + decode(4, 2)
-    samples = {
+    groups = {
         "mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(80, 50, 7), 0)],
         "decode FULL": [Sample(keys[2], MemoryGrowth(60, 60, 3), 0)],
     }
-    estimate = estimate_of(keys, samples, spent_bytes=4)
+    behind = [Sample(keys[0], MemoryGrowth(80, 50, 0), 0), Sample(keys[2], MemoryGrowth(0, 10, 0), 0)]
+    estimate = estimate_of(keys, Measured(groups, behind), spent_bytes=4)
     assert [(group.name, group.num_keys, group.growth) for group in estimate.groups] == [
         ("mixed PIECEWISE", 2, MemoryGrowth(80, 50, 7 + 3)),
         ("decode FULL", 2, MemoryGrowth(0, 10, 3 + 3)),
     ]
     assert estimate.total_bytes == 80 + 60 + 16 - 4
+
+
+def test_a_group_that_finds_no_room_in_one_piece_adds_what_it_took() -> None:
+    keys = mixed(8, 4) + decode(4, 2)
+    groups = {
+        "mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(80), 0)],
+        "decode FULL": [Sample(keys[2], MemoryGrowth(60), 0)],
+    }
+    behind = [Sample(keys[0], MemoryGrowth(80), 0), Sample(keys[2], MemoryGrowth(60), 0)]
+    estimate = estimate_of(keys, Measured(groups, behind, opening=30))
+    assert [group.growth.pool_bytes for group in estimate.groups] == [30 + 80, 60]
+    assert estimate.pool.bytes_after(keys[2:]) == 30 + 60 + 60, "never less than what it took behind the others"
+
+
+def test_driver_bytes_that_an_earlier_estimate_saw_are_remembered() -> None:
+    keys = mixed(8, 4)
+    groups = {"mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(), 0)]}
+    estimate = estimate_of(keys, Measured(groups, driver_bytes_a_key={"mixed PIECEWISE": 5.0}))
+    assert estimate.groups[0].growth.driver_bytes == 10
+    assert estimate.driver_bytes_a_key == {"mixed PIECEWISE": 5.0}
 
 
 def test_it_prints_a_line_for_each_group() -> None:
