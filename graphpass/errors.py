@@ -15,6 +15,7 @@ __all__ = [
     "ContextError",
     "DeviceError",
     "DispatchError",
+    "EncoderConfigError",
     "GraphpassError",
     "MismatchError",
     "OffloadError",
@@ -90,6 +91,10 @@ class PoolBusyError(GraphpassError, RuntimeError):
 
 class OffloadError(GraphpassError, RuntimeError):
     """Weights in host memory cannot be brought to the layers as they run, or cannot be moved there at all."""
+
+
+class EncoderConfigError(GraphpassError, ValueError):
+    """Options of encoder graphs contradict each other or the model, or a model does not keep to its configuration."""
 
 
 class OutOfPagesError(GraphpassError, RuntimeError):

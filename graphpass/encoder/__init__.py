@@ -1,0 +1,1 @@
+"""Whole-encoder graphs: images of any size, packed and padded into a ladder of token budgets."""
