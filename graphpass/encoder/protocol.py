@@ -1,8 +1,9 @@
 """What an encoder has to offer for whole-encoder graphs: a protocol of nine methods, and the records they speak in.
 
-The manager knows no model. It asks for the sizes of the items of a request, packs items into batches, has the model turn
-a batch into the contents of a few buffers, and replays one graph over them. The unit of a graph's size, its *budget*, is
-the number of **output** tokens; everything else that a graph bakes in (patches, frames, items, axes) is a limit of its key.
+The manager knows no model. It asks for the sizes of the items of a request, packs items into batches, has the model
+turn a batch into the contents of a few buffers, and replays one graph over them. The unit of a graph's size, its
+*budget*, is the number of **output** tokens; whatever else a graph bakes in (patches, frames, items, axes) is a limit of
+its key.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 EncoderItems: TypeAlias = Mapping[str, Any]
-"""Some items, as one mapping: what a Hugging Face processor returns, ``{"pixel_values": ..., "image_grid_thw": ...}``."""
+"""Some items as one mapping, as a Hugging Face processor returns it: ``{"pixel_values": ..., "image_grid_thw": ...}``."""
 
 EncoderOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """What an encoder returns: one tensor with a row for each token, or several (deepstack levels)."""
@@ -143,8 +144,8 @@ class EncoderGraphKey:
 class SupportsEncoderCudaGraph(Protocol):
     """An encoder that can run as a whole in one graph.
 
-    Everything that depends on the contents of a batch on the host (rotary positions, window indices, lengths) is done in
-    :meth:`prepare_encoder_cudagraph_replay_buffers`, eagerly; :meth:`encoder_cudagraph_forward` only reads buffers.
+    What the host computes from a batch (rotary positions, window indices, lengths) is computed eagerly, in
+    :meth:`prepare_encoder_cudagraph_replay_buffers`; :meth:`encoder_cudagraph_forward` only reads buffers.
     """
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
