@@ -1,1 +1,58 @@
 """Adapters: stock towers as encoders that whole-encoder graphs can run, found by the tower's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from graphpass.encoder.adapters.clip import ClipAdapter
+from graphpass.encoder.adapters.fixed import FixedSizeAdapter
+from graphpass.encoder.adapters.qwen import GridAdapter
+from graphpass.encoder.adapters.qwen2_5_vl import Qwen25VLAdapter
+from graphpass.encoder.adapters.qwen3_vl import Qwen3VLAdapter
+from graphpass.encoder.adapters.siglip import SiglipAdapter
+from graphpass.encoder.protocol import SupportsEncoderCudaGraph
+from graphpass.errors import EncoderConfigError
+
+__all__ = [
+    "ClipAdapter",
+    "FixedSizeAdapter",
+    "GridAdapter",
+    "Qwen3VLAdapter",
+    "Qwen25VLAdapter",
+    "SiglipAdapter",
+    "adapter_for",
+]
+
+_ADAPTERS: Mapping[str, Callable[..., SupportsEncoderCudaGraph]] = MappingProxyType(
+    {
+        "CLIPVisionModel": ClipAdapter,
+        "Qwen2_5_VisionTransformerPretrainedModel": Qwen25VLAdapter,
+        "Qwen3VLVisionModel": Qwen3VLAdapter,
+        "SiglipVisionModel": SiglipAdapter,
+    }
+)
+
+
+def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
+    """The encoder protocol over a stock tower; what has the protocol itself is returned as it is.
+
+    Args:
+        tower: a vision tower of transformers, ``model.visual`` or ``model.vision_model``, or one derived from it.
+        options: of the adapter: see its class.
+
+    Raises:
+        EncoderConfigError: no adapter is known for its class, or there are options for what needs none.
+    """
+    for kind in type(tower).__mro__:
+        if kind.__name__ in _ADAPTERS:
+            return _ADAPTERS[kind.__name__](tower, **options)
+    if isinstance(tower, SupportsEncoderCudaGraph) and not options:
+        return tower
+    raise EncoderConfigError(
+        f"no adapter is known for {type(tower).__name__}",
+        expected="a tower of the class " + ", ".join(_ADAPTERS) + ", or the encoder protocol without options",
+        found=f"{type(tower).__module__}.{type(tower).__qualname__}",
+        remedy='pass the vision tower and not the whole model, or follow "Add your tower" in docs/encoder.md',
+    )

@@ -1,0 +1,75 @@
+"""The repeated blocks of a tower: called as they are, or through one compiled function that serves them all."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from graphpass.context import set_forward_context
+from graphpass.encoder.attention import use_attention
+
+__all__ = ["Blocks", "without_autograd"]
+
+
+class Blocks:
+    """A tower's blocks over the tower's own weights, with an attention that serves packed images.
+
+    Args:
+        blocks: of the stock tower, all of one class and one configuration. They stay as they are.
+        attention: the form of attention.
+        seq_len: tokens of each sequence, where all are equal.
+    """
+
+    def __init__(self, blocks: torch.nn.ModuleList, attention: str, *, seq_len: int | None = None) -> None:
+        own = use_attention(blocks, attention, seq_len=seq_len)
+        assert isinstance(own, torch.nn.ModuleList)
+        self._blocks = own
+        self._call: Callable[..., Any] = _with_own_code(_call_block)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __call__(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """The hidden states behind one block."""
+        output: torch.Tensor = self._call(self._blocks[index], hidden, arguments)
+        return output
+
+    def compile(self, compiler: str, runtime: Any, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
+        """Compile the block once for all layers and all sizes.
+
+        Weights are inputs of what Dynamo traces, so layers share it. Sizes that are equal in its first call it takes for
+        equal ever after: no two sizes of the example may be, and none may be 0 or 1.
+
+        Args:
+            compiler: what compiles regions.
+            runtime: counts artifacts.
+            hidden: an example.
+            arguments: an example.
+        """
+        options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
+        self._call = torch.compile(_with_own_code(_call_block), backend="cgpass", dynamic=True, options=options)
+        with without_autograd():
+            self(0, hidden, arguments)
+
+
+@contextlib.contextmanager
+def without_autograd() -> Iterator[None]:
+    """The modes in which blocks are compiled, captured and run, whatever the caller's are: each would compile anew.
+
+    The forward context says that no graph is asked for, also where the caller is in the forward of another model.
+    """
+    with torch.inference_mode(False), torch.no_grad(), set_forward_context():
+        yield
+
+
+def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+    return block(hidden, **arguments)
+
+
+def _with_own_code(function: types.FunctionType) -> Callable[..., Any]:
+    """The function with code of its own: Dynamo counts compilations by code object, over all towers of a process."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

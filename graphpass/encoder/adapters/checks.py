@@ -1,0 +1,52 @@
+"""What options of adapters may be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from graphpass.errors import EncoderConfigError
+
+__all__ = ["check_option", "check_rising", "refuse_tower"]
+
+
+def check_option(name: str, value: Any, *, at_least: int) -> None:
+    """Refuse what is not an integer of at least that.
+
+    Raises:
+        EncoderConfigError: it is not.
+    """
+    if type(value) is not int or value < at_least:
+        raise EncoderConfigError(
+            f"option {name} of the adapter cannot be used",
+            expected=f"an integer of at least {at_least}",
+            found=repr(value),
+            remedy="leave it out for the default",
+        )
+
+
+def check_rising(name: str, values: Sequence[int]) -> None:
+    """Refuse what are not integers of at least 1, each greater than the one before.
+
+    Raises:
+        EncoderConfigError: they are not.
+    """
+    is_valid = all(type(value) is int and value >= 1 for value in values)
+    if not is_valid or any(one >= following for one, following in itertools.pairwise(values)):
+        raise EncoderConfigError(
+            f"option {name} of the adapter cannot be used",
+            expected="integers of at least 1, each greater than the one before",
+            found=repr(values),
+            remedy="sort them and leave duplicates out",
+        )
+
+
+def refuse_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
+    """The error for a tower of a known class that does something its adapter does not."""
+    return EncoderConfigError(
+        f"{type(tower).__name__} does something that its adapter does not",
+        expected=expected,
+        found=found,
+        remedy='write an adapter for it: "Add your tower" in docs/encoder.md',
+    )

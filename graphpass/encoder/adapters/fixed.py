@@ -1,0 +1,204 @@
+"""What SigLIP's and CLIP's towers share: images of one size, a batch dimension instead of packing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from graphpass.encoder.adapters.blocks import Blocks, without_autograd
+from graphpass.encoder.adapters.checks import check_option
+from graphpass.encoder.attention import EQUAL_ATTENTION
+from graphpass.encoder.protocol import (
+    EncoderCudaGraphConfig,
+    EncoderGraphKey,
+    EncoderItems,
+    EncoderItemSpec,
+    EncoderOutput,
+)
+from graphpass.errors import EncoderConfigError, ShapeError
+
+__all__ = ["FixedSizeAdapter"]
+
+LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"
+_EXAMPLE_IMAGES = 3
+
+
+class FixedSizeAdapter(ABC):
+    """A tower that takes ``pixel_values`` of one size, [images, channels, height, width].
+
+    Args:
+        tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
+        output: what an image's result is: ``last_hidden_state`` [positions, width], ``pooler_output`` [width], or
+            ``both``, a tuple of them. Budgets count rows: positions, 1, or positions + 1 for each image. Without a
+            pooling head there is only ``last_hidden_state``.
+        max_items: images of the largest batch.
+
+    Raises:
+        EncoderConfigError: an option cannot be used.
+    """
+
+    def __init__(self, tower: Any, *, output: str | None = None, max_items: int = 64) -> None:
+        check_option("max_items", max_items, at_least=1)
+        embeddings = tower.embeddings
+        self.tower = tower
+        self._output = self._checked_output(output)
+        self._positions: int = embeddings.num_positions
+        self._rows = {LAST_HIDDEN_STATE: self._positions, POOLER_OUTPUT: 1, BOTH: self._positions + 1}[self._output]
+        self._max_items = max_items
+        self._image_shape = (tower.config.num_channels, embeddings.image_size, embeddings.image_size)
+        self._blocks = Blocks(tower.encoder.layers, EQUAL_ATTENTION, seq_len=self._positions)
+
+    # -- what each tower adds
+
+    @property
+    @abstractmethod
+    def _has_pooler(self) -> bool:
+        """Whether the tower pools."""
+
+    @abstractmethod
+    def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """[images, positions, width], what the first block gets."""
+
+    @abstractmethod
+    def _finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``last_hidden_state`` and ``pooler_output`` from what the last block returns, [images, positions, width]."""
+
+    # -- the protocol
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """Images only."""
+        return EncoderCudaGraphConfig(
+            modalities=("image",),
+            buffer_keys=("pixel_values",),
+            output_width=self.tower.config.hidden_size,
+            patches_per_token=self._positions if self._output == POOLER_OUTPUT else 1,
+            max_items=self._max_items,
+        )
+
+    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
+        """One image, and the largest batch."""
+        return self._rows, self._rows * self._max_items
+
+    def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
+        """As many equal specs as there are images.
+
+        Raises:
+            ShapeError: the images are not of the tower's size.
+        """
+        return [EncoderItemSpec(self._positions, self._rows)] * len(self._images(items))
+
+    def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
+        """Those images."""
+        images = self._images(items)
+        first, count = (indices[0] if indices else 0), len(indices)
+        if list(indices) == list(range(first, first + count)):
+            return {"pixel_values": images[first : first + count]}
+        return {"pixel_values": images.index_select(0, torch.tensor(indices, device=images.device))}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, torch.Tensor]:
+        """Black images.
+
+        Raises:
+            EncoderConfigError: no image fits the key.
+        """
+        num_images = self._num_images(key)
+        if not num_images:
+            raise EncoderConfigError(
+                f"no image of {type(self.tower).__name__} fits a budget",
+                expected=f"at least {self._rows} tokens, the rows of one image",
+                found=str(key.tokens),
+                remedy=f"choose budgets in multiples of {self._rows}",
+            )
+        return {"pixel_values": torch.zeros(num_images, *self._image_shape, device=device, dtype=dtype)}
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, items: EncoderItems, key: EncoderGraphKey
+    ) -> Mapping[str, torch.Tensor | None]:
+        """The images as they are."""
+        return {"pixel_values": self._images(items)}
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        """The rows of each image, one after the other, [key.tokens, width]; zero behind the last whole image."""
+        with without_autograd():
+            rows = self._forward(buffers["pixel_values"])
+            return F.pad(rows, (0, 0, 0, key.tokens - len(rows)))
+
+    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+        """The same forward over as many images as there are."""
+        images = self._images(items)
+        weight = next(self.tower.parameters())
+        if not len(images):
+            return weight.new_empty(0, self.tower.config.hidden_size)
+        with without_autograd():
+            return self._forward(images.to(weight.device))
+
+    def postprocess_encoder_output(
+        self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
+    ) -> list[EncoderOutput]:
+        """What ``output`` says of each image."""
+        (rows,) = output
+        images = rows[: len(specs) * self._rows].unflatten(0, (len(specs), self._rows)).unbind() if specs else ()
+        if self._output == LAST_HIDDEN_STATE:
+            return list(images)
+        if self._output == POOLER_OUTPUT:
+            return [image[0] for image in images]
+        return [(image[:-1], image[-1]) for image in images]
+
+    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+        """Compile the block; it serves all layers and sizes."""
+        weight = next(self.tower.parameters())
+        shape = (1, _EXAMPLE_IMAGES * self._positions, self.tower.config.hidden_size)
+        hidden = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        self._blocks.compile(compiler, runtime, hidden, {"attention_mask": None})
+
+    # --
+
+    def _forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """[images * rows, width]."""
+        hidden = self._embed(pixel_values)
+        packed = hidden.reshape(1, -1, hidden.shape[-1])
+        for layer in range(len(self._blocks)):
+            packed = self._blocks(layer, packed, {"attention_mask": None})
+        last, pooled = self._finish(packed.view(hidden.shape))
+        if self._output == LAST_HIDDEN_STATE:
+            return last.flatten(0, 1)
+        assert pooled is not None
+        if self._output == POOLER_OUTPUT:
+            return pooled
+        return torch.cat([last, pooled.unsqueeze(1)], dim=1).flatten(0, 1)
+
+    def _num_images(self, key: EncoderGraphKey) -> int:
+        return min(key.items, key.tokens // self._rows)
+
+    def _checked_output(self, output: str | None) -> str:
+        known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if self._has_pooler else (LAST_HIDDEN_STATE,)
+        if output is not None and output not in known:
+            raise EncoderConfigError(
+                f"option output of the adapter of {type(self.tower).__name__} cannot be used",
+                expected=" or ".join(map(repr, known)),
+                found=repr(output),
+                remedy=f"leave it out for {known[-1]!r}",
+            )
+        return known[-1] if output is None else output
+
+    def _images(self, items: EncoderItems) -> torch.Tensor:
+        """The batch of images.
+
+        Raises:
+            ShapeError: it is none, or of another size than the tower's.
+        """
+        images = items.get("pixel_values")
+        if not isinstance(images, torch.Tensor) or tuple(images.shape[1:]) != self._image_shape:
+            raise ShapeError(
+                f"images do not have the size that {type(self.tower).__name__} takes",
+                expected=f"pixel_values of shape {('images', *self._image_shape)}",
+                found=f"shape {tuple(images.shape)}" if isinstance(images, torch.Tensor) else f"keys {sorted(items)}",
+                remedy="pass what the model's image processor returns; the tower's position embeddings are of one size",
+            )
+        return images

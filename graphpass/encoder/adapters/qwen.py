@@ -1,0 +1,302 @@
+"""What the towers of Qwen2.5-VL and Qwen3-VL share: images and clips as packed patches, described by their grids."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphpass.encoder.adapters.blocks import Blocks, without_autograd
+from graphpass.encoder.adapters.checks import check_option, check_rising
+from graphpass.encoder.attention import PACKED_ATTENTION
+from graphpass.encoder.protocol import (
+    EncoderAxis,
+    EncoderCudaGraphConfig,
+    EncoderGraphKey,
+    EncoderItems,
+    EncoderItemSpec,
+    EncoderOutput,
+    PaddingRule,
+)
+from graphpass.errors import ShapeError
+
+__all__ = ["GridAdapter", "Tables"]
+
+Tables = Mapping[str, npt.NDArray[Any]]
+"""Buffer key -> int32 or float32 values of one frame, or of a batch."""
+MAX_SEQ_LEN = "max_seq_len"
+_IMAGES, _CLIPS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
+_FRAME_TABLES_KEPT = 256
+_EXAMPLE_TOKENS, _EXAMPLE_SEQUENCES, _EXAMPLE_LENGTH = 46, 5, 29
+"""Sizes of the compiled example, all different."""
+
+
+class GridAdapter(ABC):
+    """A tower that takes ``(pixel_values, grid_thw)``.
+
+    Items are what the model's processor returns: ``pixel_values`` with ``image_grid_thw`` (or ``grid_thw``), and
+    ``pixel_values_videos`` with ``video_grid_thw``, the clips behind the images. Every temporal slice of a clip is an
+    attention sequence of its own. Keep grids on the CPU: they are read on the host.
+
+    Args:
+        tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
+        min_tokens: output tokens of the smallest budget.
+        max_tokens: output tokens of the largest.
+        max_items: images and clips of a batch.
+        max_frames: temporal slices of a batch. Each one that a graph allows for costs its attention a little.
+        max_seq_lens: bounds on the patches of one temporal slice, each with graphs of its own; none: the graph's size.
+            A small bound makes the attention of many small images cheaper.
+
+    Raises:
+        EncoderConfigError: a limit cannot be used.
+    """
+
+    #: Buffers with one entry for each sequence and one more; unused ones repeat the end.
+    cumulative_keys: tuple[str, ...] = ("cu_seqlens",)
+    #: Buffers that are indices of hidden states or weights: in padding the first one, which always exists.
+    table_keys: tuple[str, ...]
+
+    def __init__(
+        self,
+        tower: Any,
+        *,
+        min_tokens: int = 64,
+        max_tokens: int = 4096,
+        max_items: int = 32,
+        max_frames: int = 32,
+        max_seq_lens: Sequence[int] = (),
+    ) -> None:
+        check_option("min_tokens", min_tokens, at_least=1)
+        check_option("max_tokens", max_tokens, at_least=min_tokens)
+        check_option("max_items", max_items, at_least=1)
+        check_option("max_frames", max_frames, at_least=max_items)
+        check_rising("max_seq_lens", max_seq_lens)
+        self.tower = tower
+        self._merge: int = tower.spatial_merge_size
+        self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
+        self._max_seq_lens = tuple(max_seq_lens)
+        self._blocks = Blocks(tower.blocks, PACKED_ATTENTION)
+        self._tables_of_frame = functools.lru_cache(_FRAME_TABLES_KEPT)(self._frame_tables)
+
+    # -- what each tower adds
+
+    @abstractmethod
+    def _frame_tables(self, height: int, width: int) -> Tables:
+        """The tables of one temporal slice, over the keys of ``table_keys`` and lengths under ``cumulative_keys``."""
+
+    @abstractmethod
+    def _numbered_keys(self) -> Mapping[str, int]:
+        """{table key: patches for each number it counts}, of tables that number rows from the start of the batch."""
+
+    @abstractmethod
+    def _table_columns(self) -> Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        """{table key: (patches a row, shape of a row, dtype)}."""
+
+    @abstractmethod
+    def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        """{cumulative key: most sequences of a batch on ``key``}."""
+
+    @abstractmethod
+    def _forward(self, buffers: Mapping[str, torch.Tensor], max_seq_len: int) -> tuple[torch.Tensor, ...]:
+        """The tower's forward over full buffers."""
+
+    @property
+    @abstractmethod
+    def _output_widths(self) -> tuple[int, ...]:
+        """Columns of each output."""
+
+    # -- the protocol
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        """Images and clips; tables are padded with valid indices, cumulative lengths with the end."""
+        widths = self._output_widths
+        padding: dict[str, PaddingRule] = dict.fromkeys(self.cumulative_keys, "last")
+        axes = (EncoderAxis(MAX_SEQ_LEN, self._max_seq_lens, rounds_up=True),) if self._max_seq_lens else ()
+        return EncoderCudaGraphConfig(
+            modalities=("image", "video"),
+            buffer_keys=("pixel_values", *self.table_keys, *self.cumulative_keys),
+            output_width=widths[0] if len(widths) == 1 else widths,
+            padding=padding,
+            patches_per_token=self._merge**2,
+            axes=axes,
+            max_frames=self._max_frames,
+            max_items=self._max_items,
+        )
+
+    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
+        """As the options say."""
+        return self._range
+
+    def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
+        """One spec for each image and clip.
+
+        Raises:
+            ShapeError: grids and patches contradict each other, or a grid is no multiple of the merged block.
+        """
+        return [self._spec(grid) for grid in _normal(items, self._merge)[1]]
+
+    def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
+        """Those images and clips, under ``pixel_values`` and ``grid_thw``."""
+        pixels, grids = _normal(items, self._merge)
+        ends = np.cumsum([math.prod(grid) for grid in grids], dtype=np.int64)
+        chosen = [pixels[int(ends[i]) - math.prod(grids[i]) : int(ends[i])] for i in indices]
+        one = chosen[0] if len(chosen) == 1 else torch.cat(chosen) if chosen else pixels[:0]
+        return {"pixel_values": one, "grid_thw": torch.tensor([grids[i] for i in indices]).view(-1, 3)}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, torch.Tensor]:
+        """Zero patches in sequences of about one length, as many as there may be items."""
+        patches, unit = key.patches, self._merge**2
+        buffers = {"pixel_values": torch.zeros(patches, self._patch_width, device=device, dtype=dtype)}
+        for name, (patches_a_row, shape, table_dtype) in self._table_columns().items():
+            buffers[name] = torch.zeros(patches // patches_a_row, *shape, device=device, dtype=table_dtype)
+        for name, most in self._num_sequences(key).items():
+            used = min(most, max(key.items, -(-patches // self._longest(name, key))))
+            ends = np.minimum(np.arange(most + 1) * -(-(patches // unit) // used) * unit, patches)
+            buffers[name] = torch.from_numpy(ends.astype(np.int32)).to(device)
+        return buffers
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, items: EncoderItems, key: EncoderGraphKey
+    ) -> Mapping[str, torch.Tensor | None]:
+        """The patches as they are, and the tables of their grids in one transfer."""
+        pixels, grids = _normal(items, self._merge)
+        return {"pixel_values": pixels, **_transferred(self._tables(grids), self._device)}
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        """Each output of the tower, [key.tokens, width]."""
+        with without_autograd():
+            return self._forward(buffers, dict(key.axes).get(MAX_SEQ_LEN, key.patches))  # type: ignore[arg-type]
+
+    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+        """The same forward at the items' own sizes."""
+        pixels, grids = _normal(items, self._merge)
+        if not len(pixels):
+            weight = next(self.tower.parameters())
+            return tuple(weight.new_empty(0, width) for width in self._output_widths)
+        with without_autograd():
+            buffers = {"pixel_values": pixels.to(self._device), **_transferred(self._tables(grids), self._device)}
+            return self._forward(buffers, max(height * width for _, height, width in grids))
+
+    def postprocess_encoder_output(
+        self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
+    ) -> list[EncoderOutput]:
+        """An image's rows; with several outputs, a tuple of its rows of each."""
+        lengths = [spec.output_tokens for spec in specs]
+        by_output = [tensor.split(lengths) for tensor in output]
+        return [rows[0] if len(rows) == 1 else rows for rows in zip(*by_output, strict=True)]
+
+    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+        """Compile the block; it serves all layers and sizes."""
+        weight = next(self.tower.parameters())
+        config = self.tower.config
+        hidden = torch.zeros(_EXAMPLE_TOKENS, config.hidden_size, device=weight.device, dtype=weight.dtype)
+        angles = torch.zeros(_EXAMPLE_TOKENS, config.hidden_size // config.num_heads, device=weight.device)
+        ends = torch.tensor([0, *[_EXAMPLE_LENGTH] * _EXAMPLE_SEQUENCES], dtype=torch.int32, device=weight.device)
+        self._blocks.compile(
+            compiler, runtime, hidden, _block_arguments(ends, _EXAMPLE_LENGTH, (angles, angles.clone()))
+        )
+
+    # -- shared with the towers
+
+    def _run_block(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seq_len: int,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        return self._blocks(index, hidden, _block_arguments(cu_seqlens, max_seq_len, position_embeddings))
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.tower.parameters()).device
+        return device
+
+    @property
+    def _patch_width(self) -> int:
+        """Values of one patch."""
+        kernel: torch.Tensor = self.tower.patch_embed.proj.weight
+        return kernel[0].numel()
+
+    def _longest(self, name: str, key: EncoderGraphKey) -> int:
+        """Bound on the patches of a sequence under a cumulative key."""
+        bound = dict(key.axes).get(MAX_SEQ_LEN, key.patches)
+        assert isinstance(bound, int)
+        return bound
+
+    def _spec(self, grid: tuple[int, int, int]) -> EncoderItemSpec:
+        frames, height, width = grid
+        patches = math.prod(grid)
+        axes = ((MAX_SEQ_LEN, height * width),) if self._max_seq_lens else ()
+        return EncoderItemSpec(patches, patches // self._merge**2, frames, axes=axes)
+
+    def _tables(self, grids: Sequence[tuple[int, int, int]]) -> Tables:
+        """The tables of a batch: those of its frames, one after the other."""
+        frames = [
+            self._tables_of_frame(height, width) for t, height, width in grids for _ in range(t) if height * width
+        ]
+        starts = np.cumsum([0] + [height * width for t, height, width in grids for _ in range(t) if height * width])
+        numbered, tables = self._numbered_keys(), {}
+        for name in self.table_keys:
+            parts = [frame[name] for frame in frames]
+            if name in numbered:
+                parts = [part + np.int32(start // numbered[name]) for part, start in zip(parts, starts, strict=False)]
+            tables[name] = np.concatenate(parts)
+        for name in self.cumulative_keys:
+            ends = np.cumsum(np.concatenate([frame[name] for frame in frames]), dtype=np.int32)
+            tables[name] = np.concatenate([np.zeros(1, np.int32), ends])
+        return tables
+
+
+def _block_arguments(
+    cu_seqlens: torch.Tensor, max_seq_len: int, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, Any]:
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seq_len, "position_embeddings": position_embeddings}
+
+
+def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
+    """Patches, [patches, values], and grids (frames, height, width) of all items.
+
+    Raises:
+        ShapeError: something is missing, or does not fit.
+    """
+    named = dict(items)
+    if "grid_thw" in named:
+        named["image_grid_thw"] = named.pop("grid_thw")
+    pairs = [
+        (named[p], named[g]) for p, g in (_IMAGES, _CLIPS) if named.get(p) is not None and named.get(g) is not None
+    ]
+    grids = [tuple(row) for _, rows in pairs for row in torch.as_tensor(rows).tolist()]
+    found = sum(len(pixels) for pixels, _ in pairs)
+    expected = sum(math.prod(grid) for grid in grids)
+    if not pairs or found != expected or any(side % merge for grid in grids for side in grid[1:]):
+        raise ShapeError(
+            "images or clips do not fit their grids",
+            expected=f"as many patches as the grids say ({expected}), heights and widths in multiples of {merge}",
+            found=f"{found} patches, grids {grids[:8]}" if pairs else f"the keys {sorted(map(str, items))}",
+            remedy="pass what the model's processor returns: pixel_values and image_grid_thw",
+        )
+    return pairs[0][0] if len(pairs) == 1 else torch.cat([pixels for pixels, _ in pairs]), grids
+
+
+def _transferred(tables: Tables, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tables on a device: 32-bit values in one transfer from pinned memory."""
+    sizes = [table.size for table in tables.values()]
+    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    ends = np.cumsum(sizes)[:-1]
+    for place, table in zip(np.split(flat.numpy(), ends), tables.values(), strict=True):
+        place[:] = table.reshape(-1).view(np.int32)
+    on_device = flat.to(device, non_blocking=True).split(sizes)
+    return {
+        name: part.view(torch.float32 if table.dtype == np.float32 else torch.int32).view(table.shape)
+        for (name, table), part in zip(tables.items(), on_device, strict=True)
+    }

@@ -1,0 +1,81 @@
+"""Qwen2.5-VL's tower: patches in windows, most layers attend within those, some within the whole frame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphpass.encoder.adapters.grids import position_ids, windows
+from graphpass.encoder.adapters.qwen import GridAdapter, Tables
+from graphpass.encoder.protocol import EncoderGraphKey
+
+__all__ = ["Qwen25VLAdapter"]
+
+
+class Qwen25VLAdapter(GridAdapter):
+    """``Qwen2_5_VisionTransformerPretrainedModel``. An item's result: the merged tokens, in the order of the image."""
+
+    table_keys = ("position_ids", "window_index", "reverse_index")
+    cumulative_keys = ("cu_seqlens", "cu_window_seqlens")
+
+    def __init__(self, tower: Any, **options: Any) -> None:
+        super().__init__(tower, **options)
+        self._unit = self._merge**2
+        self._tokens_a_side = tower.window_size // self._merge // tower.patch_size
+
+    def _frame_tables(self, height: int, width: int) -> Tables:
+        cut = windows(height, width, self._merge, self._tokens_a_side)
+        by_token = position_ids(height, width, self._merge).reshape(-1, self._unit, 2)
+        return {
+            "position_ids": by_token[cut.order].reshape(-1, 2),
+            "window_index": cut.order,
+            "reverse_index": np.argsort(cut.order).astype(np.int32),
+            "cu_seqlens": np.array([height * width], dtype=np.int32),
+            "cu_window_seqlens": cut.tokens * np.int32(self._unit),
+        }
+
+    def _numbered_keys(self) -> Mapping[str, int]:
+        return {"window_index": self._unit, "reverse_index": self._unit}
+
+    def _table_columns(self) -> Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        return {
+            "position_ids": (1, (2,), torch.int32),
+            "window_index": (self._unit, (), torch.int32),
+            "reverse_index": (self._unit, (), torch.int32),
+        }
+
+    def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        """A frame of n tokens has at most n / side + 1 windows: as many if it is one token high."""
+        frames = key.frames or key.items
+        return {"cu_seqlens": frames, "cu_window_seqlens": key.tokens // self._tokens_a_side + frames}
+
+    def _longest(self, name: str, key: EncoderGraphKey) -> int:
+        return self._window_length if name == "cu_window_seqlens" else super()._longest(name, key)
+
+    @property
+    def _window_length(self) -> int:
+        """Patches of a whole window."""
+        return self._unit * self._tokens_a_side**2
+
+    @property
+    def _output_widths(self) -> tuple[int, ...]:
+        return (self.tower.merger.mlp[-1].out_features,)
+
+    def _forward(self, buffers: Mapping[str, torch.Tensor], max_seq_len: int) -> tuple[torch.Tensor, ...]:
+        tower = self.tower
+        hidden = tower.patch_embed(buffers["pixel_values"])
+        by_token = hidden.reshape(-1, self._unit, hidden.shape[-1])
+        hidden = by_token.index_select(0, buffers["window_index"]).reshape(hidden.shape)
+        rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
+        whole = set(tower.fullatt_block_indexes)
+        for layer in range(len(self._blocks)):
+            ends, longest = (
+                (buffers["cu_seqlens"], max_seq_len)
+                if layer in whole
+                else (buffers["cu_window_seqlens"], self._window_length)
+            )
+            hidden = self._run_block(layer, hidden, ends, longest, rotation)
+        return (tower.merger(hidden).index_select(0, buffers["reverse_index"]),)

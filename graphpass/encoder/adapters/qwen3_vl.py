@@ -1,0 +1,83 @@
+"""Qwen3-VL's tower: resampled position embeddings, full attention within each frame, deepstack outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphpass.encoder.adapters.checks import refuse_tower
+from graphpass.encoder.adapters.grids import interpolation, position_ids
+from graphpass.encoder.adapters.qwen import GridAdapter, Tables
+from graphpass.encoder.protocol import EncoderGraphKey
+
+__all__ = ["Qwen3VLAdapter"]
+
+_TAPS = 4
+
+
+class Qwen3VLAdapter(GridAdapter):
+    """``Qwen3VLVisionModel``. An item's result: the merged tokens and the deepstack features of each level.
+
+    Raises:
+        EncoderConfigError: the tower resamples its position embeddings in another way than bilinear.
+    """
+
+    table_keys = ("position_ids", "interp_indices", "interp_weights")
+
+    def __init__(self, tower: Any, **options: Any) -> None:
+        if tower.interpolation_mode != "bilinear":
+            raise refuse_tower(tower, "bilinear position embeddings", repr(tower.interpolation_mode))
+        super().__init__(tower, **options)
+
+    def _frame_tables(self, height: int, width: int) -> Tables:
+        tower = self.tower
+        resampled = interpolation(
+            height, width, self._merge, tower.num_grid_per_side, align_corners=tower.interpolation_align_corners
+        )
+        return {
+            "position_ids": position_ids(height, width, self._merge),
+            "interp_indices": resampled.indices,
+            "interp_weights": resampled.weights,
+            "cu_seqlens": np.array([height * width], dtype=np.int32),
+        }
+
+    def _numbered_keys(self) -> Mapping[str, int]:
+        return {}
+
+    def _table_columns(self) -> Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        return {
+            "position_ids": (1, (2,), torch.int32),
+            "interp_indices": (1, (_TAPS,), torch.int32),
+            "interp_weights": (1, (_TAPS,), torch.float32),
+        }
+
+    def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        return {"cu_seqlens": key.frames or key.items}
+
+    @property
+    def _output_widths(self) -> tuple[int, ...]:
+        mergers = [self.tower.merger, *self.tower.deepstack_merger_list]
+        return tuple(merger.linear_fc2.out_features for merger in mergers)
+
+    def _forward(self, buffers: Mapping[str, torch.Tensor], max_seq_len: int) -> tuple[torch.Tensor, ...]:
+        tower = self.tower
+        hidden = tower.patch_embed(buffers["pixel_values"])
+        hidden = hidden + self._position_embeddings(buffers).to(hidden.dtype)
+        rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
+        levels = {layer: number for number, layer in enumerate(tower.deepstack_visual_indexes)}
+        deepstack = {}
+        for layer in range(len(self._blocks)):
+            hidden = self._run_block(layer, hidden, buffers["cu_seqlens"], max_seq_len, rotation)
+            if layer in levels:
+                deepstack[levels[layer]] = tower.deepstack_merger_list[levels[layer]](hidden)
+        return (tower.merger(hidden), *(deepstack[number] for number in sorted(deepstack)))
+
+    def _position_embeddings(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A tap at a time: all at once they would be the largest tensor of the whole graph."""
+        indices, weights = buffers["interp_indices"], buffers["interp_weights"]
+        parts = (self.tower.pos_embed(indices[:, tap]) * weights[:, tap, None] for tap in range(_TAPS))
+        total: torch.Tensor = sum(parts)  # type: ignore[assignment]
+        return total

@@ -1,0 +1,216 @@
+"""Attention over packed images: each sequence by itself, whatever lies behind the last one left out.
+
+Two forms, both traceable and free of host reads, so that they stand inside whole-encoder graphs and inside a compiled
+block. *Packed*: sequences of any length one behind the other, their bounds in ``cu_seqlens``; on CUDA in half precision
+torch's ``varlen_attn``, elsewhere one ``scaled_dot_product_attention`` under a block-diagonal mask. *Equal*: sequences
+of one length, which is a batch.
+
+Both are attention functions of Hugging Face, under the names below. What they have to know beyond their arguments is in
+the configuration of the layer that calls them: :func:`use_attention` writes it into a copy that only the adapter's
+layers see.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from graphpass.errors import OptionError, ShapeError
+
+__all__ = [
+    "EQUAL_ATTENTION",
+    "PACKED_ATTENTION",
+    "equal_attention",
+    "packed_attention",
+    "register_with_hugging_face",
+    "serves_varlen",
+    "use_attention",
+]
+
+PACKED_ATTENTION = "graphpass_flash_packed"
+"""Towers pass bounds of sequences, instead of splitting by them on the host, to what has "flash" in its name."""
+EQUAL_ATTENTION = "graphpass_equal"
+_SEQUENCE_LENGTH = "graphpass_sequence_length"
+_HEAD_ALIGNMENT, _MAX_HEAD_DIM = 8, 256
+"""What torch's flash attention takes."""
+
+
+def serves_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether ``varlen_attn`` serves such tensors; heads are padded to the width that it asks for."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return head_dim <= _MAX_HEAD_DIM and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seq_len: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Attention within each of the sequences that lie one behind the other.
+
+    Args:
+        query: [tokens, heads, head_dim].
+        key: like ``query``.
+        value: like ``query``.
+        cu_seqlens: where sequences begin and the last one ends, int32 [most sequences + 1]; entries of unused sequences
+            repeat the end.
+        max_seq_len: bound on the sequences' lengths; a graph bakes it in.
+        scale: of the scores.
+
+    Returns:
+        Shaped like ``query``; zero behind the end of the last sequence, and those rows are not read by others, whatever
+        they hold.
+    """
+    num_tokens, _, head_dim = query.shape
+    is_packed = (torch.arange(num_tokens, device=query.device) < cu_seqlens[-1]).view(-1, 1, 1)
+    if serves_varlen(query.device, query.dtype, head_dim):
+        missing = -head_dim % _HEAD_ALIGNMENT
+        if missing:
+            query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
+        attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seq_len, max_seq_len, scale=scale)
+        assert isinstance(attended, torch.Tensor)  # a pair only with return_aux
+        # The kernel does not write rows that belong to no sequence.
+        return torch.where(is_packed, attended[..., :head_dim], 0.0)
+    # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
+    # rows see each other: a softmax over nothing would be NaN.
+    key, value = torch.where(is_packed, key, 0.0), torch.where(is_packed, value, 0.0)
+    rows = torch.arange(num_tokens, device=query.device, dtype=cu_seqlens.dtype)
+    owner = torch.searchsorted(cu_seqlens, rows, right=True)
+    batched = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
+    mask = owner.unsqueeze(1) == owner.unsqueeze(0)
+    attended = F.scaled_dot_product_attention(*batched, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    return torch.where(is_packed, attended, 0.0)
+
+
+def equal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, *, scale: float
+) -> torch.Tensor:
+    """Attention within each of the sequences of ``seq_len`` that lie one behind the other.
+
+    Args:
+        query: [tokens, heads, head_dim], where ``tokens`` is a multiple of ``seq_len``.
+        key: like ``query``.
+        value: like ``query``.
+        seq_len: tokens of each sequence.
+        scale: of the scores.
+
+    Returns:
+        Shaped like ``query``.
+    """
+    batched = [tensor.unflatten(0, (-1, seq_len)).transpose(1, 2) for tensor in (query, key, value)]
+    return F.scaled_dot_product_attention(*batched, scale=scale).transpose(1, 2).flatten(0, 1)
+
+
+def register_with_hugging_face() -> None:
+    """Make both forms known to transformers. Once or often, it is the same."""
+    register = importlib.import_module("transformers").AttentionInterface.register
+    register(PACKED_ATTENTION, _packed_of_layer)
+    register(EQUAL_ATTENTION, _equal_of_layer)
+
+
+def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = None) -> torch.nn.Module:
+    """A copy of ``module`` that attends in one of the forms, over the same weights and with a configuration of its own.
+
+    Args:
+        module: layers of a stock tower.
+        name: of the form.
+        seq_len: tokens of each sequence; for ``EQUAL_ATTENTION``.
+    """
+    register_with_hugging_face()
+    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    own = copy.deepcopy(module, memo=dict(shared))
+    for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
+        config._attn_implementation = name
+        setattr(config, _SEQUENCE_LENGTH, seq_len)
+    return own
+
+
+def _packed_of_layer(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Packed attention in the shape in which transformers asks for it: [1, heads, tokens, head_dim].
+
+    Raises:
+        OptionError: the layer asks for something else than attention within sequences.
+        ShapeError: a batch of other than one row.
+    """
+    _refuse_other_attention(module, attention_mask, dropout, is_causal)
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise OptionError(
+            f"{PACKED_ATTENTION} attends within packed sequences",
+            expected="cu_seq_lens_q and max_length_q, as transformers passes them to flash attention",
+            found=f"none from {type(module).__name__}",
+            remedy="use the tower through its adapter",
+        )
+    by_token = _one_row(module, query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(*by_token, cu_seq_lens_q, max_length_q, scale=scale).unsqueeze(0), None
+
+
+def _equal_of_layer(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of equal sequences in the shape in which transformers asks for it.
+
+    Raises:
+        OptionError: the layer asks for something else than attention within sequences.
+        ShapeError: a batch of other than one row.
+    """
+    _refuse_other_attention(module, attention_mask, dropout, is_causal)
+    by_token = _one_row(module, query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return equal_attention(*by_token, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
+
+
+def _one_row(module: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[1, heads, tokens, head_dim] as [tokens, heads, head_dim]."""
+    if tensors[0].shape[0] != 1:
+        raise ShapeError(
+            f"attention of {type(module).__name__} takes the tokens of all images in one row",
+            expected="a batch of one row",
+            found=f"{tensors[0].shape[0]} rows",
+            remedy="use the tower through its adapter",
+        )
+    return [tensor[0].transpose(0, 1) for tensor in tensors]
+
+
+def _refuse_other_attention(
+    module: Any, attention_mask: torch.Tensor | None, dropout: float, is_causal: bool | None
+) -> None:
+    asked = {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)}
+    unserved = [name for name, is_asked in asked.items() if is_asked]
+    if unserved:
+        raise OptionError(
+            f"attention within packed images does not do what {type(module).__name__} asks for",
+            expected="attention of all tokens of an image to each other",
+            found=", ".join(unserved),
+            remedy="call model.eval(); other attention needs an adapter of its own",
+        )
