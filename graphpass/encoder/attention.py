@@ -74,13 +74,7 @@ def packed_attention(
     num_tokens, _, head_dim = query.shape
     is_packed = (torch.arange(num_tokens, device=query.device) < cu_seqlens[-1]).view(-1, 1, 1)
     if serves_varlen(query.device, query.dtype, head_dim):
-        missing = -head_dim % _HEAD_ALIGNMENT
-        if missing:
-            query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
-        attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seq_len, max_seq_len, scale=scale)
-        assert isinstance(attended, torch.Tensor)  # a pair only with return_aux
-        # The kernel does not write rows that belong to no sequence.
-        return torch.where(is_packed, attended[..., :head_dim], 0.0)
+        return torch.where(is_packed, _varlen(query, key, value, cu_seqlens, max_seq_len, scale), 0.0)
     # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
     # rows see each other: a softmax over nothing would be NaN.
     key, value = torch.where(is_packed, key, 0.0), torch.where(is_packed, value, 0.0)
@@ -107,8 +101,35 @@ def equal_attention(
     Returns:
         Shaped like ``query``.
     """
-    batched = [tensor.unflatten(0, (-1, seq_len)).transpose(1, 2) for tensor in (query, key, value)]
-    return F.scaled_dot_product_attention(*batched, scale=scale).transpose(1, 2).flatten(0, 1)
+    num_tokens, num_heads, head_dim = query.shape
+    if serves_varlen(query.device, query.dtype, head_dim):
+        ends = torch.arange(0, num_tokens + 1, seq_len, device=query.device, dtype=torch.int32)
+        return _varlen(query, key, value, ends, seq_len, scale)
+    # Sequences lie in the dimension of heads and not in that of batches, for whose size 1 Dynamo would compile anew.
+    batched = [
+        tensor.unflatten(0, (-1, seq_len)).transpose(1, 2).reshape(1, -1, seq_len, head_dim)
+        for tensor in (query, key, value)
+    ]
+    attended = F.scaled_dot_product_attention(*batched, scale=scale)
+    return attended.reshape(-1, num_heads, seq_len, head_dim).transpose(1, 2).flatten(0, 1)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seq_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """Torch's kernel, which does not write rows that belong to no sequence."""
+    head_dim = query.shape[-1]
+    missing = -head_dim % _HEAD_ALIGNMENT
+    if missing:
+        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seq_len, max_seq_len, scale=scale)
+    assert isinstance(attended, torch.Tensor)  # a pair only with return_aux
+    return attended[..., :head_dim]
 
 
 def register_with_hugging_face() -> None:

@@ -41,8 +41,8 @@ class Blocks:
     def compile(self, compiler: str, runtime: Any, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
         """Compile the block once for all layers and all sizes.
 
-        Weights are inputs of what Dynamo traces, so layers share it. Sizes that are equal in its first call it takes for
-        equal ever after: no two sizes of the example may be, and none may be 0 or 1.
+        Weights are inputs of what Dynamo traces, so layers share it. What is equal in its first call it takes for equal
+        ever after: no two sizes of the example may be, and none may be 0 or 1.
 
         Args:
             compiler: what compiles regions.

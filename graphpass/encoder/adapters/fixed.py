@@ -162,7 +162,8 @@ class FixedSizeAdapter(ABC):
     def _forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """[images * rows, width]."""
         hidden = self._embed(pixel_values)
-        packed = hidden.reshape(1, -1, hidden.shape[-1])
+        # One image's embeddings lie transposed; blocks are compiled for one layout.
+        packed = hidden.reshape(1, -1, hidden.shape[-1]).contiguous()
         for layer in range(len(self._blocks)):
             packed = self._blocks(layer, packed, {"attention_mask": None})
         last, pooled = self._finish(packed.view(hidden.shape))
