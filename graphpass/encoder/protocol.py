@@ -2,8 +2,8 @@
 
 The manager knows no model. It asks for the sizes of the items of a request, packs items into batches, has the model
 turn a batch into the contents of a few buffers, and replays one graph over them. The unit of a graph's size, its
-*budget*, is the number of **output** tokens; whatever else a graph bakes in (patches, frames, items, axes) is a limit of
-its key.
+*budget*, is the number of **output** tokens; whatever else a graph bakes in (patches, frames, items, axes) is a limit
+of its key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 EncoderItems: TypeAlias = Mapping[str, Any]
-"""Some items as one mapping, as a Hugging Face processor returns it: ``{"pixel_values": ..., "image_grid_thw": ...}``."""
+"""Some items as one mapping, as Hugging Face processors return it: ``{"pixel_values": ..., "image_grid_thw": ...}``."""
 
 EncoderOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """What an encoder returns: one tensor with a row for each token, or several (deepstack levels)."""
