@@ -42,48 +42,45 @@ def smallest_fitting_budget(budgets: Sequence[int], tokens: int) -> int | None:
     return budgets[index] if index < len(budgets) else None
 
 
-def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, max_padding: float) -> list[int]:
-    """The coarsest ladder that pads a batch by at most ``max_padding``, in at most ``max_graphs`` budgets.
-
-    Where that many budgets do not suffice, the ladder of ``max_graphs`` budgets that pads least.
+def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int = 1) -> list[int]:
+    """The finest ladder of at most ``max_graphs`` budgets: the one whose worst batch is padded least.
 
     Args:
         minimum: the smallest budget, in output tokens; a batch below it is padded more.
-        maximum: the largest.
+        maximum: the largest; both are on the ladder, rounded to a multiple within the range.
         max_graphs: how many budgets time and memory allow.
-        max_padding: the share of a replay's tokens that may be padding: (budget - tokens) / budget.
+        multiple: what every item's output tokens are a multiple of, and so every budget.
 
     Raises:
-        EncoderConfigError: a bound is not positive, the minimum is above the maximum, or ``max_graphs`` is below 1.
+        EncoderConfigError: a bound is not positive, no multiple lies between them, or ``max_graphs`` is below 1.
     """
     _refuse_bounds(minimum, maximum)
+    _refuse_bounds(-(-minimum // multiple), maximum // multiple)
     if max_graphs < 1:
         raise EncoderConfigError(
             "there is no budget to capture",
-            expected="room for at least 1 graph",
-            found=f"max_graphs={max_graphs}",
+            expected="room for at least 1 graph for each path and axis value",
+            found=f"room for {max_graphs}",
             remedy="raise max_graphs, or set enable=False",
         )
-    budgets = _ladder_padding_at_most(minimum, maximum, max_padding)
-    if len(budgets) <= max_graphs:
-        return budgets
+    minimum, maximum = -(-minimum // multiple), maximum // multiple
     if max_graphs == 1:
-        return [maximum]
-    fits, too_fine = 1.0, max_padding
-    for _ in range(50):  # halves the gap: below the resolution of whole tokens after some 20 rounds
+        return [maximum * multiple]
+    fits, too_fine = 1.0, 0.0
+    for _ in range(40):  # halves the gap until it is below what a single token makes
         middle = (fits + too_fine) / 2
         if len(_ladder_padding_at_most(minimum, maximum, middle)) <= max_graphs:
             fits = middle
         else:
             too_fine = middle
-    return _ladder_padding_at_most(minimum, maximum, fits)
+    return [budget * multiple for budget in _ladder_padding_at_most(minimum, maximum, fits)]
 
 
 def _ladder_padding_at_most(minimum: int, maximum: int, padding: float) -> list[int]:
-    """From the top down: below each budget the largest one whose successor, as the smallest batch, pads that little."""
+    """The coarsest ladder of which no batch is padded by more than ``padding``, a share of its budget."""
     budgets = [maximum]
     while budgets[-1] > minimum:
-        # A batch of one token more than the next smaller budget runs in this one.
+        # From the top down: a batch of one token more than the next smaller budget runs in this one.
         least = math.ceil(budgets[-1] * (1 - padding) - 1e-9)
         budgets.append(max(minimum, min(budgets[-1], least) - 1))
     return budgets[::-1]

@@ -27,6 +27,7 @@ __all__ = [
     "PaddingRule",
     "SupportsEncoderCompilation",
     "SupportsEncoderCudaGraph",
+    "SupportsEncoderExamples",
 ]
 
 EncoderItems: TypeAlias = Mapping[str, Any]
@@ -88,6 +89,7 @@ class EncoderCudaGraphConfig:
         padding: {buffer key: rule}; a key that is not listed is padded with zero.
         patches_per_token: patches that one output token stands for (the square of the spatial merge size). The
             buffers of a budget hold this many patches for each of its tokens.
+        token_multiple: what the output tokens of every item are a multiple of: an inferred ladder has such budgets only.
         paths: forwards that differ in more than size (images, clips); each has graphs of its own.
         axes: what else graphs bake in; each combination of values has graphs of its own.
         max_frames: how many frames a batch may have in all; None: frames are not counted.
@@ -99,6 +101,7 @@ class EncoderCudaGraphConfig:
     output_width: int | tuple[int, ...]
     padding: Mapping[str, PaddingRule] = field(default_factory=dict)
     patches_per_token: int = 1
+    token_multiple: int = 1
     paths: tuple[str, ...] = ("",)
     axes: tuple[EncoderAxis, ...] = ()
     max_frames: int | None = None
@@ -212,4 +215,16 @@ class SupportsEncoderCompilation(Protocol):
             compiler: what compiles regions: ``inductor``, ``aot_eager``, ``eager``.
             runtime: the :class:`~graphpass.GraphRuntime` that counts artifacts.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsEncoderExamples(Protocol):
+    """An encoder that can make items up, so that its eager call can be timed when graphs are captured.
+
+    Without it, what is timed is :meth:`~SupportsEncoderCudaGraph.encoder_cudagraph_forward`, run eagerly over buffers.
+    """
+
+    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
+        """Items that fill ``key`` as far as they can: of its path and axes, together of at most ``key.tokens``."""
         ...

@@ -1,0 +1,139 @@
+"""The buffers that encoder graphs read: one memory for each, of which every key uses a prefix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, PaddingRule
+from graphpass.errors import EncoderConfigError, ShapeError
+
+__all__ = ["EncoderBuffers"]
+
+
+class EncoderBuffers:
+    """Memory for the largest keys, and views of it at the shapes of each key.
+
+    Args:
+        config: names the buffers and how each is padded.
+        largest: the buffers of each of the largest keys; nothing else needs more memory.
+
+    Raises:
+        EncoderConfigError: the buffers are not those of the configuration, or of different dtypes or devices.
+    """
+
+    def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self._config = config
+        self._memory: dict[str, torch.Tensor] = {}
+        self._views: dict[EncoderGraphKey, dict[str, torch.Tensor]] = {}
+        for example in largest:
+            _refuse_other_names(example, config, "prepare_encoder_cudagraph_capture_inputs")
+        for name in config.buffer_keys:
+            examples = [example[name] for example in largest]
+            kinds = {(example.dtype, example.device) for example in examples}
+            if len(kinds) > 1:
+                raise EncoderConfigError(
+                    f"buffer {name!r} differs between keys",
+                    expected="one dtype and device for all keys",
+                    found=", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)),
+                    remedy="make it the same for every path and axis",
+                )
+            self._memory[name] = torch.zeros(
+                max(example.numel() for example in examples), dtype=examples[0].dtype, device=examples[0].device
+            )
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The whole memory of each buffer, flat."""
+        return self._memory
+
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
+
+    def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The buffers of ``key``, with the contents of ``example``, which has their shapes.
+
+        Raises:
+            EncoderConfigError: ``example`` has other buffers, or one that is larger than at the largest key.
+        """
+        _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
+        views = {}
+        for name in self._config.buffer_keys:
+            memory, shape = self._memory[name], example[name].shape
+            if math.prod(shape) > memory.numel() or example[name].dtype != memory.dtype:
+                raise EncoderConfigError(
+                    f"buffer {name!r} of {key} is no part of the largest key's",
+                    expected=f"at most {memory.numel()} elements of {memory.dtype}",
+                    found=f"{tuple(shape)} of {example[name].dtype}",
+                    remedy="let buffers grow with the key, in dimension 0 alone",
+                )
+            views[name] = memory[: math.prod(shape)].view(shape)
+            views[name].copy_(example[name])
+        self._views[key] = views
+        return views
+
+    def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
+        """The buffers of a key that was added."""
+        return self._views[key]
+
+    def fill(self, key: EncoderGraphKey, values: Mapping[str, torch.Tensor | None]) -> None:
+        """Copy ``values`` into the buffers of ``key`` and pad what lies behind them.
+
+        Raises:
+            EncoderConfigError: there is no value for a buffer, or one for what is none.
+            ShapeError: a value has more rows than its buffer, or other columns, or integers for another integer type.
+        """
+        _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
+        for name, buffer in self._views[key].items():
+            value = values[name]
+            if value is None:
+                continue
+            _check(name, value, buffer, key)
+            rows = len(value) if value.dim() else 0
+            # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
+            target = buffer[:rows] if value.dim() else buffer
+            target.copy_(value, non_blocking=not value.is_pinned())
+            if value.dim() and rows < len(buffer):
+                _pad(buffer, rows, self._config.padding.get(name, 0))
+
+
+def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:
+    missing = [name for name in config.buffer_keys if name not in values]
+    unknown = [name for name in values if name not in config.buffer_keys]
+    if missing or unknown:
+        raise EncoderConfigError(
+            f"{method} returned no buffer {missing[0]!r}"
+            if missing
+            else f"{method} returned {unknown[0]!r}, no buffer",
+            expected=f"the buffer_keys {list(config.buffer_keys)}",
+            found=repr(list(values)),
+            remedy="return None for a buffer that keeps its contents" if missing else "list it in buffer_keys",
+        )
+
+
+def _check(name: str, value: torch.Tensor, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
+    casts = value.dtype == buffer.dtype or (value.is_floating_point() and buffer.is_floating_point())
+    fits = value.dim() == buffer.dim() and value.shape[1:] == buffer.shape[1:]
+    if fits and value.dim():
+        fits = len(value) <= len(buffer)
+    if not (casts and fits):
+        raise ShapeError(
+            f"buffer {name!r} cannot take these contents at {key}",
+            expected=f"at most {tuple(buffer.shape)} of {buffer.dtype}",
+            found=f"{tuple(value.shape)} of {value.dtype}",
+            remedy="return no more rows than the key has, of the shape and dtype of the capture inputs",
+        )
+
+
+def _pad(buffer: torch.Tensor, rows: int, rule: PaddingRule) -> None:
+    rest = buffer[rows:]
+    if rule == "last":
+        if rows:
+            rest.copy_(buffer[rows - 1 : rows].expand_as(rest))
+        else:
+            rest.zero_()
+    elif rule is not None:
+        rest.fill_(rule)

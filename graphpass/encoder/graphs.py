@@ -1,0 +1,142 @@
+"""The graphs of an encoder: buffers, captures and replays. Decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphpass.capture import CapturePolicy, CUDAGraphWrapper, GraphRuntime
+from graphpass.context import set_forward_context
+from graphpass.encoder.buffers import EncoderBuffers
+from graphpass.encoder.protocol import (
+    EncoderCudaGraphConfig,
+    EncoderGraphKey,
+    EncoderItems,
+    EncoderOutput,
+    SupportsEncoderCudaGraph,
+)
+from graphpass.encoder.stats import CapturedBudget
+from graphpass.errors import EncoderConfigError
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["EncoderGraphs", "outputs_of", "quietly", "without_graphs"]
+
+
+class EncoderGraphs:
+    """Captures keys of one encoder and replays them over shared buffers. They share one pool.
+
+    Args:
+        model: the encoder.
+        config: what it said of itself.
+        keys: all that may be captured, the largest budget first.
+        device: where it runs.
+        dtype: of its inputs.
+        graph_pool: a CUDA graph pool to share with others; None for one of its own.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph,
+        config: EncoderCudaGraphConfig,
+        keys: Sequence[EncoderGraphKey],
+        device: torch.device,
+        dtype: torch.dtype,
+        graph_pool: Any = None,
+    ) -> None:
+        self._model, self._config, self._device, self._dtype = model, config, device, dtype
+        self.runtime = GraphRuntime(graph_pool, device=device)
+        with quietly():
+            largest = [self._example(key) for key in keys if key.tokens == keys[0].tokens]
+            self.buffers = EncoderBuffers(config, largest)
+        self._wrapper = CUDAGraphWrapper(
+            self._forward,
+            CUDAGraphMode.FULL,
+            runtime=self.runtime,
+            name="encoder",
+            static_inputs=range(1, 1 + len(config.buffer_keys)),
+            input_names=("key", *config.buffer_keys),
+            policy=CapturePolicy(outputs="view"),
+        )
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """:meth:`capture` is allowed in the body."""
+        with quietly(), self.runtime.capturing():
+            yield
+
+    def capture(self, key: EncoderGraphKey) -> CapturedBudget:
+        """Capture one key over its part of the buffers.
+
+        Raises:
+            CaptureError: the encoder could not be captured at this size.
+            EncoderConfigError: the encoder does not keep to its configuration.
+        """
+        started, pool_bytes = time.perf_counter(), self.runtime.pool_bytes()
+        self.buffers.add(key, self._example(key))
+        _check_outputs(self._run(key), key, self._config)
+        return CapturedBudget(key, time.perf_counter() - started, self.runtime.pool_bytes() - pool_bytes)
+
+    def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
+        """The outputs for ``items`` with the padding behind them: in the pool, valid until the next replay."""
+        values = self._model.prepare_encoder_cudagraph_replay_buffers(items, key)
+        # An earlier replay, on another stream, may still be reading what is filled now.
+        self.runtime.follow_last_forward()
+        self.buffers.fill(key, values)
+        return self._run(key)
+
+    def replay_as_filled(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
+        """:meth:`replay` over what the buffers hold."""
+        return self._run(key)
+
+    def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
+        """The same forward over the same buffers, without a graph."""
+        with without_graphs():
+            return self._model.encoder_cudagraph_forward(self.buffers.of(key), key)
+
+    def close(self) -> None:
+        """Drop all graphs and give the pool back."""
+        self.runtime.close()
+
+    def _example(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
+        return self._model.prepare_encoder_cudagraph_capture_inputs(key, self._device, self._dtype)
+
+    def _run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
+        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor):
+            return outputs_of(self._wrapper(key, *self.buffers.of(key).values()))
+
+    def _forward(self, key: EncoderGraphKey, *buffers: torch.Tensor) -> EncoderOutput:
+        named = dict(zip(self._config.buffer_keys, buffers, strict=True))
+        return self._model.encoder_cudagraph_forward(named, key)
+
+
+def outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
+    """What an encoder returned, always as several tensors."""
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without autograd and outside of inference mode: how everything is compiled, captured and run."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def without_graphs() -> contextlib.AbstractContextManager[Any]:
+    """A forward context in which compiled code captures and replays nothing."""
+    return set_forward_context(runtime_mode=CUDAGraphMode.NONE)
+
+
+def _check_outputs(outputs: Sequence[torch.Tensor], key: EncoderGraphKey, config: EncoderCudaGraphConfig) -> None:
+    found = [tuple(output.shape) for output in outputs]
+    expected = [(key.tokens, width) for width in config.output_widths]
+    if found != expected:
+        raise EncoderConfigError(
+            f"encoder_cudagraph_forward returned other shapes at {key}",
+            expected=str(expected),
+            found=str(found),
+            remedy="return a row for each token of the key, and correct output_width",
+        )

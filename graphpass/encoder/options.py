@@ -1,0 +1,194 @@
+"""Options of encoder graphs, and the keys that follow from them and from what the model says of itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from graphpass.compile import COMPILERS
+from graphpass.encoder.budgets import checked_budgets, fine_budgets
+from graphpass.encoder.packing import PackingCosts
+from graphpass.encoder.protocol import Axes, EncoderCudaGraphConfig, EncoderGraphKey
+from graphpass.errors import EncoderConfigError
+
+__all__ = ["EncoderOptions", "checked_config", "keys_of"]
+
+_USUAL_ITEMS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOptions:
+    """How an encoder is captured and packed. What is None is inferred from the model.
+
+    Attributes:
+        enable: capture graphs at all; without, everything runs eagerly.
+        token_budgets: the output tokens of each graph. None: the finest ladder of ``max_graphs`` graphs over the
+            model's range. From 16 to 4096 tokens, the default pads no batch by more than 12.5 %.
+        max_graphs: how many graphs an inferred ladder may have in all. One takes about 0.1 s to capture.
+        max_pool_bytes: stop capturing once the pool has this size. None: no bound.
+        max_items_per_batch: items of one replay.
+        max_frames_per_batch: frames of one replay, for models that count them.
+        compile: capture the compiled encoder. None: if the model can be compiled.
+        compiler: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
+        costs: ``measured``: replays and eager calls are timed after the capture, and the cheaper plan runs. None: the
+            greedy without costs. Or costs to go by, by budget, in seconds.
+        max_eager_tokens: output tokens of one eager call over several items. None: the largest budget.
+        log_every: after how many requests the statistics are logged.
+
+    Raises:
+        EncoderConfigError: a value that no model could have; what depends on the model is refused by the manager.
+    """
+
+    enable: bool = True
+    token_budgets: Sequence[int] | None = None
+    max_graphs: int = 48
+    max_pool_bytes: int | None = None
+    max_items_per_batch: int | None = None
+    max_frames_per_batch: int | None = None
+    compile: bool | None = None
+    compiler: str | None = None
+    costs: PackingCosts | Literal["measured"] | None = "measured"
+    max_eager_tokens: int | None = None
+    log_every: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("max_pool_bytes", "max_items_per_batch", "max_frames_per_batch", "max_eager_tokens"):
+            if getattr(self, name) is not None:
+                self._refuse_below_one(name)
+        self._refuse_below_one("max_graphs")
+        self._refuse_below_one("log_every")
+        if self.compiler is not None and self.compiler not in COMPILERS:
+            raise _unusable("compiler", f"one of {', '.join(COMPILERS)}", self.compiler)
+        if self.compiler is not None and self.compile is False:
+            raise _unusable("compiler", "none, since compile=False", self.compiler)
+        if self.costs not in ("measured", None) and not isinstance(self.costs, PackingCosts):
+            raise _unusable("costs", "'measured', None or PackingCosts", self.costs)
+        if self.token_budgets is not None:
+            budgets = checked_budgets(self.token_budgets, 1, max(self.token_budgets, default=1))
+            if self.max_items_per_batch is not None and self.max_items_per_batch > budgets[0]:
+                raise EncoderConfigError(
+                    "max_items_per_batch is more than the smallest budget holds",
+                    expected=f"at most {budgets[0]} items, of one token each, in {budgets[0]} tokens",
+                    found=f"max_items_per_batch={self.max_items_per_batch}",
+                    remedy=f"lower it to {budgets[0]}, or leave out the smallest budgets",
+                )
+
+    def _refuse_below_one(self, name: str) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < 1:
+            raise _unusable(name, "an integer of at least 1", value)
+
+
+def _unusable(name: str, expected: str, found: object) -> EncoderConfigError:
+    return EncoderConfigError(
+        f"option {name} cannot be used", expected=expected, found=f"{name}={found!r}", remedy="leave it out"
+    )
+
+
+def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
+    """``config`` if it contradicts nothing.
+
+    Raises:
+        EncoderConfigError: a list is empty or names something twice, a count is not positive, a padding rule is of no
+            buffer, or an axis that rounds up has values that are no ascending integers.
+    """
+    for name in ("modalities", "buffer_keys", "paths"):
+        _refuse_repeated(name, getattr(config, name))
+    for axis in config.axes:
+        _refuse_repeated(f"values of axis {axis.name!r}", axis.values)
+        if axis.rounds_up and not (
+            all(type(v) is int for v in axis.values) and list(axis.values) == _sorted(axis.values)
+        ):
+            raise _contradiction(f"axis {axis.name!r} rounds up", "ascending integers", axis.values)
+    if config.axes:
+        _refuse_repeated("axes", [axis.name for axis in config.axes])
+    counts = {
+        "patches_per_token": config.patches_per_token,
+        "max_frames": config.max_frames,
+        "max_items": config.max_items,
+    }
+    counts |= {f"output_width {index}": width for index, width in enumerate(config.output_widths)}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise _contradiction(name, "at least 1", count)
+    unknown = sorted(set(config.padding) - set(config.buffer_keys))
+    if unknown:
+        raise _contradiction(f"padding of {unknown[0]!r}", f"one of the buffers {list(config.buffer_keys)}", unknown[0])
+    for key, rule in config.padding.items():
+        if not (rule is None or rule == "last" or isinstance(rule, int | float)):
+            raise _contradiction(f"padding of {key!r}", "a number, 'last' or None", rule)
+    return config
+
+
+def _sorted(values: Sequence[object]) -> list[object]:
+    return sorted(values)  # type: ignore[type-var]  # integers, as was asked before
+
+
+def _refuse_repeated(name: str, values: Sequence[object]) -> None:
+    if not values or len(set(values)) != len(values):
+        raise _contradiction(name, "at least one, each once", list(values))
+
+
+def _contradiction(name: str, expected: str, found: object) -> EncoderConfigError:
+    return EncoderConfigError(
+        f"{name} of the encoder's configuration",
+        expected=expected,
+        found=repr(found),
+        remedy="correct the configuration",
+    )
+
+
+def keys_of(
+    options: EncoderOptions, config: EncoderCudaGraphConfig, budget_range: tuple[int, int]
+) -> tuple[EncoderGraphKey, ...]:
+    """The key of every graph, the largest budget first.
+
+    Args:
+        options: validated.
+        config: validated.
+        budget_range: output tokens of the smallest item, and of the largest batch worth a graph.
+
+    Raises:
+        EncoderConfigError: options that contradict the model.
+    """
+    minimum, maximum = budget_range
+    combinations = [
+        (path, tuple(zip((axis.name for axis in config.axes), values, strict=True)))
+        for path in config.paths
+        for values in itertools.product(*(axis.values for axis in config.axes))
+    ]
+    if options.token_budgets is not None:
+        budgets: Sequence[int] = checked_budgets(options.token_budgets, minimum, maximum)
+    else:
+        budgets = fine_budgets(
+            minimum, maximum, max_graphs=options.max_graphs // len(combinations), multiple=config.token_multiple
+        )
+    most_items = options.max_items_per_batch or config.max_items or _USUAL_ITEMS
+    frames = _frames_of(options, config)
+    return tuple(
+        _key(budget, max(1, min(most_items, budget // minimum)), frames, path, axes, config)
+        for budget in reversed(budgets)
+        for path, axes in combinations
+    )
+
+
+def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int | None:
+    asked = options.max_frames_per_batch
+    if asked is None:
+        return config.max_frames
+    if config.max_frames is None or asked > config.max_frames:
+        raise EncoderConfigError(
+            "max_frames_per_batch is not possible with this model",
+            expected="none: it does not count frames" if config.max_frames is None else f"at most {config.max_frames}",
+            found=f"max_frames_per_batch={asked}",
+            remedy="leave it out",
+        )
+    return asked
+
+
+def _key(
+    budget: int, items: int, frames: int | None, path: str, axes: Axes, config: EncoderCudaGraphConfig
+) -> EncoderGraphKey:
+    return EncoderGraphKey(budget, budget * config.patches_per_token, items, frames, path, axes)

@@ -1,0 +1,108 @@
+"""Data parallel: each rank encodes a share of the items, and all get all results."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphpass.errors import EncoderConfigError
+
+__all__ = ["Balance", "balance_items", "gather_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Items distributed over ranks.
+
+    Attributes:
+        order: item indices, those of rank 0 first, then those of rank 1, ...
+        counts: how many items each rank has; 0 for a rank without.
+        loads: the sizes of each rank's items in all.
+    """
+
+    order: list[int]
+    counts: list[int]
+    loads: list[int]
+
+    def share(self, rank: int) -> list[int]:
+        """The items of one rank, in its order."""
+        first = sum(self.counts[:rank])
+        return self.order[first : first + self.counts[rank]]
+
+
+def balance_items(sizes: Sequence[int], num_ranks: int) -> Balance:
+    """Largest item first, each to the rank that has least, of equally loaded ranks to the one of fewest items.
+
+    The longest-processing-time rule: no rank has more than 4/3 of what the best distribution has to give to one. It
+    depends on nothing but the arguments: every rank computes the same.
+
+    Args:
+        sizes: the input size of each item.
+        num_ranks: how many ranks there are.
+
+    Raises:
+        EncoderConfigError: ``num_ranks`` is below 1, or a size is negative.
+    """
+    if num_ranks < 1 or any(size < 0 for size in sizes):
+        raise EncoderConfigError(
+            "items cannot be distributed",
+            expected="at least 1 rank, and sizes of at least 0",
+            found=f"num_ranks={num_ranks}, smallest size {min(sizes, default=0)}",
+            remedy="check the item specs that the model returns",
+        )
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    least = [(0, 0, rank) for rank in range(num_ranks)]
+    for item in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, count, rank = least[0]
+        shares[rank].append(item)
+        heapq.heapreplace(least, (load + sizes[item], count + 1, rank))
+    return Balance(
+        order=[item for share in shares for item in share],
+        counts=[len(share) for share in shares],
+        loads=[sum(sizes[item] for item in share) for share in shares],
+    )
+
+
+def gather_rows(
+    own: Sequence[torch.Tensor], balance: Balance, tokens: Sequence[int], group: Any
+) -> tuple[torch.Tensor, ...]:
+    """Every item's rows from the rank that has them, in the order of the items.
+
+    Shares are padded to the longest one for one collective, in which ranks without items take part.
+
+    Args:
+        own: the outputs of this rank's share, each [rows, width], in the share's order. All of one dtype and device.
+        balance: which rank has which items.
+        tokens: the output rows of each item.
+        group: the process group, of as many ranks as ``balance`` has.
+
+    Returns:
+        The outputs, each [sum(tokens), width].
+    """
+    rows_of_rank = [sum(tokens[item] for item in balance.share(rank)) for rank in range(len(balance.counts))]
+    longest = max(rows_of_rank)
+    widths = [output.shape[1] for output in own]
+    padded = own[0].new_zeros(longest, sum(widths))
+    padded[: len(own[0])] = torch.cat(list(own), dim=1)
+    everything = padded.new_empty(len(rows_of_rank) * longest, sum(widths))
+    dist.all_gather(
+        list(everything.split(longest)) if longest else [everything] * len(rows_of_rank), padded, group=group
+    )
+    rows = torch.tensor(_rows_in_order(balance, tokens, longest), dtype=torch.int64).to(everything.device)
+    return tuple(columns.index_select(0, rows) for columns in everything.split(widths, dim=1))
+
+
+def _rows_in_order(balance: Balance, tokens: Sequence[int], longest: int) -> list[int]:
+    """Where the rows of each item lie among the padded shares of all ranks, for the items in order."""
+    first_row = [0] * len(tokens)
+    for rank in range(len(balance.counts)):
+        at = rank * longest
+        for item in balance.share(rank):
+            first_row[item] = at
+            at += tokens[item]
+    return [row for item, count in enumerate(tokens) for row in range(first_row[item], first_row[item] + count)]

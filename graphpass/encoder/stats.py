@@ -1,0 +1,164 @@
+"""What a manager has run: counted in every request, read when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphpass.encoder.protocol import EncoderGraphKey
+from graphpass.tables import Report, Table
+
+__all__ = ["BudgetTraffic", "CapturedBudget", "EncoderCounts", "EncoderStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBudget:
+    """What one graph's capture took.
+
+    Attributes:
+        key: what it holds.
+        seconds: of its capture, the warm-up included.
+        pool_bytes: by which the graph pool grew.
+    """
+
+    key: EncoderGraphKey
+    seconds: float
+    pool_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetTraffic:
+    """How one graph was used.
+
+    Attributes:
+        captured: the graph.
+        replays: how often it was replayed.
+        items: that were served by it.
+        tokens: their output tokens.
+    """
+
+    captured: CapturedBudget
+    replays: int
+    items: int
+    tokens: int
+
+    @property
+    def padding(self) -> float:
+        """The share of the computed tokens that was padding."""
+        computed = self.replays * self.captured.key.tokens
+        return 1 - self.tokens / computed if computed else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStats:
+    """A snapshot, from the manager's beginning on; ``print`` it.
+
+    Attributes:
+        requests: calls of ``execute``.
+        hits: items that were served by a graph.
+        misses: items that ran eagerly: before the capture, too large for every graph, or cheaper so.
+        eager_calls: in how many calls.
+        eager_tokens: output tokens of those items.
+        budgets: the captured graphs, the largest budget first.
+        failed: keys that could not be captured, or were left out for ``max_pool_bytes``, with the reason.
+        pool_bytes: of the graph pool; 0 on the CPU tape.
+        buffer_bytes: of the buffers that graphs read.
+    """
+
+    requests: int
+    hits: int
+    misses: int
+    eager_calls: int
+    eager_tokens: int
+    budgets: tuple[BudgetTraffic, ...]
+    failed: tuple[tuple[EncoderGraphKey, str], ...]
+    pool_bytes: int
+    buffer_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the items that was served by a graph; 0 before the first."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
+
+    @property
+    def replays(self) -> int:
+        """Replays of all graphs."""
+        return sum(budget.replays for budget in self.budgets)
+
+    @property
+    def padding_waste(self) -> float:
+        """The share of the tokens computed by replays that was padding."""
+        computed = sum(budget.replays * budget.captured.key.tokens for budget in self.budgets)
+        return 1 - sum(budget.tokens for budget in self.budgets) / computed if computed else 0.0
+
+    def summary(self) -> str:
+        """One line, as it is logged."""
+        return (
+            f"encoder graphs: {self.requests} requests, {self.hits} items replayed and {self.misses} run eagerly "
+            f"(hit rate {100 * self.hit_rate:.1f} %), {self.replays} replays, {100 * self.padding_waste:.1f} % padding"
+        )
+
+    def __str__(self) -> str:
+        rows = tuple(
+            (
+                str(budget.captured.key),
+                str(budget.replays),
+                str(budget.items),
+                str(budget.tokens),
+                f"{100 * budget.padding:.1f} %",
+                f"{1000 * budget.captured.seconds:.1f}",
+                str(budget.captured.pool_bytes),
+            )
+            for budget in self.budgets
+        )
+        columns = ("budget", "replays", "items", "tokens", "padding", "capture ms", "pool bytes")
+        failed = tuple((str(key), reason) for key, reason in self.failed)
+        tables = (Table("Budgets", columns, rows), Table("Without a graph", ("budget", "reason"), failed))
+        return f"{self.summary()}\n{Report(tables)}"
+
+
+class EncoderCounts:
+    """The running counts behind :class:`EncoderStats`."""
+
+    def __init__(self) -> None:
+        self.requests = self.misses = self.eager_calls = self.eager_tokens = 0
+        self._replays: Counter[EncoderGraphKey] = Counter()
+        self._items: Counter[EncoderGraphKey] = Counter()
+        self._tokens: Counter[EncoderGraphKey] = Counter()
+
+    def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
+        """Count one replay."""
+        self._replays[key] += 1
+        self._items[key] += num_items
+        self._tokens[key] += num_tokens
+
+    def ran_eagerly(self, num_items: int, num_tokens: int) -> None:
+        """Count one eager call."""
+        self.misses += num_items
+        self.eager_calls += 1
+        self.eager_tokens += num_tokens
+
+    def snapshot(
+        self,
+        captured: Sequence[CapturedBudget],
+        failed: Sequence[tuple[EncoderGraphKey, str]],
+        *,
+        pool_bytes: int,
+        buffer_bytes: int,
+    ) -> EncoderStats:
+        """The counts as of now, with what is captured now; hits of graphs that were cleared still count."""
+        return EncoderStats(
+            requests=self.requests,
+            hits=self._items.total(),
+            misses=self.misses,
+            eager_calls=self.eager_calls,
+            eager_tokens=self.eager_tokens,
+            budgets=tuple(
+                BudgetTraffic(one, self._replays[one.key], self._items[one.key], self._tokens[one.key])
+                for one in captured
+            ),
+            failed=tuple(failed),
+            pool_bytes=pool_bytes,
+            buffer_bytes=buffer_bytes,
+        )
