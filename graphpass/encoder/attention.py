@@ -1,9 +1,9 @@
 """Attention over packed images: each sequence by itself, whatever lies behind the last one left out.
 
-Two forms, both traceable and free of host reads, so that they stand inside whole-encoder graphs and inside a compiled
-block. *Packed*: sequences of any length one behind the other, their bounds in ``cu_seqlens``; on CUDA in half precision
-torch's ``varlen_attn``, elsewhere one ``scaled_dot_product_attention`` under a block-diagonal mask. *Equal*: sequences
-of one length, which is a batch.
+Two forms, both free of host reads, so that they stand inside whole-encoder graphs, and inside a block that is compiled
+for symbolic sizes. *Packed*: sequences of any length one behind the other, their bounds in ``cu_seqlens``; on CUDA in
+half precision torch's ``varlen_attn``, elsewhere one ``scaled_dot_product_attention`` under a block-diagonal mask.
+*Equal*: sequences of one length, which is a batch.
 
 Both are attention functions of Hugging Face, under the names below. What they have to know beyond their arguments is in
 the configuration of the layer that calls them: :func:`use_attention` writes it into a copy that only the adapter's
@@ -35,6 +35,7 @@ __all__ = [
 PACKED_ATTENTION = "graphpass_flash_packed"
 """Towers pass bounds of sequences, instead of splitting by them on the host, to what has "flash" in its name."""
 EQUAL_ATTENTION = "graphpass_equal"
+_EQUAL_OP = "graphpass::equal_attention"
 _SEQUENCE_LENGTH = "graphpass_sequence_length"
 _HEAD_ALIGNMENT, _MAX_HEAD_DIM = 8, 256
 """What torch's flash attention takes."""
@@ -91,6 +92,8 @@ def equal_attention(
 ) -> torch.Tensor:
     """Attention within each of the sequences of ``seq_len`` that lie one behind the other.
 
+    An opaque op: traced, one sequence would be compiled apart from several.
+
     Args:
         query: [tokens, heads, head_dim], where ``tokens`` is a multiple of ``seq_len``.
         key: like ``query``.
@@ -101,17 +104,31 @@ def equal_attention(
     Returns:
         Shaped like ``query``.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    if serves_varlen(query.device, query.dtype, head_dim):
-        ends = torch.arange(0, num_tokens + 1, seq_len, device=query.device, dtype=torch.int32)
-        return _varlen(query, key, value, ends, seq_len, scale)
-    # Sequences lie in the dimension of heads and not in that of batches, for whose size 1 Dynamo would compile anew.
-    batched = [
-        tensor.unflatten(0, (-1, seq_len)).transpose(1, 2).reshape(1, -1, seq_len, head_dim)
-        for tensor in (query, key, value)
-    ]
+    attended: torch.Tensor = torch.ops.graphpass.equal_attention(query, key, value, seq_len, scale)
+    return attended
+
+
+torch.library.define(_EQUAL_OP, "(Tensor query, Tensor key, Tensor value, int seq_len, float scale) -> Tensor")
+
+
+@torch.library.impl(_EQUAL_OP, "default")
+@torch.no_grad()
+def _equal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float
+) -> torch.Tensor:
+    batched = [tensor.unflatten(0, (-1, seq_len)).transpose(1, 2) for tensor in (query, key, value)]
     attended = F.scaled_dot_product_attention(*batched, scale=scale)
-    return attended.reshape(-1, num_heads, seq_len, head_dim).transpose(1, 2).flatten(0, 1)
+    return attended.transpose(1, 2).reshape(query.shape).contiguous()
+
+
+def _shaped_like_query(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float
+) -> torch.Tensor:
+    """What tracing sees of the op."""
+    return query.new_empty(query.shape)
+
+
+torch.library.register_fake(_EQUAL_OP, _shaped_like_query)
 
 
 def _varlen(

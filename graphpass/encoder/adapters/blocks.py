@@ -12,7 +12,7 @@ import torch
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 
-__all__ = ["Blocks", "without_autograd"]
+__all__ = ["Blocks", "eagerly"]
 
 
 class Blocks:
@@ -52,13 +52,13 @@ class Blocks:
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
         self._call = torch.compile(_with_own_code(_call_block), backend="cgpass", dynamic=True, options=options)
-        with without_autograd():
+        with eagerly():
             self(0, hidden, arguments)
 
 
 @contextlib.contextmanager
-def without_autograd() -> Iterator[None]:
-    """The modes in which blocks are compiled, captured and run, whatever the caller's are: each would compile anew.
+def eagerly() -> Iterator[None]:
+    """The modes in which blocks are compiled and run, whatever the caller's are: others would compile them anew.
 
     The forward context says that no graph is asked for, also where the caller is in the forward of another model.
     """

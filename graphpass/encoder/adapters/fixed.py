@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from graphpass.encoder.adapters.blocks import Blocks, without_autograd
+from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
 from graphpass.encoder.attention import EQUAL_ATTENTION
 from graphpass.encoder.protocol import (
@@ -76,6 +76,7 @@ class FixedSizeAdapter(ABC):
             buffer_keys=("pixel_values",),
             output_width=self.tower.config.hidden_size,
             patches_per_token=self._positions if self._output == POOLER_OUTPUT else 1,
+            token_multiple=self._rows,
             max_items=self._max_items,
         )
 
@@ -98,6 +99,10 @@ class FixedSizeAdapter(ABC):
         if list(indices) == list(range(first, first + count)):
             return {"pixel_values": images[first : first + count]}
         return {"pixel_values": images.index_select(0, torch.tensor(indices, device=images.device))}
+
+    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
+        """As many black images as fit ``key``."""
+        return self.prepare_encoder_cudagraph_capture_inputs(key, device, dtype)
 
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
@@ -125,9 +130,8 @@ class FixedSizeAdapter(ABC):
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """The rows of each image, one after the other, [key.tokens, width]; zero behind the last whole image."""
-        with without_autograd():
-            rows = self._forward(buffers["pixel_values"])
-            return F.pad(rows, (0, 0, 0, key.tokens - len(rows)))
+        rows = self._forward(buffers["pixel_values"])
+        return F.pad(rows, (0, 0, 0, key.tokens - len(rows)))
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward over as many images as there are."""
@@ -135,7 +139,7 @@ class FixedSizeAdapter(ABC):
         weight = next(self.tower.parameters())
         if not len(images):
             return weight.new_empty(0, self.tower.config.hidden_size)
-        with without_autograd():
+        with eagerly():
             return self._forward(images.to(weight.device))
 
     def postprocess_encoder_output(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.adapters.blocks import Blocks, without_autograd
+from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option, check_rising
 from graphpass.encoder.attention import PACKED_ATTENTION
 from graphpass.encoder.protocol import (
@@ -26,14 +26,17 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.errors import ShapeError
 
-__all__ = ["GridAdapter", "Tables"]
+__all__ = ["Grid", "GridAdapter", "Tables"]
 
+Grid = tuple[int, int, int]
+"""Temporal slices, height and width of an item, in patches."""
 Tables = Mapping[str, npt.NDArray[Any]]
 """Buffer key -> int32 or float32 values of one frame, or of a batch."""
 MAX_SEQ_LEN = "max_seq_len"
 _IMAGES, _CLIPS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
 _FRAME_TABLES_KEPT = 256
-_EXAMPLE_TOKENS, _EXAMPLE_SEQUENCES, _EXAMPLE_LENGTH = 46, 5, 29
+_EXAMPLE_TOKENS_AN_IMAGE = 256
+_EXAMPLE_PATCHES, _EXAMPLE_SEQUENCES, _EXAMPLE_LENGTH = 46, 5, 29
 """Sizes of the compiled example, all different."""
 
 
@@ -46,7 +49,7 @@ class GridAdapter(ABC):
 
     Args:
         tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
-        min_tokens: output tokens of the smallest budget.
+        min_tokens: output tokens of the smallest image worth a graph of its own; also of the smallest budget.
         max_tokens: output tokens of the largest.
         max_items: images and clips of a batch.
         max_frames: temporal slices of a batch. Each one that a graph allows for costs its attention a little.
@@ -59,14 +62,16 @@ class GridAdapter(ABC):
 
     #: Buffers with one entry for each sequence and one more; unused ones repeat the end.
     cumulative_keys: tuple[str, ...] = ("cu_seqlens",)
-    #: Buffers that are indices of hidden states or weights: in padding the first one, which always exists.
-    table_keys: tuple[str, ...]
+    #: Buffers with a row for each patch; in padding zero, which as an index is always valid.
+    patch_keys: tuple[str, ...]
+    #: Buffers with a row for each token that holds the number of a token.
+    token_keys: tuple[str, ...] = ()
 
     def __init__(
         self,
         tower: Any,
         *,
-        min_tokens: int = 64,
+        min_tokens: int = 16,
         max_tokens: int = 4096,
         max_items: int = 32,
         max_frames: int = 32,
@@ -88,15 +93,7 @@ class GridAdapter(ABC):
 
     @abstractmethod
     def _frame_tables(self, height: int, width: int) -> Tables:
-        """The tables of one temporal slice, over the keys of ``table_keys`` and lengths under ``cumulative_keys``."""
-
-    @abstractmethod
-    def _numbered_keys(self) -> Mapping[str, int]:
-        """{table key: patches for each number it counts}, of tables that number rows from the start of the batch."""
-
-    @abstractmethod
-    def _table_columns(self) -> Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]:
-        """{table key: (patches a row, shape of a row, dtype)}."""
+        """The tables of one temporal slice: those of ``table_keys``, and lengths under ``cumulative_keys``."""
 
     @abstractmethod
     def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
@@ -149,19 +146,28 @@ class GridAdapter(ABC):
         one = chosen[0] if len(chosen) == 1 else torch.cat(chosen) if chosen else pixels[:0]
         return {"pixel_values": one, "grid_thw": torch.tensor([grids[i] for i in indices]).view(-1, 3)}
 
+    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
+        """Black images of a usual size that fill ``key``, as square as their number of tokens allows."""
+        grids = self._example_grids(key)
+        num_patches = sum(math.prod(grid) for grid in grids)
+        pixels = torch.zeros(num_patches, self._patch_width, device=device, dtype=dtype)
+        return {"pixel_values": pixels, "grid_thw": torch.tensor(grids)}
+
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
-        """Zero patches in sequences of about one length, as many as there may be items."""
-        patches, unit = key.patches, self._merge**2
-        buffers = {"pixel_values": torch.zeros(patches, self._patch_width, device=device, dtype=dtype)}
-        for name, (patches_a_row, shape, table_dtype) in self._table_columns().items():
-            buffers[name] = torch.zeros(patches // patches_a_row, *shape, device=device, dtype=table_dtype)
+        """The example's images, and what pads them."""
+        real = self._tables(self._example_grids(key))
+        tables = {}
+        for name in self.table_keys:
+            rows = key.patches // self._patches_a_row(name)
+            tables[name] = np.zeros((rows, *real[name].shape[1:]), real[name].dtype)
+            tables[name][: len(real[name])] = real[name]
         for name, most in self._num_sequences(key).items():
-            used = min(most, max(key.items, -(-patches // self._longest(name, key))))
-            ends = np.minimum(np.arange(most + 1) * -(-(patches // unit) // used) * unit, patches)
-            buffers[name] = torch.from_numpy(ends.astype(np.int32)).to(device)
-        return buffers
+            tables[name] = np.full(most + 1, real[name][-1], np.int32)
+            tables[name][: len(real[name])] = real[name]
+        pixels = torch.zeros(key.patches, self._patch_width, device=device, dtype=dtype)
+        return {"pixel_values": pixels, **_transferred(tables, device)}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
@@ -172,8 +178,7 @@ class GridAdapter(ABC):
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
-        with without_autograd():
-            return self._forward(buffers, dict(key.axes).get(MAX_SEQ_LEN, key.patches))  # type: ignore[arg-type]
+        return self._forward(buffers, dict(key.axes).get(MAX_SEQ_LEN, key.patches))  # type: ignore[arg-type]
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward at the items' own sizes."""
@@ -181,7 +186,7 @@ class GridAdapter(ABC):
         if not len(pixels):
             weight = next(self.tower.parameters())
             return tuple(weight.new_empty(0, width) for width in self._output_widths)
-        with without_autograd():
+        with eagerly():
             buffers = {"pixel_values": pixels.to(self._device), **_transferred(self._tables(grids), self._device)}
             return self._forward(buffers, max(height * width for _, height, width in grids))
 
@@ -197,8 +202,9 @@ class GridAdapter(ABC):
         """Compile the block; it serves all layers and sizes."""
         weight = next(self.tower.parameters())
         config = self.tower.config
-        hidden = torch.zeros(_EXAMPLE_TOKENS, config.hidden_size, device=weight.device, dtype=weight.dtype)
-        angles = torch.zeros(_EXAMPLE_TOKENS, config.hidden_size // config.num_heads, device=weight.device)
+        hidden = torch.zeros(_EXAMPLE_PATCHES, config.hidden_size, device=weight.device, dtype=weight.dtype)
+        head_dim = config.hidden_size // config.num_heads
+        angles = torch.zeros(_EXAMPLE_PATCHES, head_dim, device=weight.device, dtype=torch.float32)
         ends = torch.tensor([0, *[_EXAMPLE_LENGTH] * _EXAMPLE_SEQUENCES], dtype=torch.int32, device=weight.device)
         self._blocks.compile(
             compiler, runtime, hidden, _block_arguments(ends, _EXAMPLE_LENGTH, (angles, angles.clone()))
@@ -217,6 +223,11 @@ class GridAdapter(ABC):
         return self._blocks(index, hidden, _block_arguments(cu_seqlens, max_seq_len, position_embeddings))
 
     @property
+    def table_keys(self) -> tuple[str, ...]:
+        """All buffers that grids give, but for the cumulative ones."""
+        return (*self.patch_keys, *self.token_keys)
+
+    @property
     def _device(self) -> torch.device:
         device: torch.device = next(self.tower.parameters()).device
         return device
@@ -227,30 +238,40 @@ class GridAdapter(ABC):
         kernel: torch.Tensor = self.tower.patch_embed.proj.weight
         return kernel[0].numel()
 
-    def _longest(self, name: str, key: EncoderGraphKey) -> int:
-        """Bound on the patches of a sequence under a cumulative key."""
+    def _patches_a_row(self, name: str) -> int:
+        return 1 if name in self.patch_keys else self._merge**2
+
+    def _example_grids(self, key: EncoderGraphKey) -> list[Grid]:
+        """At least one grid, and at most as many as the key has items, together of at most its tokens."""
         bound = dict(key.axes).get(MAX_SEQ_LEN, key.patches)
         assert isinstance(bound, int)
-        return bound
+        most = max(1, min(_EXAMPLE_TOKENS_AN_IMAGE, bound // self._merge**2, key.tokens))
+        count = min(key.items, -(-key.tokens // most))
+        tokens = min(key.tokens // count, max(1, bound // self._merge**2))
+        height = math.isqrt(tokens)
+        return [(1, height * self._merge, tokens // height * self._merge)] * count
 
-    def _spec(self, grid: tuple[int, int, int]) -> EncoderItemSpec:
+    def _frames(self, key: EncoderGraphKey) -> int:
+        """Most temporal slices of a batch; each has at least one token."""
+        return min(key.frames or key.items, key.tokens)
+
+    def _spec(self, grid: Grid) -> EncoderItemSpec:
         frames, height, width = grid
         patches = math.prod(grid)
         axes = ((MAX_SEQ_LEN, height * width),) if self._max_seq_lens else ()
         return EncoderItemSpec(patches, patches // self._merge**2, frames, axes=axes)
 
-    def _tables(self, grids: Sequence[tuple[int, int, int]]) -> Tables:
+    def _tables(self, grids: Sequence[Grid]) -> Tables:
         """The tables of a batch: those of its frames, one after the other."""
         frames = [
             self._tables_of_frame(height, width) for t, height, width in grids for _ in range(t) if height * width
         ]
-        starts = np.cumsum([0] + [height * width for t, height, width in grids for _ in range(t) if height * width])
-        numbered, tables = self._numbered_keys(), {}
-        for name in self.table_keys:
-            parts = [frame[name] for frame in frames]
-            if name in numbered:
-                parts = [part + np.int32(start // numbered[name]) for part, start in zip(parts, starts, strict=False)]
-            tables[name] = np.concatenate(parts)
+        sizes = [frame[self.patch_keys[0]].shape[0] // self._merge**2 for frame in frames]
+        starts = np.cumsum([0, *sizes])
+        tables = {name: np.concatenate([frame[name] for frame in frames]) for name in self.patch_keys}
+        for name in self.token_keys:
+            numbers = [frame[name] + np.int32(start) for frame, start in zip(frames, starts, strict=False)]
+            tables[name] = np.concatenate(numbers)
         for name in self.cumulative_keys:
             ends = np.cumsum(np.concatenate([frame[name] for frame in frames]), dtype=np.int32)
             tables[name] = np.concatenate([np.zeros(1, np.int32), ends])
@@ -263,7 +284,7 @@ def _block_arguments(
     return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seq_len, "position_embeddings": position_embeddings}
 
 
-def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
+def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[Grid]]:
     """Patches, [patches, values], and grids (frames, height, width) of all items.
 
     Raises:
@@ -275,7 +296,7 @@ def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[tuple[i
     pairs = [
         (named[p], named[g]) for p, g in (_IMAGES, _CLIPS) if named.get(p) is not None and named.get(g) is not None
     ]
-    grids = [tuple(row) for _, rows in pairs for row in torch.as_tensor(rows).tolist()]
+    grids: list[Grid] = [tuple(row) for _, rows in pairs for row in torch.as_tensor(rows).tolist()]
     found = sum(len(pixels) for pixels, _ in pairs)
     expected = sum(math.prod(grid) for grid in grids)
     if not pairs or found != expected or any(side % merge for grid in grids for side in grid[1:]):

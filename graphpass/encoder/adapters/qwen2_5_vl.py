@@ -18,7 +18,8 @@ __all__ = ["Qwen25VLAdapter"]
 class Qwen25VLAdapter(GridAdapter):
     """``Qwen2_5_VisionTransformerPretrainedModel``. An item's result: the merged tokens, in the order of the image."""
 
-    table_keys = ("position_ids", "window_index", "reverse_index")
+    patch_keys = ("position_ids",)
+    token_keys = ("window_index", "reverse_index")
     cumulative_keys = ("cu_seqlens", "cu_window_seqlens")
 
     def __init__(self, tower: Any, **options: Any) -> None:
@@ -37,23 +38,10 @@ class Qwen25VLAdapter(GridAdapter):
             "cu_window_seqlens": cut.tokens * np.int32(self._unit),
         }
 
-    def _numbered_keys(self) -> Mapping[str, int]:
-        return {"window_index": self._unit, "reverse_index": self._unit}
-
-    def _table_columns(self) -> Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]:
-        return {
-            "position_ids": (1, (2,), torch.int32),
-            "window_index": (self._unit, (), torch.int32),
-            "reverse_index": (self._unit, (), torch.int32),
-        }
-
     def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
         """A frame of n tokens has at most n / side + 1 windows: as many if it is one token high."""
-        frames = key.frames or key.items
+        frames = self._frames(key)
         return {"cu_seqlens": frames, "cu_window_seqlens": key.tokens // self._tokens_a_side + frames}
-
-    def _longest(self, name: str, key: EncoderGraphKey) -> int:
-        return self._window_length if name == "cu_window_seqlens" else super()._longest(name, key)
 
     @property
     def _window_length(self) -> int:

@@ -25,7 +25,7 @@ class Qwen3VLAdapter(GridAdapter):
         EncoderConfigError: the tower resamples its position embeddings in another way than bilinear.
     """
 
-    table_keys = ("position_ids", "interp_indices", "interp_weights")
+    patch_keys = ("position_ids", "interp_indices", "interp_weights")
 
     def __init__(self, tower: Any, **options: Any) -> None:
         if tower.interpolation_mode != "bilinear":
@@ -44,18 +44,8 @@ class Qwen3VLAdapter(GridAdapter):
             "cu_seqlens": np.array([height * width], dtype=np.int32),
         }
 
-    def _numbered_keys(self) -> Mapping[str, int]:
-        return {}
-
-    def _table_columns(self) -> Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]:
-        return {
-            "position_ids": (1, (2,), torch.int32),
-            "interp_indices": (1, (_TAPS,), torch.int32),
-            "interp_weights": (1, (_TAPS,), torch.float32),
-        }
-
     def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        return {"cu_seqlens": key.frames or key.items}
+        return {"cu_seqlens": self._frames(key)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
