@@ -1,1 +1,39 @@
 """Whole-encoder graphs: images of any size, packed and padded into a ladder of token budgets."""
+
+from graphpass.encoder.budgets import generate_budgets, smallest_fitting_budget
+from graphpass.encoder.estimate import EncoderEstimate
+from graphpass.encoder.manager import EncoderCudaGraphManager
+from graphpass.encoder.options import EncoderOptions
+from graphpass.encoder.packing import PackedBatch, PackingCosts, pack_items
+from graphpass.encoder.protocol import (
+    EncoderAxis,
+    EncoderCudaGraphConfig,
+    EncoderGraphKey,
+    EncoderItemSpec,
+    SupportsEncoderCompilation,
+    SupportsEncoderCudaGraph,
+    SupportsEncoderExamples,
+)
+from graphpass.encoder.sharding import Balance, balance_items
+from graphpass.encoder.stats import EncoderStats
+
+__all__ = [
+    "Balance",
+    "EncoderAxis",
+    "EncoderCudaGraphConfig",
+    "EncoderCudaGraphManager",
+    "EncoderEstimate",
+    "EncoderGraphKey",
+    "EncoderItemSpec",
+    "EncoderOptions",
+    "EncoderStats",
+    "PackedBatch",
+    "PackingCosts",
+    "SupportsEncoderCompilation",
+    "SupportsEncoderCudaGraph",
+    "SupportsEncoderExamples",
+    "balance_items",
+    "generate_budgets",
+    "pack_items",
+    "smallest_fitting_budget",
+]

@@ -76,8 +76,8 @@ class EncoderGraphs:
             EncoderConfigError: the encoder does not keep to its configuration.
         """
         started, pool_bytes = time.perf_counter(), self.runtime.pool_bytes()
-        self.buffers.add(key, self._example(key))
-        _check_outputs(self._run(key), key, self._config)
+        self.fill_with_example(key)
+        _check_outputs(self.run(key), key, self._config)
         return CapturedBudget(key, time.perf_counter() - started, self.runtime.pool_bytes() - pool_bytes)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
@@ -86,14 +86,19 @@ class EncoderGraphs:
         # An earlier replay, on another stream, may still be reading what is filled now.
         self.runtime.follow_last_forward()
         self.buffers.fill(key, values)
-        return self._run(key)
+        return self.run(key)
 
-    def replay_as_filled(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
-        """:meth:`replay` over what the buffers hold."""
-        return self._run(key)
+    def fill_with_example(self, key: EncoderGraphKey) -> None:
+        """Fill the buffers of ``key`` with what it is captured with; smaller keys' buffers are a part of them."""
+        self.buffers.add(key, self._example(key))
+
+    def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
+        """Replay ``key``, or capture it, over what its buffers hold."""
+        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor):
+            return outputs_of(self._wrapper(key, *self.buffers.of(key).values()))
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
-        """The same forward over the same buffers, without a graph."""
+        """:meth:`run` without a graph."""
         with without_graphs():
             return self._model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
@@ -103,10 +108,6 @@ class EncoderGraphs:
 
     def _example(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
         return self._model.prepare_encoder_cudagraph_capture_inputs(key, self._device, self._dtype)
-
-    def _run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
-        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor):
-            return outputs_of(self._wrapper(key, *self.buffers.of(key).values()))
 
     def _forward(self, key: EncoderGraphKey, *buffers: torch.Tensor) -> EncoderOutput:
         named = dict(zip(self._config.buffer_keys, buffers, strict=True))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from graphpass.encoder.cuts import NO_RUNG, EagerCosts, Rung, RungTable, Sizes, cheapest_cuts, totals
 from graphpass.errors import EncoderConfigError
 
-__all__ = ["PackedBatch", "PackingCosts", "PlannedBatch", "pack_items", "plan_cheaply", "plan_greedily"]
+__all__ = ["PackedBatch", "PackingCosts", "PlannedBatch", "pack_items", "plan_cheaply", "plan_eagerly", "plan_greedily"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +171,18 @@ def plan_cheaply(
     return min(found, key=lambda plan: plan[0])[1]
 
 
+def plan_eagerly(tokens: npt.NDArray[np.int64], max_eager_tokens: int) -> list[PlannedBatch]:
+    """Items in their order, as many in one eager call as its limit allows."""
+    return [
+        PlannedBatch(items, None) for items in _joined([(i,) for i in range(len(tokens))], tokens, max_eager_tokens)
+    ]
+
+
 class _EagerCalls:
     """Eager calls over some of the items, of which the joined ones may not have too many tokens."""
 
     def __init__(self, tokens: npt.NDArray[np.int64], eager: EagerCosts, most: int) -> None:
-        self._tokens: list[int] = tokens.tolist()
-        self._eager, self._most = eager, most
+        self._tokens, self._eager, self._most = tokens, eager, most
 
     def costs(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Costs of calls over several items; infinite where one would be too large."""
@@ -190,21 +196,35 @@ class _EagerCalls:
         """``groups`` as eager calls, each by itself or joined as far as allowed, whichever is cheaper."""
         if not groups:
             return 0.0, []
-        apart = [sum(self._tokens[item] for item in items) for items in groups]
-        sums: list[int] = []
-        parts: list[list[tuple[int, ...]]] = []
-        for items, tokens in zip(groups, apart, strict=True):
-            if sums and sums[-1] + tokens <= self._most:
-                sums[-1] += tokens
-                parts[-1].append(items)
-            else:
-                sums.append(tokens)
-                parts.append([items])
-        joined = [tuple(item for items in part for item in items) for part in parts]
-        apart_cost = float(self._eager(np.array(apart, dtype=np.int64)).sum())
-        joined_cost = float(self._eager(np.array(sums, dtype=np.int64)).sum())
+        joined = _joined(groups, self._tokens, self._most)
+        apart_cost, joined_cost = self._cost(groups), self._cost(joined)
         calls = joined if joined_cost <= apart_cost else groups
         return min(joined_cost, apart_cost), [PlannedBatch(items, None) for items in calls]
+
+    def _cost(self, groups: Sequence[tuple[int, ...]]) -> float:
+        return float(self._eager(_tokens_of(groups, self._tokens)).sum())
+
+
+def _joined(groups: Sequence[tuple[int, ...]], tokens: npt.NDArray[np.int64], most: int) -> list[tuple[int, ...]]:
+    """Consecutive ``groups`` put together as long as they have at most ``most`` tokens; a larger one stays alone."""
+    parts: list[list[int]] = []
+    total = most + 1
+    for items, own in zip(groups, _tokens_of(groups, tokens).tolist(), strict=True):
+        if total + own <= most:
+            parts[-1] += items
+            total += own
+        else:
+            parts.append(list(items))
+            total = own
+    return [tuple(part) for part in parts]
+
+
+def _tokens_of(groups: Sequence[tuple[int, ...]], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The tokens of each group; none is empty."""
+    if not groups:
+        return tokens[:0]
+    starts = list(itertools.accumulate(map(len, groups[:-1]), initial=0))
+    return np.add.reduceat(tokens[[item for items in groups for item in items]], starts)
 
 
 def _in_order(sizes: Sizes, peaks: Sizes, table: RungTable) -> tuple[npt.NDArray[np.intp], list[tuple[int, ...]]]:

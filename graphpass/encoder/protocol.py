@@ -89,7 +89,7 @@ class EncoderCudaGraphConfig:
         padding: {buffer key: rule}; a key that is not listed is padded with zero.
         patches_per_token: patches that one output token stands for (the square of the spatial merge size). The
             buffers of a budget hold this many patches for each of its tokens.
-        token_multiple: what the output tokens of every item are a multiple of: an inferred ladder has such budgets only.
+        token_multiple: what the output tokens of every item are a multiple of; inferred budgets are, too.
         paths: forwards that differ in more than size (images, clips); each has graphs of its own.
         axes: what else graphs bake in; each combination of values has graphs of its own.
         max_frames: how many frames a batch may have in all; None: frames are not counted.
@@ -194,7 +194,10 @@ class SupportsEncoderCudaGraph(Protocol):
         ...
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        """The encoder over ``items`` as they are, packed in one call: the rows of each item after the other."""
+        """The encoder over ``items`` as they are, packed in one call: the rows of each item after the other.
+
+        It returns tensors of their own, which no later call writes to.
+        """
         ...
 
     def postprocess_encoder_output(

@@ -1,0 +1,136 @@
+"""From the sizes of a request's items to batches, each with the key that it replays."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from graphpass.encoder.costs import EncoderCosts
+from graphpass.encoder.cuts import Rung
+from graphpass.encoder.packing import PlannedBatch, plan_cheaply, plan_eagerly, plan_greedily
+from graphpass.encoder.protocol import Axes, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
+from graphpass.errors import EncoderConfigError
+
+__all__ = ["BatchPlanner", "EncoderBatch", "checked_specs", "group_of", "grouped"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBatch:
+    """Items that run together.
+
+    Attributes:
+        items: their indices in the request.
+        key: what they replay; None: they run eagerly.
+    """
+
+    items: tuple[int, ...]
+    key: EncoderGraphKey | None
+
+
+class BatchPlanner:
+    """Packs items into the keys that were captured, within every limit that they have.
+
+    Args:
+        config: names the axes.
+        keys: what was captured; without any, everything runs eagerly, in as few calls as ``max_eager_tokens`` allows.
+        costs: None packs greedily.
+        max_eager_tokens: of one eager call over several items.
+    """
+
+    def __init__(
+        self,
+        config: EncoderCudaGraphConfig,
+        keys: Sequence[EncoderGraphKey],
+        costs: EncoderCosts | None,
+        max_eager_tokens: int,
+    ) -> None:
+        self._config, self._costs, self._max_eager_tokens = config, costs, max_eager_tokens
+        self._bounds = [(axis.name, cast("tuple[int, ...]", axis.values)) for axis in config.axes if axis.rounds_up]
+        self._keys = grouped(config, keys)
+
+    def plan(self, specs: Sequence[EncoderItemSpec]) -> list[EncoderBatch]:
+        """A batch for each item; batches of items that can never share a graph are planned apart."""
+        groups: dict[Hashable, list[int]] = {}
+        for item, spec in enumerate(specs):
+            groups.setdefault(group_of(self._config, spec.path, spec.axes), []).append(item)
+        return [
+            EncoderBatch(tuple(items[place] for place in batch.items), None if batch.rung is None else keys[batch.rung])
+            for group, items in groups.items()
+            for keys in [self._keys.get(group, [])]
+            for batch in self._plan_group(group, [specs[item] for item in items], keys)
+        ]
+
+    def _plan_group(
+        self, group: Hashable, specs: Sequence[EncoderItemSpec], keys: Sequence[EncoderGraphKey]
+    ) -> list[PlannedBatch]:
+        counts_frames = any(key.frames is not None for key in keys)
+        sizes = [[s.output_tokens for s in specs], [s.input_size for s in specs], [1] * len(specs)]
+        if counts_frames:
+            sizes.append([spec.frames for spec in specs])
+        table = np.array(sizes, dtype=np.int64)
+        if not keys:
+            return plan_eagerly(table[0], self._max_eager_tokens)
+        peaks = np.array([self._peaks(spec.axes) for spec in specs], dtype=np.int64).reshape(len(specs), -1).T
+        costs = self._costs
+        rungs = [self._rung(key, counts_frames, 0.0 if costs is None else costs.replay[key]) for key in keys]
+        if costs is None:
+            return plan_greedily(table, rungs, peaks)
+        return plan_cheaply(table, rungs, costs.eager[group], self._max_eager_tokens, peaks)
+
+    def _rung(self, key: EncoderGraphKey, counts_frames: bool, cost: float) -> Rung:
+        limits: tuple[int, ...] = (key.tokens, key.patches, key.items)
+        if counts_frames:
+            assert key.frames is not None
+            limits = (*limits, key.frames)
+        return Rung(limits, cost, self._peaks(key.axes))
+
+    def _peaks(self, axes: Axes) -> tuple[int, ...]:
+        """For each axis that rounds up the place of the smallest of its values that holds this one."""
+        values = dict(axes)
+        return tuple(bisect_left(bounds, cast("int", values[name])) for name, bounds in self._bounds)
+
+
+def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
+    """What items have to have in common to share a replay: the path, and the axes that do not round up."""
+    values = dict(axes)
+    return (path, *(values[axis.name] for axis in config.axes if not axis.rounds_up))
+
+
+def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> dict[Hashable, list[EncoderGraphKey]]:
+    """The keys by group, in their order."""
+    groups: dict[Hashable, list[EncoderGraphKey]] = {}
+    for key in keys:
+        groups.setdefault(group_of(config, key.path, key.axes), []).append(key)
+    return groups
+
+
+def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
+    """``specs`` if they keep to the configuration.
+
+    Raises:
+        EncoderConfigError: a size is negative, a path is unknown, or an axis has no value, or one of another kind.
+    """
+    names = tuple(axis.name for axis in config.axes)
+    for item, spec in enumerate(specs):
+        if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
+            raise _wrong(item, spec, "sizes of at least 0")
+        if spec.path not in config.paths:
+            raise _wrong(item, spec, f"a path among {list(config.paths)}")
+        if tuple(name for name, _ in spec.axes) != names:
+            raise _wrong(item, spec, f"values of the axes {list(names)}")
+        if any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
+            raise _wrong(item, spec, "integers on axes that round up")
+    return list(specs)
+
+
+def _wrong(item: int, spec: EncoderItemSpec, expected: str) -> EncoderConfigError:
+    return EncoderConfigError(
+        f"get_encoder_cudagraph_item_specs returned for item {item} what the configuration has not",
+        expected=expected,
+        found=str(spec),
+        remedy="correct the item specs, or list it in the configuration",
+    )
