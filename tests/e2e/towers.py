@@ -1,4 +1,4 @@
-"""Stock vision towers of Hugging Face, tiny and seeded, random sets of images for them, and what they return of each."""
+"""Stock vision towers of Hugging Face, tiny and seeded, random sets of images, and what towers return of each."""
 
 from __future__ import annotations
 

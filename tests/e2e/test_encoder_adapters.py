@@ -1,0 +1,259 @@
+"""Stock vision towers over whole-encoder graphs: each image gets what the untouched tower returns for it alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import graphpass as gp
+from graphpass.encoder.adapters import adapter_for
+from graphpass.encoder.manager import EncoderCudaGraphManager
+from graphpass.encoder.options import EncoderOptions
+from graphpass.encoder.packing import PackingCosts
+from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
+from tests.e2e.hugging_face import CPU, difference
+from tests.e2e.towers import CLIP, EACH_TOWER, QWEN2_5_VL, QWEN3_VL, SIGLIP, TOWERS, Grid, Result, Tower
+
+GRID_BUDGETS = (8, 20, 64, 128)
+SETS = [pytest.param(range(10), id="10-sets"), pytest.param(range(10, 60), id="50-sets", marks=pytest.mark.soak)]
+
+
+def results_of(outputs: Sequence[EncoderOutput]) -> list[Result]:
+    """Always as tuples."""
+    return [flat(output) for output in outputs]
+
+
+def flat(output: EncoderOutput) -> tuple[torch.Tensor, ...]:
+    return (output,) if isinstance(output, torch.Tensor) else output
+
+
+def run_eagerly(adapter: Any, items: Mapping[str, torch.Tensor]) -> Sequence[EncoderOutput]:
+    """The adapter's eager call, item by item."""
+    outputs = flat(adapter.encoder_eager_forward(items))
+    results: Sequence[EncoderOutput] = adapter.postprocess_encoder_output(
+        outputs, adapter.get_encoder_cudagraph_item_specs(items)
+    )
+    return results
+
+
+def assert_same(found: Sequence[EncoderOutput], expected: Sequence[Result], tolerance: float = CPU.tolerance) -> None:
+    """Relative norm, result by result and output by output."""
+    for one, other in zip(results_of(found), expected, strict=True):
+        assert len(one) == len(other)
+        for mine, stock in zip(one, other, strict=True):
+            assert difference(mine, stock) < tolerance
+
+
+def poisoned(stock: Tower, tower: Any, **options: Any) -> Any:
+    """The tower's adapter, with NaN or another valid index than zero wherever it declares padding by a value."""
+    adapter = adapter_for(tower, **{**stock.options, **options})
+    config = adapter.get_encoder_cudagraph_config()
+    floats = {name: math.nan for name in ("pixel_values", "interp_weights") if name in config.buffer_keys}
+    others = {name: 1 for name in config.buffer_keys if name not in config.padding and name not in floats}
+    changed = replace(config, padding={**config.padding, **floats, **others})
+    adapter.get_encoder_cudagraph_config = lambda: changed  # type: ignore[method-assign]
+    return adapter
+
+
+def captured(model: Any, **options: Any) -> EncoderCudaGraphManager:
+    given = {"compile": False, "costs": None, "max_items_per_batch": 6, **options}
+    manager = EncoderCudaGraphManager(model, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
+    manager.capture()
+    return manager
+
+
+def budgets_of(stock: Tower, adapter: Any) -> tuple[int, ...]:
+    """A few, for fixed sizes in images and one off their multiples."""
+    if stock.has_grids:
+        return GRID_BUDGETS
+    rows = adapter.get_encoder_cudagraph_budget_range()[0]
+    return (rows, 2 * rows, 3 * rows + 1, 6 * rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tower, its poisoned managers by how they pack, and their budgets."""
+
+    stock: Tower
+    tower: Any
+    managers: Mapping[str, EncoderCudaGraphManager]
+    budgets: tuple[int, ...]
+
+
+@pytest.fixture(params=TOWERS, ids=str)
+def packed(request: pytest.FixtureRequest) -> Iterator[Packed]:
+    """Greedy; merging, since a replay costs more than its tokens; few merged; in one budget; the eager call cheaper."""
+    stock = request.param
+    tower = stock.build(CPU)
+    adapter = poisoned(stock, tower)
+    budgets = budgets_of(stock, adapter)
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "merging": {"costs": PackingCosts({b: 100.0 + b for b in budgets}, lambda tokens: 1e6)},
+        "apart": {"costs": PackingCosts({b: float(b * b) for b in budgets}, lambda tokens: 1e6)},
+        "one budget": {"token_budgets": budgets[-1:]},
+        "cheaper eagerly": {"costs": PackingCosts({b: float(b) for b in budgets}, lambda tokens: 0.9 * tokens)},
+    }
+    managers = {
+        name: captured(adapter, **{"token_budgets": budgets, "max_items_per_batch": min(6, budgets[0]), **given})
+        for name, given in ways.items()
+    }
+    yield Packed(stock, tower, managers, budgets)
+    for manager in managers.values():
+        manager.clear()
+
+
+@pytest.mark.parametrize("seeds", SETS)
+def test_random_sets_packed_in_every_way(packed: Packed, seeds: range) -> None:
+    """The same images through all ways of packing, one after the other, so that buffers hold others' rows too."""
+    num_items = 0
+    for seed in seeds:
+        sizes = packed.stock.random_sizes(random.Random(seed))
+        items = packed.stock.items(packed.tower, sizes, seed)
+        expected = packed.stock.stock(packed.tower, items)
+        num_items += len(sizes)
+        for manager in packed.managers.values():
+            assert_same(manager.execute(items), expected)
+    stats = {name: manager.get_cumulative_stats() for name, manager in packed.managers.items()}
+    for each in stats.values():
+        assert each.hits + each.misses == num_items
+        assert each.requests == len(seeds)
+    assert stats["merging"].replays < stats["apart"].replays
+    assert min(stats[name].replays for name in ("greedy", "merging", "apart", "one budget")) > 0
+    assert stats["cheaper eagerly"].misses > stats["greedy"].misses
+    used = {traffic.captured.key.tokens for traffic in stats["greedy"].budgets if traffic.replays}
+    assert len(used) > 1
+
+
+@EACH_TOWER
+def test_the_block_is_compiled_once(stock: Tower) -> None:
+    """For all layers, all budgets, one image and many, in graphs and eagerly."""
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, **stock.options)
+    manager = captured(adapter, token_budgets=budgets_of(stock, adapter), compile=True, compiler="aot_eager")
+    for number, sizes in enumerate([[(1, 2, 2)], [(1, 4, 4), (2, 6, 2)], [(1, 14, 14), (3, 16, 16)], [(1, 2, 4)] * 9]):
+        items = stock.items(tower, sizes, number)
+        assert_same(manager.execute(items), stock.stock(tower, items))
+        assert_same(run_eagerly(adapter, items), stock.stock(tower, items))
+    assert manager.runtime.compiled() == 1
+    assert len(manager.runtime.callables()) == 1
+    assert manager.get_cumulative_stats().hits > 0
+
+
+@EACH_TOWER
+def test_the_tower_stays_as_it_is(stock: Tower) -> None:
+    """Its own forward does what it did, and weights that are loaded later are seen by the graphs."""
+    tower = stock.build(CPU)
+    items = stock.items(tower, [(1, 4, 6), (1, 2, 2)])
+    before = stock.stock(tower, items)
+    attention = tower.config._attn_implementation
+    adapter = adapter_for(tower, **stock.options)
+    manager = captured(adapter, token_budgets=budgets_of(stock, adapter)[-1:])
+    manager.execute(items)
+    assert tower.config._attn_implementation == attention
+    for one, other in zip(before, stock.stock(tower, items), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    state = {name: value * 1.1 for name, value in tower.state_dict().items()}
+    tower.load_state_dict(state)
+    after = stock.stock(tower, items)
+    assert difference(after[0][0], before[0][0]) > 1e-3
+    assert_same(manager.execute(items), after)
+
+
+@EACH_TOWER
+def test_padding_as_declared_stays_finite(stock: Tower) -> None:
+    """Not only is it never read: behind the real rows every output is finite."""
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, **stock.options)
+    config = adapter.get_encoder_cudagraph_config()
+    items = stock.items(tower, [(1, 2, 4), (1, 4, 4)])
+    tokens = budgets_of(stock, adapter)[-1]
+    frames = config.max_frames
+    key = EncoderGraphKey(tokens, tokens * config.patches_per_token, 6, frames)
+    buffers = adapter.prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
+    values = adapter.prepare_encoder_cudagraph_replay_buffers(items, key)
+    for name, buffer in buffers.items():
+        value = values[name]
+        assert value is not None
+        buffer[: len(value)] = value
+        buffer[len(value) :] = value[-1] if config.padding.get(name) == "last" else 0
+    with torch.no_grad():
+        outputs = flat(adapter.encoder_cudagraph_forward(buffers, key))
+    assert all(output.shape == (tokens, width) for output, width in zip(outputs, config.output_widths, strict=True))
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
+def test_bounds_of_sequences_as_an_axis(stock: Tower) -> None:
+    """Images below a bound share graphs that are cheaper for them; larger ones take the others."""
+    tower = stock.build(CPU)
+    manager = captured(poisoned(stock, tower, max_seq_lens=(32, 256)), token_budgets=(16, 64), max_items_per_batch=8)
+    small: list[Grid] = [(1, 4, 8), (2, 2, 2), (3, 4, 8), (1, 2, 16)]
+    for sizes in (small, [*small, (1, 8, 16), (1, 2, 40), (1, 18, 16)]):
+        items = stock.items(tower, sizes)
+        assert_same(manager.execute(items), stock.stock(tower, items))
+        stats = manager.get_cumulative_stats()
+        used = {dict(traffic.captured.key.axes)["max_seq_len"] for traffic in stats.budgets if traffic.replays}
+        assert used == ({32} if sizes is small else {32, 256})
+    assert stats.misses == 1  # 288 patches are above both
+
+
+@pytest.mark.parametrize("stock", [SIGLIP, CLIP], ids=str)
+@pytest.mark.parametrize("output", ["last_hidden_state", "pooler_output", "both"])
+def test_what_an_image_returns(stock: Tower, output: str) -> None:
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, output=output)
+    rows = {"last_hidden_state": tower.embeddings.num_positions, "pooler_output": 1}
+    each = rows.get(output, sum(rows.values()))
+    manager = captured(adapter, token_budgets=(each, 4 * each), max_items_per_batch=1 if each == 1 else 4)
+    items = stock.items(tower, [(1, 1, 1)] * 5)
+    expected = [(last, pooled) for last, pooled in stock.stock(tower, items)]
+    chosen = {"last_hidden_state": slice(0, 1), "pooler_output": slice(1, 2), "both": slice(0, 2)}[output]
+    assert_same(manager.execute(items), [pair[chosen] for pair in expected])
+    assert manager.get_cumulative_stats().misses == 0
+
+
+def test_a_tower_without_a_head_returns_hidden_states() -> None:
+    tower = SIGLIP.build(CPU, vision_use_head=False)
+    items = SIGLIP.items(tower, [(1, 1, 1)] * 2)
+    adapter = adapter_for(tower)
+    assert_same(run_eagerly(adapter, items), SIGLIP.stock(tower, items))
+    with pytest.raises(gp.EncoderConfigError, match="'last_hidden_state'"):
+        adapter_for(tower, output="pooler_output")
+
+
+@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
+def test_images_and_clips_of_one_request(stock: Tower) -> None:
+    """The keys of the processor's image and video parts; clips come behind the images."""
+    tower = stock.build(CPU)
+    sizes: list[Grid] = [(1, 4, 4), (1, 2, 6), (3, 4, 2), (2, 2, 2)]
+    items = stock.items(tower, sizes)
+    pixels, grids = items["pixel_values"], items["image_grid_thw"]
+    split = 4 * 4 + 2 * 6
+    mixed = {
+        "pixel_values": pixels[:split],
+        "image_grid_thw": grids[:2],
+        "pixel_values_videos": pixels[split:],
+        "video_grid_thw": grids[2:],
+    }
+    manager = captured(adapter_for(tower, **stock.options), token_budgets=(8,))
+    assert_same(manager.execute(mixed), stock.stock(tower, items))
+    frames = [spec.frames for spec in adapter_for(tower).get_encoder_cudagraph_item_specs(mixed)]
+    assert frames == [1, 1, 3, 2]
+
+
+@EACH_TOWER
+def test_no_items(stock: Tower) -> None:
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, **stock.options)
+    none = {name: value[:0] for name, value in stock.items(tower, [(1, 2, 2)]).items()}
+    assert captured(adapter, token_budgets=budgets_of(stock, adapter)[-1:]).execute(none) == []
+    widths = adapter.get_encoder_cudagraph_config().output_widths
+    empty = flat(adapter.encoder_eager_forward(none))
+    assert [tuple(output.shape) for output in empty] == [(0, width) for width in widths]
