@@ -112,6 +112,7 @@ torch.library.define(_EQUAL_OP, "(Tensor query, Tensor key, Tensor value, int se
 
 
 @torch.library.impl(_EQUAL_OP, "default")
+@torch.compiler.disable
 @torch.no_grad()
 def _equal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float

@@ -131,12 +131,13 @@ def test_random_sets_packed_in_every_way(packed: Packed, seeds: range) -> None:
     assert len(used) > 1
 
 
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.soak)])
 @EACH_TOWER
-def test_the_block_is_compiled_once(stock: Tower) -> None:
+def test_the_block_is_compiled_once(stock: Tower, compiler: str) -> None:
     """For all layers, all budgets, one image and many, in graphs and eagerly."""
     tower = stock.build(CPU)
     adapter = adapter_for(tower, **stock.options)
-    manager = captured(adapter, token_budgets=budgets_of(stock, adapter), compile=True, compiler="aot_eager")
+    manager = captured(adapter, token_budgets=budgets_of(stock, adapter), compile=True, compiler=compiler)
     for number, sizes in enumerate([[(1, 2, 2)], [(1, 4, 4), (2, 6, 2)], [(1, 14, 14), (3, 16, 16)], [(1, 2, 4)] * 9]):
         items = stock.items(tower, sizes, number)
         assert_same(manager.execute(items), stock.stock(tower, items))

@@ -62,8 +62,13 @@ def eagerly() -> Iterator[None]:
 
     The forward context says that no graph is asked for, also where the caller is in the forward of another model.
     """
-    with torch.inference_mode(False), torch.no_grad(), set_forward_context():
-        yield
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # as while a graph is captured
+    try:
+        with torch.inference_mode(False), torch.no_grad(), set_forward_context():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:

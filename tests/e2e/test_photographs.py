@@ -1,0 +1,86 @@
+"""Real photographs, from the model's own processor through whole-encoder graphs: alone, in batches, and as clips."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.encoder.adapters import adapter_for
+from graphpass.encoder.manager import EncoderCudaGraphManager
+from graphpass.encoder.options import EncoderOptions
+from tests.e2e.hugging_face import CPU, difference
+from tests.e2e.photographs import clip_of, cut_photographs, processor_of
+from tests.e2e.towers import EACH_TOWER, QWEN2_5_VL, QWEN3_VL, Tower
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"patch_size": 14, "window_size": 112},
+    "qwen3_vl": {"patch_size": 16},
+    "siglip": {"patch_size": 16, "image_size": 64},
+    "clip": {"patch_size": 16, "image_size": 64},
+}
+BATCHES = [
+    pytest.param([1, 1, 4, 7], id="few"),
+    pytest.param([1] * 20 + [5, 9, 16, 24], id="many", marks=pytest.mark.soak),
+]
+
+
+def captured(stock: Tower, tower: Any) -> EncoderCudaGraphManager:
+    """Budgets from one photograph to a batch, and no costs: what fits a graph takes it."""
+    adapter = adapter_for(tower, **(stock.options if stock.has_grids else {"max_items": 8}))
+    least = adapter.get_encoder_cudagraph_budget_range()[0]
+    budgets = (16, 48, 96) if stock.has_grids else (least, 3 * least, 8 * least)
+    manager = EncoderCudaGraphManager.from_model(
+        tower,
+        options=EncoderOptions(token_budgets=budgets, compile=False, costs=None),
+        **(stock.options if stock.has_grids else {"max_items": 8}),
+    )
+    manager.capture()
+    return manager
+
+
+def agree(found: Sequence[Any], expected: Sequence[Sequence[torch.Tensor]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        parts = (one,) if isinstance(one, torch.Tensor) else one
+        for mine, stock in zip(parts, other, strict=True):
+            assert difference(mine, stock) < CPU.tolerance
+
+
+@pytest.mark.parametrize("counts", BATCHES)
+@EACH_TOWER
+def test_photographs(stock: Tower, counts: Sequence[int]) -> None:
+    tower = stock.build(CPU, **CONFIGS[stock.family])
+    manager, seeded = captured(stock, tower), random.Random(0)
+    processor = processor_of(stock, tower, max_pixels=128 * 128)
+    shapes = set()
+    for count in counts:
+        items: Mapping[str, torch.Tensor] = dict(processor(images=cut_photographs(seeded, count), return_tensors="pt"))
+        agree(manager.execute(items), stock.stock(tower, items))
+        shapes |= set(map(tuple, items["image_grid_thw"].tolist() if stock.has_grids else []))
+    stats = manager.get_cumulative_stats()
+    assert (stats.hits, stats.misses) == (sum(counts), 0)
+    assert len(shapes) > 5 or not stock.has_grids
+
+
+@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
+def test_clips_of_photographs(stock: Tower) -> None:
+    """Short clips: parts of one photograph, each a little further."""
+    photographs = pytest.importorskip("skimage.data")
+    from PIL import Image
+
+    tower = stock.build(CPU, **CONFIGS[stock.family])
+    manager = captured(stock, tower)
+    processor = processor_of(stock, tower, max_pixels=64 * 64)
+    whole = photographs.astronaut()
+    for num_frames, height, width in ((2, 300, 200), (6, 120, 380)):
+        frames = [
+            Image.fromarray(whole[8 * n : 8 * n + height, 5 * n : 5 * n + width].copy()) for n in range(num_frames)
+        ]
+        clip = clip_of(frames, processor, tower)
+        named = {"pixel_values": clip["pixel_values_videos"], "image_grid_thw": clip["video_grid_thw"]}
+        assert clip["video_grid_thw"][0, 0] == num_frames // 2
+        agree(manager.execute(clip), stock.stock(tower, named))
+    assert manager.get_cumulative_stats().misses == 0

@@ -1,0 +1,116 @@
+"""Stock vision towers over real graphs on a GPU: bfloat16 through ``varlen_attn``, float32 through masked attention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphpass.encoder import attention as att
+from graphpass.encoder.adapters import adapter_for
+from graphpass.encoder.manager import EncoderCudaGraphManager
+from graphpass.encoder.options import EncoderOptions
+from tests.e2e.hugging_face import CUDA, CUDA_F32, Place, difference
+from tests.e2e.photographs import cut_photographs, processor_of
+from tests.e2e.towers import EACH_TOWER, QWEN3_VL, Tower
+
+pytestmark = pytest.mark.cuda
+
+BUDGETS = (8, 20, 64, 128)
+
+
+def captured(stock: Tower, tower: Any, budgets: Sequence[int], **options: Any) -> EncoderCudaGraphManager:
+    given = {"costs": None, "max_items_per_batch": min(6, budgets[0]), **options}
+    manager = EncoderCudaGraphManager.from_model(
+        tower, options=EncoderOptions(token_budgets=budgets, **given), **stock.options
+    )
+    manager.capture()
+    return manager
+
+
+def budgets_of(stock: Tower, tower: Any) -> Sequence[int]:
+    if stock.has_grids:
+        return BUDGETS
+    rows = adapter_for(tower, **stock.options).get_encoder_cudagraph_budget_range()[0]
+    return (rows, 3 * rows, 6 * rows)
+
+
+def agree(found: Sequence[Any], expected: Sequence[Sequence[torch.Tensor]], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        parts = (one,) if isinstance(one, torch.Tensor) else one
+        for mine, stock in zip(parts, other, strict=True):
+            assert difference(mine, stock) < tolerance
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 128, 256])
+def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: torch.device) -> None:
+    lengths, padding = [1, 130, 64, 0, 7], 50
+    real = sum(lengths)
+    seeded = torch.Generator(cuda).manual_seed(0)
+    packed = [
+        torch.randn(real + padding, 3, head_dim, device=cuda, generator=seeded, dtype=torch.bfloat16) for _ in range(3)
+    ]
+    for tensor in packed:
+        tensor[real:] = torch.nan
+    assert att.serves_varlen(cuda, torch.bfloat16, head_dim)
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), real, real], dtype=torch.int32, device=cuda)
+    found = att.packed_attention(*packed, ends, 256, scale=0.2)
+    assert not found[real:].any()
+    start = 0
+    for length in lengths:
+        own = [tensor[start : start + length].float().transpose(0, 1).unsqueeze(0) for tensor in packed]
+        if length:
+            alone = F.scaled_dot_product_attention(*own, scale=0.2)[0].transpose(0, 1)
+            assert difference(found[start : start + length].float(), alone) < CUDA.tolerance
+        start += length
+
+
+@pytest.mark.parametrize("place", [CUDA, CUDA_F32], ids=str)
+@EACH_TOWER
+def test_random_sets(stock: Tower, place: Place) -> None:
+    """Against the stock tower in the same dtype; eager blocks, so that what differs is graphs and attention."""
+    tower = stock.build(place)
+    manager = captured(stock, tower, budgets_of(stock, tower), compile=False)
+    num_items = 0
+    for seed in range(10):
+        sizes = stock.random_sizes(random.Random(seed))
+        items = stock.items(tower, sizes, seed)
+        agree(manager.execute(items), stock.stock(tower, items), place.tolerance)
+        num_items += len(sizes)
+    stats = manager.get_cumulative_stats()
+    assert stats.hits + stats.misses == num_items
+    assert stats.replays > 0
+    manager.clear()
+
+
+@EACH_TOWER
+def test_compiled_once_by_inductor(stock: Tower) -> None:
+    """One artifact for all layers and budgets, and measured costs."""
+    tower = stock.build(CUDA)
+    manager = captured(stock, tower, budgets_of(stock, tower), compile=True, costs="measured")
+    for seed in range(4):
+        items = stock.items(tower, stock.random_sizes(random.Random(seed)), seed)
+        agree(manager.execute(items), stock.stock(tower, items), CUDA.tolerance)
+    assert manager.runtime.compiled() == 1
+    assert len(manager.runtime.callables()) == 1
+    manager.clear()
+
+
+@pytest.mark.parametrize("place", [CUDA], ids=str)
+def test_photographs(place: Place) -> None:
+    """A head of 72, as in the real tower."""
+    tower = QWEN3_VL.build(place, patch_size=16, hidden_size=144, num_heads=2)
+    manager = captured(QWEN3_VL, tower, (16, 64, 128), compile=False)
+    processor = processor_of(QWEN3_VL, tower, max_pixels=256 * 256)
+    seeded = random.Random(0)
+    for count in (1, 5, 6):
+        images = processor(images=cut_photographs(seeded, count), return_tensors="pt")
+        items = {"pixel_values": images["pixel_values"].to(place.device, place.dtype)}
+        items["image_grid_thw"] = images["image_grid_thw"]
+        agree(manager.execute(items), QWEN3_VL.stock(tower, items), place.tolerance)
+    assert manager.get_cumulative_stats().replays > 0
+    manager.clear()

@@ -1,0 +1,90 @@
+"""Finding an adapter, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import graphpass as gp
+from graphpass.encoder.adapters import ClipAdapter, Qwen3VLAdapter, Qwen25VLAdapter, SiglipAdapter, adapter_for
+from graphpass.encoder.protocol import EncoderGraphKey
+from tests.e2e.hugging_face import CPU
+from tests.e2e.towers import CLIP, QWEN2_5_VL, QWEN3_VL, SIGLIP, Tower
+
+KINDS = [(QWEN2_5_VL, Qwen25VLAdapter), (QWEN3_VL, Qwen3VLAdapter), (SIGLIP, SiglipAdapter), (CLIP, ClipAdapter)]
+GRID = torch.tensor([[1, 4, 4]])
+
+
+@pytest.mark.parametrize(("stock", "kind"), KINDS)
+def test_by_class_name_and_base_class(stock: Tower, kind: type) -> None:
+    tower = stock.build(CPU)
+    assert type(adapter_for(tower)) is kind
+    tower.__class__ = type("Derived", (type(tower),), {})
+    adapter = adapter_for(tower)
+    assert type(adapter) is kind
+    assert adapter_for(adapter) is adapter
+
+
+@pytest.mark.parametrize("tower", [torch.nn.Linear(2, 2), None, "qwen"])
+def test_unknown_towers(tower: Any) -> None:
+    with pytest.raises(gp.EncoderConfigError, match=r"SiglipVisionModel.*Add your tower"):
+        adapter_for(tower)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"min_tokens": 0}, "0"),
+        ({"min_tokens": 8, "max_tokens": 4}, "at least 8; found 4"),
+        ({"max_items": True}, "True"),
+        ({"max_items": 8, "max_frames": 7}, "at least 8; found 7"),
+        ({"max_seq_lens": (64, 64)}, r"\(64, 64\)"),
+        ({"max_seq_lens": (0,)}, r"\(0,\)"),
+    ],
+)
+def test_options_of_grids(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(gp.EncoderConfigError, match=found):
+        adapter_for(QWEN3_VL.build(CPU), **options)
+
+
+@pytest.mark.parametrize(("options", "found"), [({"output": "all"}, "'all'"), ({"max_items": 0}, "0")])
+def test_options_of_fixed_sizes(options: dict[str, Any], found: str) -> None:
+    with pytest.raises(gp.EncoderConfigError, match=found):
+        adapter_for(CLIP.build(CPU), **options)
+
+
+def test_another_interpolation_is_refused() -> None:
+    tower = QWEN3_VL.build(CPU)
+    tower.interpolation_mode = "bicubic"
+    with pytest.raises(gp.EncoderConfigError, match="bicubic"):
+        adapter_for(tower)
+
+
+@pytest.mark.parametrize(
+    ("items", "found"),
+    [
+        ({"pixel_values": torch.ones(15, 96), "image_grid_thw": GRID}, r"\(16\).*found 15 patches"),
+        ({"pixel_values": torch.ones(12, 96), "image_grid_thw": torch.tensor([[1, 3, 4]])}, "multiples of 2"),
+        ({"pixel_values": torch.ones(16, 96)}, "pixel_values"),
+        ({}, "the keys"),
+    ],
+)
+def test_items_that_do_not_fit_their_grids(items: dict[str, torch.Tensor], found: str) -> None:
+    with pytest.raises(gp.ShapeError, match=found):
+        adapter_for(QWEN3_VL.build(CPU)).get_encoder_cudagraph_item_specs(items)
+
+
+@pytest.mark.parametrize(
+    "items", [{}, {"pixel_values": torch.ones(2, 3, 16, 8)}, {"pixel_values": torch.ones(3, 16, 16)}]
+)
+def test_images_of_another_size(items: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(gp.ShapeError, match=r"'images', 3, 16, 16"):
+        adapter_for(CLIP.build(CPU)).get_encoder_cudagraph_item_specs(items)
+
+
+def test_a_budget_below_one_image() -> None:
+    key = EncoderGraphKey(16, 16, 1)
+    with pytest.raises(gp.EncoderConfigError, match="at least 18 tokens"):
+        adapter_for(CLIP.build(CPU)).prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
