@@ -192,3 +192,15 @@ def one_by_one(encoder: ToyEncoder, items: EncoderItems) -> list[EncoderOutput]:
 
 GAINS = EncoderAxis("gain", (1, 2))
 LONGEST = EncoderAxis("longest", (8, 64), rounds_up=True)
+
+
+class Compiled(ToyEncoder):
+    """Its block can be compiled: once, for all layers and sizes."""
+
+    compiled_with: str | None = None
+
+    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+        self.compiled_with = compiler
+        options = {"compiler": compiler, "runtime": runtime, "mode": "FULL"}
+        for block in self.tower.blocks:
+            block.compile(backend="cgpass", dynamic=True, options=options)

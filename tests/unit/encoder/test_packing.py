@@ -1,0 +1,264 @@
+"""Packing: everything is served once, no limit is exceeded, and with costs no plan is dearer than the simple ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpass import EncoderConfigError, PackedBatch, PackingCosts, pack_items, smallest_fitting_budget
+from graphpass.encoder import cuts
+from graphpass.encoder.cuts import Rung
+from graphpass.encoder.packing import plan_cheaply, plan_eagerly, plan_greedily
+
+TOKENS = st.lists(st.integers(0, 40), max_size=40)
+BUDGETS = st.lists(st.integers(1, 64), min_size=1, max_size=6, unique=True)
+MAX_ITEMS = st.integers(1, 12)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, budgets: Sequence[int]) -> PackingCosts:
+    """Replays may cost anything; eager calls a constant and something for each token."""
+    replay = {budget: draw(st.floats(0.01, 100)) for budget in budgets}
+    launch, token = draw(st.floats(0, 100)), draw(st.floats(0.001, 5))
+    return PackingCosts(replay, lambda tokens: launch + token * tokens, draw(st.none() | st.integers(1, 400)))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, PackingCosts]:
+    budgets = draw(BUDGETS)
+    return draw(TOKENS), budgets, draw(MAX_ITEMS), draw(costs_of(budgets))
+
+
+def price(batches: Sequence[PackedBatch], cost: PackingCosts) -> float:
+    return sum(cost.eager(b.tokens) if b.budget is None else cost.replay[b.budget] for b in batches)
+
+
+def greedy_by_hand(tokens: Sequence[int], budgets: Sequence[int], max_items: int) -> list[PackedBatch]:
+    """The seeds' rule, spelt out item by item."""
+    ladder = sorted(budgets)
+    packed: list[PackedBatch] = []
+    items: list[int] = []
+    total = 0
+
+    def close() -> None:
+        if items:
+            packed.append(PackedBatch(tuple(items), total, smallest_fitting_budget(ladder, total)))
+
+    for item in sorted(range(len(tokens)), key=lambda index: tokens[index]):
+        if items and (total + tokens[item] > ladder[-1] or len(items) >= max_items):
+            close()
+            items, total = [], 0
+        items.append(item)
+        total += tokens[item]
+    close()
+    return packed
+
+
+@given(TOKENS, BUDGETS, MAX_ITEMS)
+def test_without_costs_it_is_the_greedy(tokens: list[int], budgets: list[int], max_items: int) -> None:
+    assert pack_items(tokens, budgets, max_items) == greedy_by_hand(tokens, budgets, max_items)
+
+
+@given(problems(), st.booleans())
+def test_everything_is_served_once_and_within_the_limits(
+    problem: tuple[list[int], list[int], int, PackingCosts], has_costs: bool
+) -> None:
+    tokens, budgets, max_items, cost = problem
+    batches = pack_items(tokens, budgets, max_items, cost=cost if has_costs else None)
+    assert sorted(item for batch in batches for item in batch.items) == list(range(len(tokens)))
+    for batch in batches:
+        assert batch.items
+        assert batch.tokens == sum(tokens[item] for item in batch.items)
+        if batch.budget is not None:
+            assert batch.tokens <= batch.budget
+            assert len(batch.items) <= max_items
+        elif len(batch.items) > 1:
+            most = max(budgets) if cost.max_eager_tokens is None else cost.max_eager_tokens
+            assert batch.tokens <= most
+
+
+@given(problems())
+def test_with_costs_no_simple_plan_is_cheaper(problem: tuple[list[int], list[int], int, PackingCosts]) -> None:
+    tokens, budgets, max_items, cost = problem
+    found = price(pack_items(tokens, budgets, max_items, cost=cost), cost)
+    one_by_one = [
+        PackedBatch((item,), count, smallest_fitting_budget(sorted(budgets), count))
+        for item, count in enumerate(tokens)
+    ]
+    greedy = pack_items(tokens, budgets, max_items)
+    assert found <= price(one_by_one, cost) * (1 + 1e-9)
+    assert found <= price(greedy, cost) * (1 + 1e-9)
+    most = max(budgets) if cost.max_eager_tokens is None else cost.max_eager_tokens
+    if tokens and sum(tokens) <= most:
+        assert found <= cost.eager(sum(tokens)) * (1 + 1e-9)
+
+
+@given(problems())
+def test_it_is_deterministic(problem: tuple[list[int], list[int], int, PackingCosts]) -> None:
+    tokens, budgets, max_items, cost = problem
+    assert pack_items(tokens, budgets[::-1], max_items, cost=cost) == pack_items(tokens, budgets, max_items, cost=cost)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), MAX_ITEMS, st.data())
+def test_consecutive_batches_are_cut_at_the_least_cost(tokens: list[int], max_items: int, data: st.DataObject) -> None:
+    budgets = [4, 9, 20]
+    cost = PackingCosts(data.draw(costs_of(budgets)).replay, lambda tokens: 1e6, 0)
+    ordered = sorted(tokens)
+
+    def cost_of(items: Sequence[int]) -> float:
+        fitting = [cost.replay[budget] for budget in budgets if sum(items) <= budget and len(items) <= max_items]
+        return min(fitting, default=float("inf"))
+
+    least = min(
+        sum(cost_of(ordered[a:b]) for a, b in itertools.pairwise((0, *cut, len(ordered))))
+        for count in range(len(ordered))
+        for cut in itertools.combinations(range(1, len(ordered)), count)
+    )
+    assert price(pack_items(tokens, budgets, max_items, cost=cost), cost) == pytest.approx(least)
+
+
+def by_tokens(fixed: float, each: float) -> Callable[[int], float]:
+    return lambda tokens: fixed + each * tokens
+
+
+@pytest.mark.parametrize(
+    ("eager", "replay", "budgets", "expected"),
+    [
+        ((1000, 1), {4: 1, 8: 9}, [4, 4], "two replays of 4 cost less than one of 8"),
+        ((1000, 1), {4: 5, 8: 9}, [8], "one replay of 8 costs less than two of 4"),
+        ((1, 0), {4: 5, 8: 9}, [None], "one eager call is cheapest"),
+        ((1000, 1), {4: 50, 8: 9}, [8], "the larger graph is cheaper"),
+    ],
+)
+def test_costs_decide(
+    eager: tuple[float, float], replay: dict[int, float], budgets: list[int | None], expected: str
+) -> None:
+    batches = pack_items([3, 4], [4, 8], 2, cost=PackingCosts(replay, by_tokens(*eager)))
+    assert [batch.budget for batch in batches] == budgets, expected
+
+
+def test_eager_calls_are_joined_where_that_is_cheaper() -> None:
+    cost = PackingCosts({4: 100.0}, by_tokens(10, 1), 8)
+    assert pack_items([4, 2, 4, 3], [4], 1, cost=cost) == [PackedBatch((1, 3), 5, None), PackedBatch((0, 2), 8, None)]
+
+
+@pytest.mark.parametrize("cost", [None, PackingCosts({4: 1.0, 8: 2.0}, by_tokens(5, 1))])
+@pytest.mark.parametrize(
+    ("tokens", "batches"),
+    [
+        ([], []),
+        ([0], [PackedBatch((0,), 0, 4)]),
+        ([0, 0, 0], [PackedBatch((0, 1), 0, 4), PackedBatch((2,), 0, 4)]),
+        ([9], [PackedBatch((0,), 9, None)]),
+        ([9, 3, 20], [PackedBatch((1,), 3, 4), PackedBatch((0,), 9, None), PackedBatch((2,), 20, None)]),
+        ([4, 4, 4], [PackedBatch((0, 1), 8, 8), PackedBatch((2,), 4, 4)]),
+    ],
+)
+def test_special_requests(tokens: list[int], batches: list[PackedBatch], cost: PackingCosts | None) -> None:
+    found = pack_items(tokens, [4, 8], 2, cost=cost)
+    assert Counter((b.budget, b.tokens) for b in found) == Counter((b.budget, b.tokens) for b in batches)
+    if cost is None:
+        assert found == batches
+
+
+def test_without_budgets_everything_is_eager() -> None:
+    assert pack_items([3, 1], [], 4) == [PackedBatch((1,), 1, None), PackedBatch((0,), 3, None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "numbers"),
+    [
+        (([1], [4], 0), "max_items=0"),
+        (([2, -1], [4], 1), "smallest count -1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: tuple[list[int], list[int], int], numbers: str) -> None:
+    with pytest.raises(EncoderConfigError, match=numbers):
+        pack_items(*arguments)
+
+
+def test_a_budget_without_a_cost_is_refused() -> None:
+    with pytest.raises(EncoderConfigError, match=r"budget 8 has no cost.*\[4\]"):
+        pack_items([1], [4, 8], 1, cost=PackingCosts({4: 1.0}, by_tokens(1, 1)))
+
+
+@pytest.mark.parametrize("count", [1000, 5000])
+def test_thousands_of_items_take_few_steps(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes the time is counted: cells that are priced, rounds of cutting, and questions for the eager cost."""
+    cells: list[int] = []
+    priced = cuts.cell_costs
+
+    def counting(sizes: cuts.Sizes, peaks: cuts.Sizes, width: int, *rest: object) -> cuts.Floats:
+        cells.append(width * sizes.shape[1])
+        return priced(sizes, peaks, width, *rest)  # type: ignore[arg-type]
+
+    asked: list[int] = []
+
+    def eager(tokens: int) -> float:
+        asked.append(tokens)
+        return 16 + 0.0055 * tokens
+
+    monkeypatch.setattr(cuts, "cell_costs", counting)
+    budgets = list(range(64, 4097, 64))
+    tokens = np.random.default_rng(0).integers(16, 600, count).tolist()
+    cost = PackingCosts({budget: 0.5 + 0.0045 * budget for budget in budgets}, eager)
+    batches = pack_items(tokens, budgets, 32, cost=cost)
+    assert sorted(item for batch in batches for item in batch.items) == list(range(count))
+    assert sum(cells) <= 4 * max(cuts.MAX_CELLS, cuts.LEAST_WIDTH * count)
+    assert len(asked) <= 4 * max(budgets)
+
+
+def test_blocks_are_joined_where_they_meet() -> None:
+    """Far more items than one block: that blocks are cut apart costs nothing here."""
+    batches = pack_items([1] * 1000, [10], 10, cost=PackingCosts({10: 1.0}, by_tokens(1000, 1)))
+    assert len(batches) == 100
+
+
+# -- several limits ---------------------------------------------------------------------------------------------------
+
+LIMITS = st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 6))
+
+
+@st.composite
+def vector_problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[Rung]]:
+    """Sizes in three dimensions, and one bound of the largest item, on ladders that ascend in every dimension."""
+    count = draw(st.integers(0, 20))
+    sizes = [draw(st.lists(st.integers(0, most), min_size=count, max_size=count)) for most in (20, 40, 3)]
+    peaks = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    rungs = []
+    for bound in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
+        steps = draw(st.lists(LIMITS, min_size=1, max_size=4))
+        for limits in itertools.accumulate(steps, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))):
+            rungs.append(Rung(limits, draw(st.floats(0.1, 10)), (bound,)))
+    return np.array(sizes, dtype=np.int64).reshape(3, count), np.array([peaks], dtype=np.int64), rungs
+
+
+@given(vector_problems(), st.booleans())
+def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]], has_costs: bool) -> None:
+    sizes, peaks, rungs = problem
+    if has_costs:
+        batches = plan_cheaply(sizes, rungs, lambda tokens: 5.0 + tokens, 30, peaks)
+    else:
+        batches = plan_greedily(sizes, rungs, peaks)
+    assert sorted(item for batch in batches for item in batch.items) == list(range(sizes.shape[1]))
+    for batch in batches:
+        items = list(batch.items)
+        if batch.rung is not None:
+            rung = rungs[batch.rung]
+            assert (sizes[:, items].sum(axis=1) <= np.array(rung.limits)).all()
+            assert peaks[0, items].max() <= rung.bounds[0]
+        elif not has_costs:
+            assert not any(
+                (sizes[:, items[0]] <= np.array(rung.limits)).all() and peaks[0, items[0]] <= rung.bounds[0]
+                for rung in rungs
+            )
+
+
+def test_eager_calls_keep_the_order_and_the_limit() -> None:
+    assert [batch.items for batch in plan_eagerly(np.array([3, 4, 9, 1, 0, 7, 2]), 8)] == [(0, 1), (2,), (3, 4, 5), (6,)]
