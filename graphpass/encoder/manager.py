@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -258,6 +258,11 @@ class EncoderCudaGraphManager:
             if self._counts.requests % self._options.log_every == 0:
                 _log.info("%s", self.get_cumulative_stats().summary())
             return results
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The memory of each buffer, flat, which all budgets share; empty before the capture."""
+        return {} if self._graphs is None else self._graphs.buffers.tensors
 
     def get_cumulative_stats(self) -> EncoderStats:
         """Hits, misses and padding so far, of each budget and in all."""

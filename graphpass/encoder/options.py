@@ -104,10 +104,8 @@ def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
             raise _contradiction(f"axis {axis.name!r} rounds up", "ascending integers", axis.values)
     if config.axes:
         _refuse_repeated("axes", [axis.name for axis in config.axes])
-    counts = {
-        "patches_per_token": config.patches_per_token,
-        "max_frames": config.max_frames,
-        "max_items": config.max_items,
+    counts: dict[str, int | None] = {
+        name: getattr(config, name) for name in ("patches_per_token", "token_multiple", "max_frames", "max_items")
     }
     counts |= {f"output_width {index}": width for index, width in enumerate(config.output_widths)}
     for name, count in counts.items():

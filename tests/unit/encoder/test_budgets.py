@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -58,7 +59,7 @@ def test_nothing_fits_no_budget() -> None:
 
 
 def worst_padding(budgets: list[int]) -> float:
-    return max((1 - (small + 1) / large for small, large in zip(budgets, budgets[1:], strict=False)), default=0)
+    return max((1 - (small + 1) / large for small, large in itertools.pairwise(budgets)), default=0)
 
 
 def test_the_default_number_of_graphs_pads_little() -> None:

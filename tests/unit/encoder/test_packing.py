@@ -261,4 +261,9 @@ def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]]
 
 
 def test_eager_calls_keep_the_order_and_the_limit() -> None:
-    assert [batch.items for batch in plan_eagerly(np.array([3, 4, 9, 1, 0, 7, 2]), 8)] == [(0, 1), (2,), (3, 4, 5), (6,)]
+    assert [batch.items for batch in plan_eagerly(np.array([3, 4, 9, 1, 0, 7, 2]), 8)] == [
+        (0, 1),
+        (2,),
+        (3, 4, 5),
+        (6,),
+    ]

@@ -88,6 +88,7 @@ class ToyEncoder:
         self.config = EncoderCudaGraphConfig(("image",), KEYS, widths, **given)
         self.eager_calls: list[int] = []
         self.prepared: list[EncoderGraphKey] = []
+        self.forwards: list[EncoderGraphKey] = []
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         return self.config
@@ -137,6 +138,7 @@ class ToyEncoder:
         }
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        self.forwards.append(key)
         item = item_of_patch(buffers["lengths"], key.patches)
         patches = buffers["patches"]
         if self.config.axes:

@@ -1,0 +1,103 @@
+"""Four ranks over gloo, each with a share of the items and some without any, have what one rank has, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from graphpass import EncoderCudaGraphManager, EncoderOptions, balance_items
+from tests.unit.encoder import toy
+
+NUM_RANKS = 4
+REQUESTS = (
+    (4, 8, 2, 40, 64, 70, 2, 0, 12),  # shares of different sizes, one item above the largest budget
+    (64,),  # three ranks without items
+    (2, 70),  # two ranks without
+    (0, 0, 0),  # rows for nobody
+    (),
+    (16,) * 8,
+)
+
+
+class WholeNumbers(toy.ToyTower):
+    """Weights and activations are small whole numbers, of which every sum is exact in whatever order it is taken.
+
+    A floating-point product of matrices depends on how many rows it has; what is asked here is whether the right rows
+    arrive.
+    """
+
+    def __init__(self, levels: int) -> None:
+        super().__init__(levels=levels)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.copy_(torch.randint(-2, 3, weight.shape, generator=generator))
+        self.blocks = torch.nn.ModuleList([WholeBlock(), WholeBlock()])
+
+
+class WholeBlock(torch.nn.Module):
+    """Each patch takes the sum of its item's patches."""
+
+    def forward(self, x: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        same = (item[:, None] == item[None, :]) & (item >= 0)[:, None]
+        return torch.remainder(x + same.to(x.dtype) @ x.masked_fill((item < 0)[:, None], 0), 17)
+
+
+def items_of(sizes: tuple[int, ...], seed: int) -> dict[str, Any]:
+    items = toy.images(sizes, seed=seed)
+    return {**items, "patches": items["patches"].mul(3).round()}
+
+
+def manager_of(levels: int, group: Any) -> EncoderCudaGraphManager:
+    options = EncoderOptions(token_budgets=[4, 8, 16, 32], costs=None)
+    encoder = toy.ToyEncoder(WholeNumbers(levels))
+    return EncoderCudaGraphManager(encoder, options=options, device="cpu", dtype=torch.float32, group=group)
+
+
+def results(group: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Of every request on one and on two outputs, before the capture and after; and (replays, misses) of each."""
+    found, counts = [], []
+    for levels in (1, 2):
+        manager = manager_of(levels, group)
+        found.append(manager.execute(items_of(REQUESTS[0], 99)))
+        manager.capture()
+        found += [manager.execute(items_of(sizes, seed)) for seed, sizes in enumerate(REQUESTS)]
+        stats = manager.get_cumulative_stats()
+        counts.append((stats.hits, stats.misses))
+    return found, counts
+
+
+def on_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    try:
+        torch.save(results(dist.group.WORLD), f"{folder}/{rank}.pt")
+        dist.barrier()
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def test_four_ranks_have_what_one_has(tmp_path: Path) -> None:
+    # One process imports torch, and ranks are forked from it before it has any thread.
+    multiprocessing.set_forkserver_preload(["graphpass", "torch.distributed", __name__])
+    mp.start_processes(on_rank, args=(str(tmp_path),), nprocs=NUM_RANKS, start_method="forkserver")
+    expected, counts_of_one = results(None)
+    by_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_RANKS)]
+    for found, _ in by_rank:
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    for which in range(2):
+        each = [counts[which] for _, counts in by_rank]
+        assert [sum(values) for values in zip(*each, strict=True)] == list(counts_of_one[which])
+    assert any(tensor.any() for result in expected for tensor in result if isinstance(tensor, torch.Tensor))
+    shares = [balance_items(sizes, NUM_RANKS).counts for sizes in REQUESTS]
+    assert [share.count(0) for share in shares] == [0, 3, 2, 1, 4, 0]

@@ -1,0 +1,189 @@
+"""What a model prepares: copied, padded as declared, and refused where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass import (
+    EncoderConfigError,
+    EncoderCudaGraphManager,
+    EncoderGraphKey,
+    EncoderItemSpec,
+    EncoderOptions,
+    ShapeError,
+)
+from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from tests.unit.encoder import toy
+
+Values = dict[str, Any]
+
+
+class Spoilt(toy.ToyEncoder):
+    """One method returns something else than it should."""
+
+    def __init__(self, method: str, spoil: Callable[[Any], Any], **config: Any) -> None:
+        super().__init__(**config)
+        self.method, self.spoil = method, spoil
+
+    def spoilt(self, method: str, result: Any) -> Any:
+        return self.spoil(result) if method == self.method else result
+
+    def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
+        return self.spoilt("specs", super().get_encoder_cudagraph_item_specs(items))
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, torch.Tensor]:
+        return self.spoilt("capture", dict(super().prepare_encoder_cudagraph_capture_inputs(key, device, dtype)))
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, items: EncoderItems, key: EncoderGraphKey
+    ) -> Mapping[str, torch.Tensor | None]:
+        return self.spoilt("replay", dict(super().prepare_encoder_cudagraph_replay_buffers(items, key)))
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        return self.spoilt("forward", super().encoder_cudagraph_forward(buffers, key))
+
+    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+        return self.spoilt("eager", super().encoder_eager_forward(items))
+
+
+def made(encoder: toy.ToyEncoder, budgets: Sequence[int] = (4, 8)) -> EncoderCudaGraphManager:
+    manager = EncoderCudaGraphManager(
+        encoder, options=EncoderOptions(token_budgets=budgets, costs=None), device="cpu", dtype=torch.float32
+    )
+    manager.capture()
+    return manager
+
+
+def without(name: str) -> Callable[[Values], Values]:
+    return lambda values: {other: value for other, value in values.items() if other != name}
+
+
+def with_(name: str, change: Callable[[Any], Any]) -> Callable[[Values], Values]:
+    return lambda values: {**values, name: change(values.get(name))}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (without("lengths"), EncoderConfigError, r"no buffer 'lengths'.*None for a buffer that keeps"),
+        (with_("extra", lambda _: None), EncoderConfigError, r"'extra', no buffer"),
+        (with_("patches", lambda p: p.repeat(9, 1)), ShapeError, r"\(8, 6\).*found \(18, 6\)"),
+        (with_("patches", lambda p: p[:, :1]), ShapeError, r"\(8, 6\).*found \(2, 1\)"),
+        (with_("patches", lambda p: p[0]), ShapeError, r"found \(6,\)"),
+        (with_("positions", lambda p: p.int()), ShapeError, r"int64.*int32"),
+        (with_("positions", lambda p: p.float()), ShapeError, r"int64.*float32"),
+        (with_("scale", lambda _: torch.ones(1)), ShapeError, r"found \(1,\)"),
+    ],
+)
+def test_what_does_not_fit_a_buffer_is_refused(
+    spoil: Callable[[Values], Values], error: type[Exception], text: str
+) -> None:
+    manager = made(Spoilt("replay", spoil))
+    with pytest.raises(error, match=text):
+        manager.execute(toy.images([2]))
+
+
+@pytest.mark.parametrize(
+    ("method", "spoil", "text"),
+    [
+        ("capture", without("scale"), r"capture_inputs returned no buffer 'scale'"),
+        ("capture", with_("more", lambda _: torch.ones(1)), r"'more', no buffer"),
+        ("forward", lambda rows: rows[1:], r"\(8, 8\).*found \[\(7, 8\)"),
+        ("forward", lambda rows: rows[:, 1:], r"\(8, 8\).*found \[\(8, 7\)"),
+        ("forward", lambda rows: (rows, rows), r"found \[\(8, 8\), \(8, 8\)\]"),
+    ],
+)
+def test_a_capture_that_breaks_the_configuration_is_refused(
+    method: str, spoil: Callable[[Any], Any], text: str
+) -> None:
+    with pytest.raises(EncoderConfigError, match=text):
+        made(Spoilt(method, spoil))
+
+
+def test_a_buffer_that_shrinks_is_refused() -> None:
+    encoder = Spoilt(
+        "capture", lambda values: {**values, "positions": torch.zeros(20 - len(values["positions"])).long()}
+    )
+    with pytest.raises(EncoderConfigError, match=r"at most 4 elements.*found \(12,\)"):
+        made(encoder)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"output_tokens": -1}, "at least 0"),
+        ({"input_size": -1}, "at least 0"),
+        ({"path": "video"}, r"a path among \[''\]"),
+        ({"axes": (("size", 1),)}, r"axes \[\]"),
+    ],
+)
+def test_item_specs_that_break_the_configuration_are_refused(change: dict[str, Any], text: str) -> None:
+    given = {"input_size": 4, "output_tokens": 2, **change}
+    manager = made(Spoilt("specs", lambda _: [EncoderItemSpec(**given)]))
+    with pytest.raises(EncoderConfigError, match=text):
+        manager.execute(toy.images([4]))
+
+
+def test_other_values_on_a_rounding_axis_are_refused() -> None:
+    manager = made(toy.ToyEncoder(axes=(toy.LONGEST,)))
+    with pytest.raises(EncoderConfigError, match=r"integers on axes that round up; found .*'long'"):
+        manager.execute(toy.images([4], axes=[(("longest", "long"),)]))
+
+
+def test_an_eager_call_that_returns_other_rows_is_refused() -> None:
+    manager = made(Spoilt("eager", lambda rows: rows[1:]))
+    with pytest.raises(EncoderConfigError, match=r"20 rows; found \(19, 8\)"):
+        manager.execute(toy.images([40]))
+
+
+@pytest.mark.parametrize(
+    ("rule", "behind"),
+    [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("last", [3.0, 3.0])],
+)
+def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
+    encoder = Spoilt("replay", with_("patches", lambda _: torch.full((6, toy.PATCH), 3.0)), padding={"patches": rule})
+    encoder.config.padding["lengths"] = "last"  # type: ignore[index]
+    manager = made(encoder, [4])
+    manager.buffers["patches"].fill_(7)
+    manager.execute(toy.images([6]))
+    assert manager.buffers["patches"].view(-1, toy.PATCH)[5:, 0].tolist() == [3.0, *behind]
+
+
+def test_the_last_of_no_rows_is_zero() -> None:
+    encoder = toy.ToyEncoder(padding={"patches": "last", "lengths": "last"})
+    manager = made(encoder, [4])
+    manager.buffers["patches"].fill_(torch.nan)
+    assert manager.execute(toy.images([0]))[0].shape == (0, toy.WIDTH)
+    assert manager.buffers["patches"].unique().tolist() == [0]
+
+
+def test_none_keeps_what_a_buffer_holds() -> None:
+    encoder = toy.ToyEncoder()
+    items = toy.images([6, 2])
+    expected = toy.one_by_one(encoder, items)
+    manager = made(encoder)
+    torch.testing.assert_close(manager.execute(items), expected)
+    manager.buffers["scale"].fill_(0)
+    zeroed = {**items, "patches": items["patches"] * 0}
+    kept = manager.execute(items)
+    manager.buffers["scale"].fill_(1)
+    bias = encoder.tower.embed.bias.detach().clone()
+    with torch.no_grad():
+        encoder.tower.embed.bias.zero_()
+        torch.testing.assert_close(kept, toy.one_by_one(encoder, zeroed))
+        encoder.tower.embed.bias.copy_(bias)
+
+
+def test_reduced_precision_is_cast_into_the_buffer() -> None:
+    encoder = toy.ToyEncoder()
+    items = toy.images([4])
+    expected = toy.one_by_one(encoder, items)
+    manager = made(encoder)
+    found = manager.execute({**items, "patches": items["patches"].double()})
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,425 @@
+"""EncoderCudaGraphManager on the CPU tape: a toy tower with all that a real one may have."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpass import (
+    CaptureError,
+    EncoderCudaGraphManager,
+    EncoderGraphKey,
+    EncoderOptions,
+    PackingCosts,
+    SupportsEncoderCompilation,
+    SupportsEncoderCudaGraph,
+    SupportsEncoderExamples,
+)
+from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from tests.unit.encoder import toy
+
+BUDGETS = (4, 8, 16, 32)
+MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
+"""Patches, two a token: of which 70 is above the largest budget."""
+
+
+def made(encoder: toy.ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
+    given = {"token_budgets": BUDGETS, "costs": None, **options}
+    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
+    if capture:
+        manager.capture()
+    return manager
+
+
+def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def poison(manager: EncoderCudaGraphManager) -> None:
+    """What no batch writes is NaN, or an integer that is valid and wrong."""
+    for name, memory in manager.buffers.items():
+        if name != "scale":  # kept on purpose
+            memory.fill_(torch.nan if memory.is_floating_point() else 1)
+
+
+def test_the_protocols_are_seen() -> None:
+    assert isinstance(toy.ToyEncoder(), SupportsEncoderCudaGraph)
+    assert not isinstance(toy.ToyEncoder(), SupportsEncoderExamples | SupportsEncoderCompilation)
+    assert isinstance(toy.WithExamples(), SupportsEncoderExamples)
+    assert isinstance(toy.Compiled(), SupportsEncoderCompilation)
+    assert not isinstance(object(), SupportsEncoderCudaGraph)
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def variant(name: str) -> tuple[toy.ToyEncoder, dict[str, list[Any]]]:
+    """An encoder, and what its items have besides their sizes, for each place in :data:`MIXED`."""
+    count = len(MIXED)
+    if name == "two outputs":
+        return toy.ToyEncoder(toy.ToyTower(levels=2)), {}
+    if name == "frames":
+        return toy.ToyEncoder(max_frames=3), {"frames": [1 + i % 4 for i in range(count)]}
+    if name == "paths":
+        return toy.ToyEncoder(paths=("image", "video")), {"paths": [("image", "video")[i % 2] for i in range(count)]}
+    if name == "axis":
+        return toy.ToyEncoder(axes=(toy.GAINS,)), {"axes": [(("gain", 1 + i % 3),) for i in range(count)]}
+    if name == "axis that rounds up":
+        return toy.ToyEncoder(axes=(toy.LONGEST,)), {"axes": [(("longest", size),) for size in MIXED]}
+    return toy.ToyEncoder(), {}
+
+
+VARIANTS = ("plain", "two outputs", "frames", "paths", "axis", "axis that rounds up")
+CHEAP = PackingCosts(dict.fromkeys(BUDGETS, 1.0), lambda tokens: 3.0 + tokens)
+
+
+@pytest.mark.parametrize("costs", [None, CHEAP], ids=["greedy", "costs"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_results_are_those_of_each_item_alone(name: str, costs: PackingCosts | None) -> None:
+    encoder, lists = variant(name)
+    manager = made(encoder, costs=costs)
+    for seed, order in enumerate((list(range(len(MIXED))), [3, 0, 8, 1], [7], [5], [6, 2, 7, 7])):
+        items = encoder.select_encoder_cudagraph_items(toy.images(MIXED, seed=seed, **lists), order)
+        expected = toy.one_by_one(encoder, items)
+        forwards = len(encoder.forwards)
+        poison(manager)
+        assert_same(manager.execute(items), expected)
+        assert len(encoder.forwards) == forwards, "a replay runs none of the tower's Python"
+    stats = manager.get_cumulative_stats()
+    assert stats.replays > 0
+    assert stats.hits + stats.misses == len(MIXED) + 4 + 1 + 1 + 4
+
+
+@pytest.fixture(scope="module")
+def shared() -> tuple[toy.ToyEncoder, EncoderCudaGraphManager]:
+    encoder = toy.ToyEncoder()
+    return encoder, made(encoder, costs=CHEAP)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 36).map(lambda tokens: 2 * tokens), max_size=20), st.integers(0, 1000))
+def test_any_items_in_any_packing(
+    shared: tuple[toy.ToyEncoder, EncoderCudaGraphManager], sizes: list[int], seed: int
+) -> None:
+    encoder, manager = shared
+    items = toy.images(sizes, seed=seed)
+    expected = toy.one_by_one(encoder, items)
+    poison(manager)
+    assert_same(manager.execute(items), expected)
+
+
+def test_no_items() -> None:
+    manager = made(toy.ToyEncoder())
+    assert manager.execute(toy.images([])) == []
+    assert manager.get_cumulative_stats().requests == 1
+    assert manager.get_cumulative_stats().hit_rate == 0
+
+
+def test_an_item_without_tokens() -> None:
+    assert [tuple(result.shape) for result in made(toy.ToyEncoder()).execute(toy.images([0]))] == [(0, toy.WIDTH)]
+
+
+def test_every_limit_takes_part() -> None:
+    """Six items of one token: by tokens they fit the largest budget, by frames three at a time."""
+    encoder = toy.ToyEncoder(max_frames=6)
+    manager = made(encoder, max_items_per_batch=4)
+    manager.execute(toy.images([2] * 6))
+    manager.execute(toy.images([2] * 6, frames=[2] * 6))
+    manager.execute(toy.images([2], frames=[7]))
+    stats = manager.get_cumulative_stats()
+    assert (stats.replays, stats.hits, stats.misses) == (2 + 2, 12, 1)
+
+
+def test_an_axis_that_rounds_up_joins_its_values() -> None:
+    encoder = toy.ToyEncoder(axes=(toy.LONGEST,))
+    manager = made(encoder)
+    manager.execute(toy.images([4, 12], axes=[(("longest", 4),), (("longest", 12),)]))
+    assert [dict(key.axes)["longest"] for key in encoder.prepared] == [64]
+    manager.execute(toy.images([4, 8], axes=[(("longest", 4),), (("longest", 8),)]))
+    assert [dict(key.axes)["longest"] for key in encoder.prepared] == [64, 8]
+    manager.execute(toy.images([4], axes=[(("longest", 65),)]))
+    assert manager.get_cumulative_stats().misses == 1
+
+
+def test_results_survive_later_calls() -> None:
+    encoder = toy.ToyEncoder(toy.ToyTower(levels=2))
+    manager = made(encoder)
+    items = toy.images(MIXED)
+    kept = manager.execute(items)
+    expected = toy.one_by_one(encoder, items)
+    for seed in range(3):
+        manager.execute(toy.images(MIXED[::-1], seed=seed))
+    manager.clear()
+    assert_same(kept, expected)
+    kept[0][0].fill_(7)
+    assert_same(kept[1:], expected[1:])
+
+
+class Identity(toy.ToyEncoder):
+    """What it returns is the buffer itself."""
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        return buffers["wide"]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, torch.Tensor]:
+        return {"wide": torch.zeros(key.tokens, toy.WIDTH)}
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, items: EncoderItems, key: EncoderGraphKey
+    ) -> Mapping[str, torch.Tensor | None]:
+        return {"wide": torch.full((sum(items["sizes"]) // toy.MERGE, toy.WIDTH), float(items["value"][0]))}
+
+
+def test_results_that_are_the_buffer_survive() -> None:
+    encoder = Identity(padding={}, budget_range=(1, 32))
+    object.__setattr__(encoder.config, "buffer_keys", ("wide",))
+    manager = made(encoder)
+    first = manager.execute(toy.images([4], value=[1.0]))[0]
+    manager.execute(toy.images([4], value=[2.0]))
+    assert first.unique().tolist() == [1]
+
+
+def test_two_managers_do_not_disturb_each_other() -> None:
+    encoders = [toy.ToyEncoder(toy.ToyTower(seed=seed)) for seed in (0, 1)]
+    managers = [made(encoder) for encoder in encoders]
+    items = [toy.images(MIXED, seed=seed) for seed in (0, 1)]
+    expected = [toy.one_by_one(encoder, one) for encoder, one in zip(encoders, items, strict=True)]
+    for _ in range(2):
+        for manager, one, result in zip(managers, items, expected, strict=True):
+            assert_same(manager.execute(one), result)
+    managers[0].clear()
+    assert_same(managers[1].execute(items[1]), expected[1])
+
+
+def test_threads_take_turns() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    items = [toy.images(MIXED, seed=seed) for seed in range(4)]
+    expected = [toy.one_by_one(encoder, one) for one in items]
+    found: dict[int, list[EncoderOutput]] = {}
+    threads = [
+        threading.Thread(target=lambda index=index: found.update({index: manager.execute(items[index])}))
+        for index in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(4):
+        assert_same(found[index], expected[index])
+
+
+def test_the_callers_modes_stay() -> None:
+    manager = made(toy.ToyEncoder())
+    with torch.inference_mode():
+        items = toy.images(MIXED)
+        result = manager.execute(items)
+    assert not any(tensor.requires_grad or tensor.is_inference() for tensor in result)
+    assert torch.is_grad_enabled()
+
+
+# -- captures ---------------------------------------------------------------------------------------------------------
+
+
+def test_before_the_capture_everything_runs_eagerly_once() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, capture=False, max_eager_tokens=1000)
+    items = toy.images(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    assert not manager.is_captured()
+    assert_same(manager.execute(items), expected)
+    stats = manager.get_cumulative_stats()
+    assert (stats.hits, stats.misses, stats.eager_calls) == (0, len(MIXED), 1)
+    assert encoder.eager_calls == [len(MIXED)]
+    assert stats.eager_tokens == sum(MIXED) // 2
+
+
+def test_an_eager_call_has_its_limit() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, capture=False)  # 32 tokens: the largest budget
+    manager.execute(toy.images([20, 40, 80, 4, 4]))
+    assert encoder.eager_calls == [2, 1, 2]
+
+
+def test_captures_count_and_replays_do_not_run_python() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, capture=False)
+    assert manager.get_num_graphs_to_capture() == len(BUDGETS)
+    manager.capture()
+    assert manager.is_captured()
+    # Once to warm up and once to record, the largest budget first.
+    assert [key.tokens for key in encoder.forwards] == [32, 32, 16, 16, 8, 8, 4, 4]
+    manager.execute(toy.images([4, 2, 64]))
+    stats = manager.get_cumulative_stats()
+    assert [(b.captured.key.tokens, b.replays, b.items, b.tokens) for b in stats.budgets] == [
+        (32, 1, 1, 32),
+        (16, 0, 0, 0),
+        (8, 0, 0, 0),
+        (4, 1, 2, 3),
+    ]
+    assert stats.padding_waste == pytest.approx(1 / 36)
+    assert stats.hit_rate == 1
+    assert len(encoder.forwards) == 8
+
+
+def test_budgets_share_their_buffers() -> None:
+    alone = made(toy.ToyEncoder(), token_budgets=[32])
+    ladder = made(toy.ToyEncoder())
+    assert ladder.get_cumulative_stats().buffer_bytes == alone.get_cumulative_stats().buffer_bytes > 0
+
+
+def test_without_enable_nothing_is_captured() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, enable=False)
+    assert manager.get_num_graphs_to_capture() == 0
+    assert not manager.is_captured()
+    assert manager.estimate().total_bytes == 0
+    items = toy.images(MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    assert encoder.forwards == []
+
+
+def test_a_second_capture_is_refused_until_cleared() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    with pytest.raises(CaptureError, match="4 graphs"):
+        manager.capture()
+    manager.clear()
+    assert not manager.is_captured()
+    items = toy.images(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    assert_same(manager.execute(items), expected)
+    assert manager.get_cumulative_stats().hits == 0
+    manager.capture()
+    assert_same(manager.execute(items), expected)
+    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
+
+
+class FailsAt(toy.ToyEncoder):
+    """Cannot be captured at some budgets: it reads the device's memory there, or is interrupted."""
+
+    fails_at: frozenset[int] = frozenset()
+    error: BaseException | None = None
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        if key.tokens in self.fails_at:
+            if self.error is not None:
+                raise self.error
+            buffers["lengths"][0].item()
+        return super().encoder_cudagraph_forward(buffers, key)
+
+
+@pytest.mark.parametrize("fails_at", [{8}, {32}, {4, 16}, set(BUDGETS)])
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no memory"), ZeroDivisionError("of the tower")])
+def test_a_failed_capture_leaves_the_others_and_eager(fails_at: set[int], error: BaseException | None) -> None:
+    encoder = FailsAt()
+    encoder.fails_at, encoder.error = frozenset(fails_at), error
+    manager = made(encoder)
+    items = toy.images(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    assert_same(manager.execute(items), expected)
+    stats = manager.get_cumulative_stats()
+    assert {b.captured.key.tokens for b in stats.budgets} == set(BUDGETS) - fails_at
+    assert {key.tokens for key, _ in stats.failed} == fails_at
+    assert manager.is_captured() == (len(fails_at) < len(BUDGETS))
+    encoder.fails_at = frozenset()
+    manager.clear()
+    manager.capture()
+    assert len(manager.get_cumulative_stats().budgets) == len(BUDGETS)
+    assert_same(manager.execute(items), expected)
+
+
+def test_an_interrupt_ends_the_capture_and_leaves_eager() -> None:
+    encoder = FailsAt()
+    encoder.fails_at, encoder.error = frozenset({8}), KeyboardInterrupt()
+    manager = made(encoder, capture=False)
+    with pytest.raises(KeyboardInterrupt):
+        manager.capture()
+    assert not manager.is_captured()
+    items = toy.images(MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+
+
+def test_an_estimate_captures_three_budgets_and_leaves_nothing() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, capture=False)
+    estimate = manager.estimate()
+    assert {key.tokens for key in encoder.forwards} == {32, 8, 4}
+    assert estimate.num_graphs == len(BUDGETS)
+    assert not manager.is_captured()
+    manager.capture()
+    assert manager.get_cumulative_stats().buffer_bytes == estimate.buffer_bytes == estimate.total_bytes
+    assert "4 graphs" in str(estimate)
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.WithExamples])
+def test_costs_are_measured_and_any_plan_is_right(kind: type[toy.ToyEncoder]) -> None:
+    encoder = kind()
+    manager = made(encoder, costs="measured")
+    timed = sum(encoder.eager_calls)
+    assert (timed > 0) == (kind is toy.WithExamples)
+    items = toy.images(MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+
+
+def test_the_cheaper_plan_runs() -> None:
+    encoder = toy.ToyEncoder()
+    items = toy.images([8, 8, 8])
+    expected = toy.one_by_one(encoder, items)
+    for replay, eager, replays in ((1.0, 100.0, 1), (100.0, 1.0, 0)):
+        costs = PackingCosts(dict.fromkeys(BUDGETS, replay), lambda tokens, eager=eager: eager)
+        manager = made(encoder, costs=costs)
+        assert_same(manager.execute(items), expected)
+        assert manager.get_cumulative_stats().replays == replays
+
+
+# -- compiling --------------------------------------------------------------------------------------------------------
+
+
+def test_one_artifact_serves_all_blocks_and_budgets() -> None:
+    encoder = toy.Compiled()
+    items = toy.images(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    manager = made(encoder)
+    assert encoder.compiled_with == "aot_eager"
+    assert_same(manager.execute(items), expected)
+    assert manager.runtime.compiled() == 1
+    manager.clear()
+    manager.capture()
+    assert_same(manager.execute(items), expected)
+    assert manager.runtime.compiled() == 1
+
+
+@pytest.mark.parametrize(("options", "compiler"), [({"compile": False}, None), ({"compiler": "eager"}, "eager")])
+def test_options_say_whether_and_with_what(options: dict[str, Any], compiler: str | None) -> None:
+    encoder = toy.Compiled()
+    made(encoder, token_budgets=[4], **options)
+    assert encoder.compiled_with == compiler
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    manager = made(toy.ToyEncoder(), log_every=2)
+    with caplog.at_level(logging.INFO, "graphpass"):
+        for _ in range(5):
+            manager.execute(toy.images([4]))
+    lines = [record.message for record in caplog.records if record.message.startswith("encoder graphs")]
+    assert len(lines) == 2
+    assert "4 requests, 4 items replayed and 0 run eagerly (hit rate 100.0 %), 4 replays, 50.0 % padding" in lines[1]
+    assert "4 tokens" in str(manager.get_cumulative_stats())

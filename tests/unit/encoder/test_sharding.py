@@ -1,0 +1,55 @@
+"""Items over ranks: everything once, balanced by size and then by count, the same on every rank."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpass import Balance, EncoderConfigError, balance_items
+
+SIZES = st.lists(st.integers(0, 100), max_size=40)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "expected"),
+    [
+        ([], 2, Balance([], [0, 0], [0, 0])),
+        ([5], 3, Balance([0], [1, 0, 0], [5, 0, 0])),
+        ([1, 9, 4, 4], 2, Balance([1, 2, 3, 0], [1, 3], [9, 9])),
+        ([3, 3, 3, 3], 2, Balance([0, 2, 1, 3], [2, 2], [6, 6])),
+        ([0, 0, 0], 2, Balance([0, 2, 1], [2, 1], [0, 0])),
+        ([7, 2], 1, Balance([0, 1], [2], [9])),
+    ],
+)
+def test_largest_first_to_the_least_loaded_rank(sizes: list[int], num_ranks: int, expected: Balance) -> None:
+    assert balance_items(sizes, num_ranks) == expected
+
+
+@given(SIZES, st.integers(1, 9))
+def test_every_item_has_one_rank(sizes: list[int], num_ranks: int) -> None:
+    balance = balance_items(sizes, num_ranks)
+    assert sorted(balance.order) == list(range(len(sizes)))
+    assert len(balance.counts) == len(balance.loads) == num_ranks
+    assert sum(balance.counts) == len(sizes)
+    shares = [balance.share(rank) for rank in range(num_ranks)]
+    assert [item for share in shares for item in share] == balance.order
+    assert [sum(sizes[item] for item in share) for share in shares] == balance.loads
+
+
+@given(SIZES, st.integers(1, 9))
+def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) -> None:
+    balance = balance_items(sizes, num_ranks)
+    least = max(Fraction(sum(sizes), num_ranks), Fraction(max(sizes, default=0)))
+    assert max(balance.loads) <= least + Fraction(max(sizes, default=0) * (num_ranks - 1), num_ranks)
+    # What was given last went to a rank that had least: without its smallest item no rank has more than another.
+    for share, load in zip([balance.share(rank) for rank in range(num_ranks)], balance.loads, strict=True):
+        assert not share or load - min(sizes[item] for item in share) <= min(balance.loads)
+
+
+@pytest.mark.parametrize(("sizes", "num_ranks", "numbers"), [([1], 0, "num_ranks=0"), ([3, -1], 2, "smallest size -1")])
+def test_what_cannot_be_distributed(sizes: list[int], num_ranks: int, numbers: str) -> None:
+    with pytest.raises(EncoderConfigError, match=numbers):
+        balance_items(sizes, num_ranks)
