@@ -36,7 +36,7 @@ PACKED_ATTENTION = "graphpass_flash_packed"
 """Towers pass bounds of sequences, instead of splitting by them on the host, to what has "flash" in its name."""
 EQUAL_ATTENTION = "graphpass_equal"
 _EQUAL_OP = "graphpass::equal_attention"
-_SEQUENCE_LENGTH = "graphpass_sequence_length"
+_SEQUENCE_LENGTH, _IS_VARLEN = "graphpass_sequence_length", "graphpass_is_varlen"
 _HEAD_ALIGNMENT, _MAX_HEAD_DIM = 8, 256
 """What torch's flash attention takes."""
 
@@ -56,6 +56,7 @@ def packed_attention(
     max_seq_len: int,
     *,
     scale: float,
+    is_varlen: bool = False,
 ) -> torch.Tensor:
     """Attention within each of the sequences that lie one behind the other.
 
@@ -67,23 +68,24 @@ def packed_attention(
             repeat the end.
         max_seq_len: bound on the sequences' lengths; a graph bakes it in.
         scale: of the scores.
+        is_varlen: by torch's kernel, where :func:`serves_varlen` says so.
 
     Returns:
         Shaped like ``query``; zero behind the end of the last sequence, and those rows are not read by others, whatever
         they hold.
     """
-    num_tokens, _, head_dim = query.shape
+    num_tokens = query.shape[0]
     is_packed = (torch.arange(num_tokens, device=query.device) < cu_seqlens[-1]).view(-1, 1, 1)
-    if serves_varlen(query.device, query.dtype, head_dim):
+    if is_varlen:
         return torch.where(is_packed, _varlen(query, key, value, cu_seqlens, max_seq_len, scale), 0.0)
     # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
     # rows see each other: a softmax over nothing would be NaN.
     key, value = torch.where(is_packed, key, 0.0), torch.where(is_packed, value, 0.0)
     rows = torch.arange(num_tokens, device=query.device, dtype=cu_seqlens.dtype)
     owner = torch.searchsorted(cu_seqlens, rows, right=True)
-    batched = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     mask = owner.unsqueeze(1) == owner.unsqueeze(0)
-    attended = F.scaled_dot_product_attention(*batched, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
     return torch.where(is_packed, attended, 0.0)
 
 
@@ -112,14 +114,15 @@ torch.library.define(_EQUAL_OP, "(Tensor query, Tensor key, Tensor value, int se
 
 
 @torch.library.impl(_EQUAL_OP, "default")
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _equal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float
 ) -> torch.Tensor:
-    batched = [tensor.unflatten(0, (-1, seq_len)).transpose(1, 2) for tensor in (query, key, value)]
-    attended = F.scaled_dot_product_attention(*batched, scale=scale)
-    return attended.transpose(1, 2).reshape(query.shape).contiguous()
+    shape = query.shape
+    query, key, value = (tensor.unflatten(0, (-1, seq_len)).transpose(1, 2) for tensor in (query, key, value))
+    attended = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    return attended.transpose(1, 2).reshape(shape).contiguous()
 
 
 def _shaped_like_query(
@@ -166,11 +169,14 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
         seq_len: tokens of each sequence; for ``EQUAL_ATTENTION``.
     """
     register_with_hugging_face()
+    weight = next(module.parameters())
     shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
     own = copy.deepcopy(module, memo=dict(shared))
     for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
         config._attn_implementation = name
         setattr(config, _SEQUENCE_LENGTH, seq_len)
+        head_dim = config.hidden_size // config.num_attention_heads
+        setattr(config, _IS_VARLEN, serves_varlen(weight.device, weight.dtype, head_dim))
     return own
 
 
@@ -201,9 +207,11 @@ def _packed_of_layer(
             found=f"none from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
-    by_token = _one_row(module, query, key, value)
+    query, key, value = _one_row(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention(*by_token, cu_seq_lens_q, max_length_q, scale=scale).unsqueeze(0), None
+    is_varlen = getattr(module.config, _IS_VARLEN)
+    attended = packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scale=scale, is_varlen=is_varlen)
+    return attended.unsqueeze(0), None
 
 
 def _equal_of_layer(
@@ -224,21 +232,23 @@ def _equal_of_layer(
         ShapeError: a batch of other than one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
-    by_token = _one_row(module, query, key, value)
+    query, key, value = _one_row(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return equal_attention(*by_token, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
+    return equal_attention(query, key, value, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
 
 
-def _one_row(module: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def _one_row(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[1, heads, tokens, head_dim] as [tokens, heads, head_dim]."""
-    if tensors[0].shape[0] != 1:
+    if query.shape[0] != 1:
         raise ShapeError(
             f"attention of {type(module).__name__} takes the tokens of all images in one row",
             expected="a batch of one row",
-            found=f"{tensors[0].shape[0]} rows",
+            found=f"{query.shape[0]} rows",
             remedy="use the tower through its adapter",
         )
-    return [tensor[0].transpose(0, 1) for tensor in tensors]
+    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
 def _refuse_other_attention(

@@ -58,7 +58,7 @@ def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: tor
         tensor[real:] = torch.nan
     assert att.serves_varlen(cuda, torch.bfloat16, head_dim)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), real, real], dtype=torch.int32, device=cuda)
-    found = att.packed_attention(*packed, ends, 256, scale=0.2)
+    found = att.packed_attention(*packed, ends, 256, scale=0.2, is_varlen=True)
     assert not found[real:].any()
     start = 0
     for length in lengths:

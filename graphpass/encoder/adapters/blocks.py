@@ -75,6 +75,6 @@ def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping
     return block(hidden, **arguments)
 
 
-def _with_own_code(function: types.FunctionType) -> Callable[..., Any]:
+def _with_own_code(function: Any) -> Callable[..., Any]:
     """The function with code of its own: Dynamo counts compilations by code object, over all towers of a process."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
@@ -47,7 +46,9 @@ class FixedSizeAdapter(ABC):
         self.tower = tower
         self._output = self._checked_output(output)
         self._positions: int = embeddings.num_positions
-        self._rows = {LAST_HIDDEN_STATE: self._positions, POOLER_OUTPUT: 1, BOTH: self._positions + 1}[self._output]
+        self._rows: int = {LAST_HIDDEN_STATE: self._positions, POOLER_OUTPUT: 1, BOTH: self._positions + 1}[
+            self._output
+        ]
         self._max_items = max_items
         self._image_shape = (tower.config.num_channels, embeddings.image_size, embeddings.image_size)
         self._blocks = Blocks(tower.encoder.layers, EQUAL_ATTENTION, seq_len=self._positions)
@@ -131,12 +132,12 @@ class FixedSizeAdapter(ABC):
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """The rows of each image, one after the other, [key.tokens, width]; zero behind the last whole image."""
         rows = self._forward(buffers["pixel_values"])
-        return F.pad(rows, (0, 0, 0, key.tokens - len(rows)))
+        return torch.cat([rows, rows.new_zeros(key.tokens - len(rows), rows.shape[1])])
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward over as many images as there are."""
         images = self._images(items)
-        weight = next(self.tower.parameters())
+        weight: torch.Tensor = next(self.tower.parameters())
         if not len(images):
             return weight.new_empty(0, self.tower.config.hidden_size)
         with eagerly():

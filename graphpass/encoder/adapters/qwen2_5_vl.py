@@ -25,7 +25,7 @@ class Qwen25VLAdapter(GridAdapter):
     def __init__(self, tower: Any, **options: Any) -> None:
         super().__init__(tower, **options)
         self._unit = self._merge**2
-        self._tokens_a_side = tower.window_size // self._merge // tower.patch_size
+        self._tokens_a_side: int = tower.window_size // self._merge // tower.patch_size
 
     def _frame_tables(self, height: int, width: int) -> Tables:
         cut = windows(height, width, self._merge, self._tokens_a_side)

@@ -69,5 +69,5 @@ class Qwen3VLAdapter(GridAdapter):
         """A tap at a time: all at once they would be the largest tensor of the whole graph."""
         indices, weights = buffers["interp_indices"], buffers["interp_weights"]
         parts = (self.tower.pos_embed(indices[:, tap]) * weights[:, tap, None] for tap in range(_TAPS))
-        total: torch.Tensor = sum(parts)  # type: ignore[assignment]
+        total: torch.Tensor = sum(parts)
         return total

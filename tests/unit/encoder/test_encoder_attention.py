@@ -68,7 +68,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = type("Config", (), {"graphpass_sequence_length": 3})()
+        self.config = type("Config", (), {"graphpass_sequence_length": 3, "graphpass_is_varlen": False})()
 
 
 @pytest.mark.parametrize("name", [att.PACKED_ATTENTION, att.EQUAL_ATTENTION])
