@@ -33,6 +33,7 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.encoder.sharding import balance_items, gather_rows
 from graphpass.encoder.stats import CapturedBudget, EncoderCounts, EncoderStats
+from graphpass.encoder.weights import EncoderWeights
 from graphpass.errors import CaptureError, EncoderConfigError
 
 __all__ = ["EncoderCudaGraphManager"]
@@ -80,6 +81,8 @@ class EncoderCudaGraphManager:
         self._captured: list[CapturedBudget] = []
         self._failed: list[tuple[EncoderGraphKey, str]] = []
         self._counts = EncoderCounts()
+        self._graph_pool: Any = None
+        self._weights: EncoderWeights | None = None
         self._lock = threading.RLock()
         self._planner = self._planner_of(None)
 
@@ -146,12 +149,14 @@ class EncoderCudaGraphManager:
             if not self._options.enable:
                 return
             self._compile()
+            self._graph_pool = graph_pool
             self._graphs = self._new_graphs(self._keys, graph_pool)
             self._failed.clear()
             try:
                 with self._graphs.capturing():
                     self._capture_all(self._graphs)
                 self._planner = self._planner_of(self._costs(self._graphs))
+                self._weights = EncoderWeights.of(self._model)
             except BaseException:
                 self.clear()
                 raise
@@ -173,7 +178,7 @@ class EncoderCudaGraphManager:
         with self._lock:
             if self._graphs is not None:
                 self._graphs.close()
-            self._graphs = None
+            self._graphs = self._weights = None
             self._captured.clear()
             self._failed.clear()
             self._planner = self._planner_of(None)
@@ -242,7 +247,8 @@ class EncoderCudaGraphManager:
     def execute(self, items: EncoderItems) -> list[EncoderOutput]:
         """Encode items; the result of each one, in their order.
 
-        Results are independent of later calls.
+        Results are independent of later calls. Where weights of the model were replaced, or have moved, since the
+        capture, everything is captured anew first.
 
         Args:
             items: one mapping of everything, as the model's processor returns it.
@@ -254,6 +260,10 @@ class EncoderCudaGraphManager:
         with self._lock, quietly():
             specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
             self._counts.requests += 1
+            if self._weights is not None and not self._weights.in_place():
+                _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
+                self.clear()
+                self.capture(self._graph_pool)
             results = self._encoded(items, specs) if self._num_ranks() == 1 else self._encoded_by_all(items, specs)
             if self._counts.requests % self._options.log_every == 0:
                 _log.info("%s", self.get_cumulative_stats().summary())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -361,6 +361,36 @@ def test_an_estimate_captures_three_budgets_and_leaves_nothing() -> None:
     manager.capture()
     assert manager.get_cumulative_stats().buffer_bytes == estimate.buffer_bytes == estimate.total_bytes
     assert "4 graphs" in str(estimate)
+
+
+def replaced(tower: toy.ToyTower) -> None:
+    tower.embed.weight = torch.nn.Parameter(tower.embed.weight.detach() * 2)
+
+
+def moved(tower: toy.ToyTower) -> None:
+    tower.merger.bias.data = tower.merger.bias.detach() + 1
+
+
+def exchanged(tower: toy.ToyTower) -> None:
+    tower.blocks[1] = toy.Block()
+
+
+@pytest.mark.parametrize("change", [replaced, moved, exchanged])
+def test_weights_of_now_are_used(change: Callable[[toy.ToyTower], None], caplog: pytest.LogCaptureFixture) -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    items = toy.images(MIXED)
+    before = manager.execute(items)
+    change(encoder.tower)
+    expected = toy.one_by_one(encoder, items)
+    assert_same(manager.execute(items), expected)
+    assert not torch.allclose(before[0], expected[0])  # type: ignore[arg-type]
+    assert "captured anew" in caplog.text
+    caplog.clear()
+    with torch.no_grad():
+        encoder.tower.embed.weight.mul_(2)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    assert caplog.text == ""
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------

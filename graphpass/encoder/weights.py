@@ -1,0 +1,55 @@
+"""Whether an encoder's weights are where its graphs read them."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpass import compat
+
+__all__ = ["EncoderWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWeights:
+    """Every parameter, buffer and submodule of an encoder at capture, and where it was.
+
+    The weights are held, so that memory that a graph reads is never given away. Found are the modules that the encoder
+    is, or has as attributes.
+    """
+
+    _owners: tuple[dict[str, Any], ...]
+    _names: tuple[str, ...]
+    _kept: tuple[Any, ...]
+    _tensors: list[Any]
+    _addresses: list[int | None]
+
+    @classmethod
+    def of(cls, model: object) -> EncoderWeights:
+        """The weights as of now."""
+        attributes = getattr(model, "__dict__", {}).values()
+        roots = [part for part in (model, *attributes) if isinstance(part, torch.nn.Module)]
+        modules = {id(module): module for root in roots for module in root.modules()}.values()
+        places = [
+            (owner, name, kept)
+            for module in modules
+            for owner in (module._parameters, module._buffers, module._modules)
+            for name, kept in owner.items()
+        ]
+        tensors = [kept for _, _, kept in places if isinstance(kept, torch.Tensor)]
+        return cls(
+            tuple(owner for owner, _, _ in places),
+            tuple(name for _, name, _ in places),
+            tuple(kept for _, _, kept in places),
+            tensors,
+            [tensor.data_ptr() for tensor in tensors],
+        )
+
+    def in_place(self) -> bool:
+        """Whether all of it is what it was, at the address where it was."""
+        # All of it in C: hundreds of look-ups stand in every request.
+        kept = all(map(operator.is_, map(dict.get, self._owners, self._names), self._kept))
+        return kept and compat.data_ptrs_equal(self._tensors, self._addresses, list(range(len(self._tensors))))
