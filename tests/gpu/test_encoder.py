@@ -1,0 +1,190 @@
+"""EncoderCudaGraphManager over real graphs: results, padding, pools, costs, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass import EncoderCudaGraphManager, EncoderOptions, PackingCosts
+from graphpass.encoder.protocol import EncoderOutput
+from tests.unit.encoder import toy
+
+pytestmark = pytest.mark.cuda
+
+BUDGETS = (4, 8, 16, 32)
+MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
+MIB = 1 << 20
+
+
+def made(encoder: toy.ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
+    encoder.tower.cuda()
+    given = {"token_budgets": BUDGETS, "costs": None, **options}
+    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cuda", dtype=torch.float32)
+    if capture:
+        manager.capture()
+    return manager
+
+
+def on_gpu(sizes: Sequence[int], *, seed: int = 1, **lists: Any) -> dict[str, Any]:
+    items = toy.images(sizes, seed=seed, **lists)
+    return {**items, "patches": items["patches"].cuda()}
+
+
+def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def poison(manager: EncoderCudaGraphManager) -> None:
+    for name, memory in manager.buffers.items():
+        if name != "scale":
+            memory.fill_(torch.nan if memory.is_floating_point() else 1)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("costs", [None, PackingCosts(dict.fromkeys(BUDGETS, 1.0), lambda tokens: 3.0 + tokens)])
+def test_results_are_those_of_each_item_alone(levels: int, costs: PackingCosts | None) -> None:
+    encoder = toy.ToyEncoder(toy.ToyTower(levels=levels))
+    manager = made(encoder, costs=costs)
+    for seed, sizes in enumerate((MIXED, MIXED[::-1], (2,), (64, 64), (), (0,))):
+        items = on_gpu(sizes, seed=seed)
+        expected = toy.one_by_one(encoder, items)
+        poison(manager)
+        forwards = len(encoder.forwards)
+        assert_same(manager.execute(items), expected)
+        assert len(encoder.forwards) == forwards
+    assert manager.get_cumulative_stats().replays > 0
+    manager.clear()
+
+
+def test_results_survive_later_calls_and_clear() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    items = on_gpu(MIXED)
+    kept = manager.execute(items)
+    expected = toy.one_by_one(encoder, items)
+    for seed in range(3):
+        manager.execute(on_gpu(MIXED[::-1], seed=seed))
+    manager.clear()
+    assert_same(kept, expected)
+
+
+def test_two_managers_do_not_disturb_each_other() -> None:
+    encoders = [toy.ToyEncoder(toy.ToyTower(seed=seed)) for seed in (0, 1)]
+    managers = [made(encoder) for encoder in encoders]
+    items = [on_gpu(MIXED, seed=seed) for seed in (0, 1)]
+    expected = [toy.one_by_one(encoder, one) for encoder, one in zip(encoders, items, strict=True)]
+    for _ in range(2):
+        for manager, one, result in zip(managers, items, expected, strict=True):
+            assert_same(manager.execute(one), result)
+    managers[0].clear()
+    assert_same(managers[1].execute(items[1]), expected[1])
+    managers[1].clear()
+
+
+def test_streams_wait_for_each_other() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    requests = [on_gpu(MIXED, seed=seed) for seed in range(6)]
+    expected = [toy.one_by_one(encoder, items) for items in requests]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for index, items in enumerate(requests):
+        with torch.cuda.stream(streams[index % 3]):
+            found.append(manager.execute(items))
+    torch.cuda.synchronize()
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+    manager.clear()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_one_artifact_serves_all_blocks_and_budgets(compiler: str) -> None:
+    encoder = toy.Compiled()
+    manager = made(encoder, compiler=compiler)
+    items = on_gpu(MIXED)
+    expected = toy.one_by_one(toy.ToyEncoder(encoder.tower), items)
+    assert_same(manager.execute(items), expected)
+    assert manager.runtime.compiled() == 1
+    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
+    manager.clear()
+    manager.runtime.close()
+
+
+@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.WithExamples])
+def test_costs_are_measured_and_any_plan_is_right(kind: type[toy.ToyEncoder]) -> None:
+    encoder = kind()
+    manager = made(encoder, costs="measured")
+    items = on_gpu(MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    # Launches are what so small a tower costs: replays win.
+    assert manager.get_cumulative_stats().replays > 0
+    manager.clear()
+
+
+def test_the_ladder_takes_little_more_than_its_largest_budget_and_as_estimated() -> None:
+    ladder = [256 * step for step in range(1, 17)]
+    alone = made(toy.ToyEncoder(budget_range=(1, 4096)), token_budgets=[4096])
+    largest = alone.get_cumulative_stats()
+    alone.clear()
+    manager = made(toy.ToyEncoder(budget_range=(1, 4096)), capture=False, token_budgets=ladder)
+    estimate = manager.estimate()
+    manager.capture()
+    stats = manager.get_cumulative_stats()
+    assert len(stats.budgets) == len(ladder)
+    assert stats.pool_bytes <= 1.15 * largest.pool_bytes
+    assert stats.buffer_bytes == estimate.buffer_bytes
+    assert abs(estimate.pool_bytes - stats.pool_bytes) <= max(0.1 * stats.pool_bytes, 32 * MIB)
+    manager.clear()
+    assert manager.get_cumulative_stats().pool_bytes == 0
+
+
+def test_a_pool_is_shared() -> None:
+    pool = torch.cuda.graph_pool_handle()
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, capture=False)
+    manager.capture(graph_pool=pool)
+    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    assert tuple(pool) in pools
+    items = on_gpu(MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    manager.clear()
+
+
+class ReadsTheHost(toy.ToyEncoder):
+    """Cannot be captured at one budget."""
+
+    reads_at = 8
+
+    def encoder_cudagraph_forward(self, buffers: Any, key: Any) -> EncoderOutput:
+        if key.tokens == self.reads_at:
+            buffers["lengths"][0].item()
+        return super().encoder_cudagraph_forward(buffers, key)
+
+
+def test_a_failed_capture_leaves_the_others_and_eager() -> None:
+    encoder = ReadsTheHost()
+    manager = made(encoder)
+    items = on_gpu(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    assert_same(manager.execute(items), expected)
+    stats = manager.get_cumulative_stats()
+    assert [budget.captured.key.tokens for budget in stats.budgets] == [32, 16, 4]
+    assert [key.tokens for key, _ in stats.failed] == [8]
+    manager.clear()
+    assert_same(manager.execute(items), expected)
+
+
+def test_weights_that_moved_are_noticed() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    items = on_gpu(MIXED)
+    manager.execute(items)
+    encoder.tower.embed.weight.data = encoder.tower.embed.weight.detach() * 2
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    manager.clear()
