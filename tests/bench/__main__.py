@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.bench import decoder_step, guard_cost, host_time, memory, offload, start_up
+from tests.bench import decoder_step, encoder, guard_cost, host_time, memory, offload, start_up
 
 smoke = [argument for argument in sys.argv[1:] if argument == "--smoke"]
 host_time.main()
@@ -11,3 +11,4 @@ decoder_step.main(smoke)
 start_up.main(smoke)
 memory.main(smoke)
 offload.main(smoke)
+encoder.main(smoke)
