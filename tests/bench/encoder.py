@@ -166,7 +166,8 @@ def one_graph(
         buffers[name].copy_(value)
 
     def body() -> tuple[torch.Tensor, ...]:
-        outputs = adapter.encoder_cudagraph_forward(buffers, key)
+        with gp.set_forward_context():
+            outputs = adapter.encoder_cudagraph_forward(buffers, key)
         assert isinstance(outputs, tuple)
         return outputs
 
@@ -398,7 +399,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     loads, forms = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("load", "form"))
-    figure, axes = pyplot.subplots(figsize=(1.6 * len(loads) + 3, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(1.4 * len(loads) + 4, 4.5), layout="constrained")
     width = 0.85 / len(forms)
     blues = pyplot.get_cmap("Blues")
     for number, form in enumerate(forms):
@@ -408,7 +409,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("ms a call")
     axes.set_xticks(range(len(loads)), [f"{load} patches" if "x" in load else load for load in loads])
-    axes.legend(fontsize="small", ncols=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    figure.legend(loc="outside upper left", fontsize="small", ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

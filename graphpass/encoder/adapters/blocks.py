@@ -12,7 +12,7 @@ import torch
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 
-__all__ = ["Blocks", "eagerly"]
+__all__ = ["Blocks", "eagerly", "steadily"]
 
 
 class Blocks:
@@ -57,18 +57,22 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """The modes in which blocks are compiled and run, whatever the caller's are: others would compile them anew.
-
-    The forward context says that no graph is asked for, also where the caller is in the forward of another model.
-    """
+def steadily() -> Iterator[None]:
+    """The modes in which blocks are compiled, captured and run, whatever the caller's are: others compile them anew."""
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # as while a graph is captured
     try:
-        with torch.inference_mode(False), torch.no_grad(), set_forward_context():
+        with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         torch.set_autocast_cache_enabled(is_cached)
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """:func:`steadily`, and no graph is asked for, also where the caller is in the forward of another model."""
+    with steadily(), set_forward_context():
+        yield
 
 
 def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:

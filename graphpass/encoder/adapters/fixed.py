@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass.encoder.adapters.blocks import Blocks, eagerly
+from graphpass.encoder.adapters.blocks import Blocks, eagerly, steadily
 from graphpass.encoder.adapters.checks import check_option
 from graphpass.encoder.attention import EQUAL_ATTENTION
 from graphpass.encoder.protocol import (
@@ -131,7 +131,8 @@ class FixedSizeAdapter(ABC):
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """The rows of each image, one after the other, [key.tokens, width]; zero behind the last whole image."""
-        rows = self._forward(buffers["pixel_values"])
+        with steadily():
+            rows = self._forward(buffers["pixel_values"])
         return torch.cat([rows, rows.new_zeros(key.tokens - len(rows), rows.shape[1])])
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:

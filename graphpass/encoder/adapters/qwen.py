@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.adapters.blocks import Blocks, eagerly
+from graphpass.encoder.adapters.blocks import Blocks, eagerly, steadily
 from graphpass.encoder.adapters.checks import check_option, check_rising
 from graphpass.encoder.attention import PACKED_ATTENTION
 from graphpass.encoder.protocol import (
@@ -178,7 +178,8 @@ class GridAdapter(ABC):
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
-        return self._forward(buffers, dict(key.axes).get(MAX_SEQ_LEN, key.patches))  # type: ignore[arg-type]
+        with steadily():
+            return self._forward(buffers, dict(key.axes).get(MAX_SEQ_LEN, key.patches))  # type: ignore[arg-type]
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward at the items' own sizes."""
