@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.packing import PackingCosts
+from graphpass.encoder.packing import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey
 
 __all__ = ["EagerCurve", "EncoderCosts", "measured_costs", "spread", "timed_s"]
@@ -56,13 +56,13 @@ class EncoderCosts:
 
     @classmethod
     def given(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
-        """Costs by budget, for all keys of a budget alike."""
+        """Costs by budget, for all keys of a budget alike.
 
-        def eager(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-            return np.array([costs.eager(int(count)) for count in tokens], dtype=np.float64)
-
-        replay = {key: float(costs.replay[key.tokens]) for keys in groups.values() for key in keys}
-        return cls(replay, dict.fromkeys(groups, eager))
+        Raises:
+            EncoderConfigError: a budget has no cost.
+        """
+        replay = {key: replay_cost(key.tokens, costs) for keys in groups.values() for key in keys}
+        return cls(replay, dict.fromkeys(groups, one_by_one(costs.eager)))
 
 
 def measured_costs(

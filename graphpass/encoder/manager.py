@@ -22,6 +22,7 @@ from graphpass.encoder.costs import EncoderCosts, measured_costs
 from graphpass.encoder.estimate import EncoderEstimate, estimated
 from graphpass.encoder.graphs import EncoderGraphs, outputs_of, quietly, without_graphs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
+from graphpass.encoder.packing import PackingCosts
 from graphpass.encoder.protocol import (
     EncoderGraphKey,
     EncoderItems,
@@ -74,6 +75,8 @@ class EncoderCudaGraphManager:
         self._device, self._dtype, self._group = torch.device(device), dtype, group
         self._config = checked_config(model.get_encoder_cudagraph_config())
         self._keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
+        if isinstance(self._options.costs, PackingCosts):
+            EncoderCosts.given(self._options.costs, grouped(self._config, self._keys))
         self._compiler = _compiler_of(model, self._options, self._device)
         self.runtime = GraphRuntime(device=self._device)
         self._is_compiled = False
@@ -264,7 +267,8 @@ class EncoderCudaGraphManager:
                 _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
                 self.clear()
                 self.capture(self._graph_pool)
-            results = self._encoded(items, specs) if self._num_ranks() == 1 else self._encoded_by_all(items, specs)
+            encode = self._encoded if self._num_ranks() == 1 else self._encoded_by_all
+            results = encode(items, specs) if specs else []
             if self._counts.requests % self._options.log_every == 0:
                 _log.info("%s", self.get_cumulative_stats().summary())
             return results
@@ -289,7 +293,7 @@ class EncoderCudaGraphManager:
         for batch in self._planner.plan(specs):
             of_batch = [specs[item] for item in batch.items]
             outputs = self._outputs(items, batch, specs)
-            found = self._model.postprocess_encoder_output(outputs, of_batch)
+            found = self._postprocessed(outputs, of_batch)
             lent = set() if batch.key is None else {storage_id(output) for output in outputs}
             for item, result in zip(batch.items, found, strict=True):
                 results[item] = _owned(result, lent)
@@ -312,6 +316,19 @@ class EncoderCudaGraphManager:
         self._counts.replayed(batch.key, len(batch.items), num_tokens)
         return tuple(output[:num_tokens] for output in outputs)
 
+    def _postprocessed(
+        self, outputs: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
+    ) -> Sequence[EncoderOutput]:
+        found = self._model.postprocess_encoder_output(outputs, specs)
+        if len(found) != len(specs):
+            raise EncoderConfigError(
+                "postprocess_encoder_output returned another number of results",
+                expected=f"{len(specs)}, one an item",
+                found=str(len(found)),
+                remedy="return one result for each of the specs",
+            )
+        return found
+
     def _eager_outputs(self, items: EncoderItems) -> tuple[torch.Tensor, ...]:
         with without_graphs():
             return outputs_of(self._model.encoder_eager_forward(items))
@@ -332,7 +349,7 @@ class EncoderCudaGraphManager:
         if share:
             self._encode_share(self._model.select_encoder_cudagraph_items(items, share), [specs[i] for i in share], own)
         outputs = gather_rows(own, balance, [spec.output_tokens for spec in specs], self._group)
-        return list(self._model.postprocess_encoder_output(outputs, specs))
+        return list(self._postprocessed(outputs, specs))
 
     def _encode_share(self, items: EncoderItems, specs: Sequence[EncoderItemSpec], own: Sequence[torch.Tensor]) -> None:
         """Write the rows of all ``items``, one after the other, into ``own``."""
@@ -341,6 +358,7 @@ class EncoderCudaGraphManager:
         for batch in self._planner.plan(specs):
             outputs = self._outputs(items, batch, specs)
             for target, output in zip(rows, outputs, strict=True):
+                _check_dtype(output, self._dtype)
                 parts = output.split([tokens[item] for item in batch.items])
                 for item, part in zip(batch.items, parts, strict=True):
                     target[item].copy_(part)
@@ -367,6 +385,16 @@ def _check_rows(outputs: Sequence[torch.Tensor], num_tokens: int) -> None:
             expected=f"{num_tokens} rows",
             found=", ".join(str(tuple(output.shape)) for output in outputs),
             remedy="correct output_tokens of the item specs",
+        )
+
+
+def _check_dtype(output: torch.Tensor, dtype: torch.dtype) -> None:
+    if output.dtype != dtype:
+        raise EncoderConfigError(
+            "the encoder returns another dtype than the manager was made with, so that ranks cannot exchange it",
+            expected=str(dtype),
+            found=str(output.dtype),
+            remedy=f"cast the output, or make the manager with dtype={output.dtype}",
         )
 
 

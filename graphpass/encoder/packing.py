@@ -24,7 +24,17 @@ import numpy.typing as npt
 from graphpass.encoder.cuts import NO_RUNG, EagerCosts, Rung, RungTable, Sizes, cheapest_cuts, totals
 from graphpass.errors import EncoderConfigError
 
-__all__ = ["PackedBatch", "PackingCosts", "PlannedBatch", "pack_items", "plan_cheaply", "plan_eagerly", "plan_greedily"]
+__all__ = [
+    "PackedBatch",
+    "PackingCosts",
+    "PlannedBatch",
+    "one_by_one",
+    "pack_items",
+    "plan_cheaply",
+    "plan_eagerly",
+    "plan_greedily",
+    "replay_cost",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +106,13 @@ def pack_items(
             found=f"max_items={max_items}, smallest count {min(counts, default=0)}",
             remedy="check the item specs that the model returns",
         )
-    rungs = [Rung((budget, max_items), _replay_cost(budget, cost)) for budget in ladder]
+    rungs = [Rung((budget, max_items), replay_cost(budget, cost)) for budget in ladder]
     sizes = np.array([counts, [1] * len(counts)], dtype=np.int64)
     if cost is None:
         planned = plan_greedily(sizes, rungs)
     else:
         most = max(ladder, default=0) if cost.max_eager_tokens is None else cost.max_eager_tokens
-        planned = plan_cheaply(sizes, rungs, _one_by_one(cost.eager), most)
+        planned = plan_cheaply(sizes, rungs, one_by_one(cost.eager), most)
     return [
         PackedBatch(
             batch.items,
@@ -241,7 +251,7 @@ def _groups(order: npt.NDArray[np.intp], ends: npt.NDArray[np.int64]) -> list[tu
     return [tuple(items[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def _one_by_one(eager: Callable[[int], float]) -> EagerCosts:
+def one_by_one(eager: Callable[[int], float]) -> EagerCosts:
     """``eager`` for many counts, asked once for each that differs."""
 
     def costs(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -252,7 +262,12 @@ def _one_by_one(eager: Callable[[int], float]) -> EagerCosts:
     return costs
 
 
-def _replay_cost(budget: int, cost: PackingCosts | None) -> float:
+def replay_cost(budget: int, cost: PackingCosts | None) -> float:
+    """The cost of a replay of ``budget``; 0 where costs do not matter.
+
+    Raises:
+        EncoderConfigError: the costs do not have it.
+    """
     if cost is None:
         return 0.0
     if budget not in cost.replay:

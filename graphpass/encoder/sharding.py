@@ -90,9 +90,8 @@ def gather_rows(
     padded = own[0].new_zeros(longest, sum(widths))
     padded[: len(own[0])] = torch.cat(list(own), dim=1)
     everything = padded.new_empty(len(rows_of_rank) * longest, sum(widths))
-    dist.all_gather(
-        list(everything.split(longest)) if longest else [everything] * len(rows_of_rank), padded, group=group
-    )
+    if longest:  # every rank knows whether there is anything to gather
+        dist.all_gather(list(everything.split(longest)), padded, group=group)
     rows = torch.tensor(_rows_in_order(balance, tokens, longest), dtype=torch.int64).to(everything.device)
     return tuple(columns.index_select(0, rows) for columns in everything.split(widths, dim=1))
 

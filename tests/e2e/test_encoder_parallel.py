@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from graphpass import EncoderCudaGraphManager, EncoderOptions, balance_items
+from graphpass import EncoderConfigError, EncoderCudaGraphManager, EncoderOptions, balance_items
 from tests.unit.encoder import toy
 
 NUM_RANKS = 4
@@ -54,10 +54,10 @@ def items_of(sizes: tuple[int, ...], seed: int) -> dict[str, Any]:
     return {**items, "patches": items["patches"].mul(3).round()}
 
 
-def manager_of(levels: int, group: Any) -> EncoderCudaGraphManager:
+def manager_of(levels: int, group: Any, dtype: torch.dtype = torch.float32) -> EncoderCudaGraphManager:
     options = EncoderOptions(token_budgets=[4, 8, 16, 32], costs=None)
     encoder = toy.ToyEncoder(WholeNumbers(levels))
-    return EncoderCudaGraphManager(encoder, options=options, device="cpu", dtype=torch.float32, group=group)
+    return EncoderCudaGraphManager(encoder, options=options, device="cpu", dtype=dtype, group=group)
 
 
 def results(group: Any) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -73,12 +73,22 @@ def results(group: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     return found, counts
 
 
+def refusal_of_another_dtype() -> str:
+    """All ranks have an item, so that none waits for the others."""
+    manager = manager_of(1, dist.group.WORLD, torch.float64)
+    try:
+        manager.execute(items_of((4,) * NUM_RANKS, 0))
+    except EncoderConfigError as error:
+        return str(error)
+    return "accepted"
+
+
 def on_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     try:
-        torch.save(results(dist.group.WORLD), f"{folder}/{rank}.pt")
+        torch.save((*results(dist.group.WORLD), refusal_of_another_dtype()), f"{folder}/{rank}.pt")
         dist.barrier()
     finally:
         with contextlib.suppress(RuntimeError):
@@ -91,12 +101,13 @@ def test_four_ranks_have_what_one_has(tmp_path: Path) -> None:
     mp.start_processes(on_rank, args=(str(tmp_path),), nprocs=NUM_RANKS, start_method="forkserver")
     expected, counts_of_one = results(None)
     by_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_RANKS)]
-    for found, _ in by_rank:
+    for found, _, refused in by_rank:
+        assert "expected torch.float64; found torch.float32" in refused
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
     for which in range(2):
-        each = [counts[which] for _, counts in by_rank]
+        each = [counts[which] for _, counts, _ in by_rank]
         assert [sum(values) for values in zip(*each, strict=True)] == list(counts_of_one[which])
     assert any(tensor.any() for result in expected for tensor in result if isinstance(tensor, torch.Tensor))
     shares = [balance_items(sizes, NUM_RANKS).counts for sizes in REQUESTS]

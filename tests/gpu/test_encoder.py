@@ -128,11 +128,11 @@ def test_costs_are_measured_and_any_plan_is_right(kind: type[toy.ToyEncoder]) ->
 
 
 def test_the_ladder_takes_little_more_than_its_largest_budget_and_as_estimated() -> None:
-    ladder = [256 * step for step in range(1, 17)]
-    alone = made(toy.ToyEncoder(budget_range=(1, 4096)), token_budgets=[4096])
+    ladder = [64 * step for step in range(1, 17)]
+    alone = made(toy.ToyEncoder(budget_range=(1, 1024)), token_budgets=[1024])
     largest = alone.get_cumulative_stats()
     alone.clear()
-    manager = made(toy.ToyEncoder(budget_range=(1, 4096)), capture=False, token_budgets=ladder)
+    manager = made(toy.ToyEncoder(budget_range=(1, 1024)), capture=False, token_budgets=ladder)
     estimate = manager.estimate()
     manager.capture()
     stats = manager.get_cumulative_stats()

@@ -51,6 +51,11 @@ class Spoilt(toy.ToyEncoder):
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         return self.spoilt("eager", super().encoder_eager_forward(items))
 
+    def postprocess_encoder_output(
+        self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
+    ) -> Sequence[EncoderOutput]:
+        return self.spoilt("postprocess", super().postprocess_encoder_output(output, specs))
+
 
 def made(encoder: toy.ToyEncoder, budgets: Sequence[int] = (4, 8)) -> EncoderCudaGraphManager:
     manager = EncoderCudaGraphManager(
@@ -140,6 +145,12 @@ def test_an_eager_call_that_returns_other_rows_is_refused() -> None:
     manager = made(Spoilt("eager", lambda rows: rows[1:]))
     with pytest.raises(EncoderConfigError, match=r"20 rows; found \(19, 8\)"):
         manager.execute(toy.images([40]))
+
+
+def test_other_numbers_of_results_are_refused() -> None:
+    manager = made(Spoilt("postprocess", lambda results: results[1:]))
+    with pytest.raises(EncoderConfigError, match=r"2, one an item; found 1"):
+        manager.execute(toy.images([4, 4]))
 
 
 @pytest.mark.parametrize(

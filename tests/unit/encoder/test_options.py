@@ -14,6 +14,7 @@ from graphpass import (
     EncoderCudaGraphManager,
     EncoderOptions,
     GraphpassError,
+    PackingCosts,
 )
 from graphpass.encoder.options import checked_config, keys_of
 from tests.unit.encoder import toy
@@ -92,6 +93,11 @@ def test_options_that_no_model_could_have(options: dict[str, Any], numbers: str)
         ({"max_frames_per_batch": 9}, {"max_frames": 8}, "at most 8; found max_frames_per_batch=9"),
         ({"max_graphs": 3}, {"paths": ("a", "b", "c", "d")}, "room for 0"),
         ({"compile": True}, {}, "compile_encoder.*ToyEncoder"),
+        (
+            {"token_budgets": [4, 8], "costs": PackingCosts({4: 1.0}, lambda tokens: 1.0)},
+            {},
+            r"budget 8 has no cost.*\[4\]",
+        ),
     ],
 )
 def test_options_that_contradict_the_model(options: dict[str, Any], encoder: dict[str, Any], numbers: str) -> None:
