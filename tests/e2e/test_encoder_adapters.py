@@ -149,7 +149,7 @@ def test_the_block_is_compiled_once(stock: Tower, compiler: str) -> None:
 
 @EACH_TOWER
 def test_the_tower_stays_as_it_is(stock: Tower) -> None:
-    """Its own forward does what it did, and weights that are loaded later are seen by the graphs."""
+    """Its own forward does what it did, and weights that are loaded later, or are other tensors, reach the graphs."""
     tower = stock.build(CPU)
     items = stock.items(tower, [(1, 4, 6), (1, 2, 2)])
     before = stock.stock(tower, items)
@@ -160,11 +160,14 @@ def test_the_tower_stays_as_it_is(stock: Tower) -> None:
     assert tower.config._attn_implementation == attention
     for one, other in zip(before, stock.stock(tower, items), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    state = {name: value * 1.1 for name, value in tower.state_dict().items()}
-    tower.load_state_dict(state)
-    after = stock.stock(tower, items)
-    assert difference(after[0][0], before[0][0]) > 1e-3
-    assert_same(manager.execute(items), after)
+    for assign in (False, True, True):
+        state = {name: value * 1.1 for name, value in tower.state_dict().items()}
+        tower.load_state_dict(state, assign=assign)
+        after = stock.stock(tower, items)
+        assert difference(after[0][0], before[0][0]) > 1e-3
+        assert_same(manager.execute(items), after)
+        assert_same(run_eagerly(adapter, items), after)
+        before = after
 
 
 @EACH_TOWER

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
+from graphpass.encoder.weights import EncoderWeights
 
 __all__ = ["Blocks", "eagerly", "steadily"]
 
 
 class Blocks:
     """A tower's blocks over the tower's own weights, with an attention that serves packed images.
+
+    They are copies that share every tensor. Where weights or modules of the tower are exchanged, so are they.
 
     Args:
         blocks: of the stock tower, all of one class and one configuration. They stay as they are.
@@ -25,16 +29,18 @@ class Blocks:
     """
 
     def __init__(self, blocks: torch.nn.ModuleList, attention: str, *, seq_len: int | None = None) -> None:
-        own = use_attention(blocks, attention, seq_len=seq_len)
-        assert isinstance(own, torch.nn.ModuleList)
-        self._blocks = own
+        self._stock = blocks
+        self._copied = partial(use_attention, blocks, attention, seq_len=seq_len)
+        self._copy()
         self._call: Callable[..., Any] = _with_own_code(_call_block)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __call__(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states behind one block."""
+        """The hidden states behind one block. The first one looks whether the tower is what it was."""
+        if index == 0 and not self._weights.in_place():
+            self._copy()
         output: torch.Tensor = self._call(self._blocks[index], hidden, arguments)
         return output
 
@@ -54,6 +60,11 @@ class Blocks:
         self._call = torch.compile(_with_own_code(_call_block), backend="cgpass", dynamic=True, options=options)
         with eagerly():
             self(0, hidden, arguments)
+
+    def _copy(self) -> None:
+        own = self._copied()
+        assert isinstance(own, torch.nn.ModuleList)
+        self._blocks, self._weights = own, EncoderWeights.of(self._stock)
 
 
 @contextlib.contextmanager
