@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from typing import cast
 import numpy as np
 
 from graphpass.encoder.costs import EncoderCosts
-from graphpass.encoder.cuts import Rung
+from graphpass.encoder.cuts import Rung, RungTable
 from graphpass.encoder.packing import PlannedBatch, plan_cheaply, plan_eagerly, plan_greedily
 from graphpass.encoder.protocol import Axes, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
 from graphpass.errors import EncoderConfigError
 
 __all__ = ["BatchPlanner", "EncoderBatch", "checked_specs", "group_of", "grouped"]
+
+_KEPT_PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +54,43 @@ class BatchPlanner:
         self._config, self._costs, self._max_eager_tokens = config, costs, max_eager_tokens
         self._bounds = [(axis.name, cast("tuple[int, ...]", axis.values)) for axis in config.axes if axis.rounds_up]
         self._keys = grouped(config, keys)
+        self._tables = {group: RungTable([self._rung(key) for key in found]) for group, found in self._keys.items()}
+        # Requests repeat themselves, and hosts are slow: the same sizes are planned once.
+        self._plan = functools.lru_cache(_KEPT_PLANS)(self._planned)
 
-    def plan(self, specs: Sequence[EncoderItemSpec]) -> list[EncoderBatch]:
+    def plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
         """A batch for each item; batches of items that can never share a graph are planned apart."""
+        return self._plan(tuple(specs))
+
+    def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
         groups: dict[Hashable, list[int]] = {}
         for item, spec in enumerate(specs):
             groups.setdefault(group_of(self._config, spec.path, spec.axes), []).append(item)
-        return [
-            EncoderBatch(tuple(items[place] for place in batch.items), None if batch.rung is None else keys[batch.rung])
-            for group, items in groups.items()
-            for keys in [self._keys.get(group, [])]
-            for batch in self._plan_group(group, [specs[item] for item in items], keys)
-        ]
+        batches = []
+        for group, items in groups.items():
+            keys = self._keys.get(group, [])
+            for batch in self._plan_group(group, [specs[item] for item in items]):
+                key = None if batch.rung is None else keys[batch.rung]
+                batches.append(EncoderBatch(tuple(items[place] for place in batch.items), key))
+        return tuple(batches)
 
-    def _plan_group(
-        self, group: Hashable, specs: Sequence[EncoderItemSpec], keys: Sequence[EncoderGraphKey]
-    ) -> list[PlannedBatch]:
-        counts_frames = any(key.frames is not None for key in keys)
+    def _plan_group(self, group: Hashable, specs: Sequence[EncoderItemSpec]) -> list[PlannedBatch]:
         sizes = [[s.output_tokens for s in specs], [s.input_size for s in specs], [1] * len(specs)]
-        if counts_frames:
+        if self._config.max_frames is not None:
             sizes.append([spec.frames for spec in specs])
         table = np.array(sizes, dtype=np.int64)
-        if not keys:
+        if group not in self._tables:
             return plan_eagerly(table[0], self._max_eager_tokens)
         peaks = np.array([self._peaks(spec.axes) for spec in specs], dtype=np.int64).reshape(len(specs), -1).T
-        costs = self._costs
-        rungs = [self._rung(key, counts_frames, 0.0 if costs is None else costs.replay[key]) for key in keys]
-        if costs is None:
-            return plan_greedily(table, rungs, peaks)
-        return plan_cheaply(table, rungs, costs.eager[group], self._max_eager_tokens, peaks)
+        if self._costs is None:
+            return plan_greedily(table, self._tables[group], peaks)
+        return plan_cheaply(table, self._tables[group], self._costs.eager[group], self._max_eager_tokens, peaks)
 
-    def _rung(self, key: EncoderGraphKey, counts_frames: bool, cost: float) -> Rung:
+    def _rung(self, key: EncoderGraphKey) -> Rung:
         limits: tuple[int, ...] = (key.tokens, key.patches, key.items)
-        if counts_frames:
-            assert key.frames is not None
+        if key.frames is not None:
             limits = (*limits, key.frames)
-        return Rung(limits, cost, self._peaks(key.axes))
+        return Rung(limits, 0.0 if self._costs is None else self._costs.replay[key], self._peaks(key.axes))
 
     def _peaks(self, axes: Axes) -> tuple[int, ...]:
         """For each axis that rounds up the place of the smallest of its values that holds this one."""

@@ -14,6 +14,7 @@ and items of a key: sizes and limits are vectors there, see :func:`plan_greedily
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,11 +109,12 @@ def pack_items(
         )
     rungs = [Rung((budget, max_items), replay_cost(budget, cost)) for budget in ladder]
     sizes = np.array([counts, [1] * len(counts)], dtype=np.int64)
+    table = RungTable(rungs)
     if cost is None:
-        planned = plan_greedily(sizes, rungs)
+        planned = plan_greedily(sizes, table)
     else:
         most = max(ladder, default=0) if cost.max_eager_tokens is None else cost.max_eager_tokens
-        planned = plan_cheaply(sizes, rungs, one_by_one(cost.eager), most)
+        planned = plan_cheaply(sizes, table, one_by_one(cost.eager), most)
     return [
         PackedBatch(
             batch.items,
@@ -123,19 +125,18 @@ def pack_items(
     ]
 
 
-def plan_greedily(sizes: Sizes, rungs: Sequence[Rung], peaks: Sizes | None = None) -> list[PlannedBatch]:
+def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) -> list[PlannedBatch]:
     """Smallest item first, as many together as some rung holds, each batch in the smallest rung that does.
 
     Args:
         sizes: [dimension, item]: what adds up in a batch, tokens first, as in the rungs' limits.
-        rungs: what has a graph.
+        table: what has a graph.
         peaks: [dimension, item]: of what the largest item counts, as in the rungs' bounds; None: nothing.
 
     Returns:
         Batches from the smallest items on; items that no rung holds come last, each by itself and eagerly.
     """
     peaks = _or_none(peaks, sizes)
-    table = RungTable(rungs)
     fitting, unfit = _in_order(sizes, peaks, table)
     ordered, ordered_peaks = sizes[:, fitting], peaks[:, fitting]
     ends = np.array(table.greedy_ends(ordered, ordered_peaks), dtype=np.int64)
@@ -145,7 +146,7 @@ def plan_greedily(sizes: Sizes, rungs: Sequence[Rung], peaks: Sizes | None = Non
 
 
 def plan_cheaply(
-    sizes: Sizes, rungs: Sequence[Rung], eager: EagerCosts, max_eager_tokens: int, peaks: Sizes | None = None
+    sizes: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int, peaks: Sizes | None = None
 ) -> list[PlannedBatch]:
     """The cheapest of the cuts of :func:`cheapest_cuts`, the greedy's batches, and one eager call for all.
 
@@ -153,13 +154,16 @@ def plan_cheaply(
 
     Args:
         sizes: as for :func:`plan_greedily`.
-        rungs: what has a graph, with its cost.
+        table: what has a graph, with its cost.
         eager: the costs of eager calls over these token counts.
         max_eager_tokens: how large an eager call of several items may be.
         peaks: as for :func:`plan_greedily`.
     """
     peaks = _or_none(peaks, sizes)
-    table = RungTable(rungs)
+    if sizes.shape[1] == 1:  # there is nothing to cut
+        costs, chosen = table.cheapest(sizes, peaks)
+        replays = chosen[0] != NO_RUNG and costs[0] <= eager(sizes[0])[0]
+        return [PlannedBatch((0,), int(chosen[0]) if replays else None)]
     fitting, unfit = _in_order(sizes, peaks, table)
     calls = _EagerCalls(sizes[0], eager, max_eager_tokens)
     ordered, ordered_peaks = sizes[:, fitting], peaks[:, fitting]
@@ -270,11 +274,11 @@ def replay_cost(budget: int, cost: PackingCosts | None) -> float:
     """
     if cost is None:
         return 0.0
-    if budget not in cost.replay:
+    if budget not in cost.replay or not 0 <= cost.replay[budget] < math.inf:
         raise EncoderConfigError(
             f"budget {budget} has no cost",
-            expected=f"a cost of one replay for each of the budgets, {budget} among them",
-            found=f"costs for {sorted(cost.replay)}",
+            expected=f"a cost from 0 up, and finite, of one replay for each of the budgets, {budget} among them",
+            found=f"costs {dict(cost.replay)}",
             remedy="measure every budget, or pack without costs",
         )
     return float(cost.replay[budget])

@@ -417,6 +417,17 @@ def test_the_cheaper_plan_runs() -> None:
         assert manager.get_cumulative_stats().replays == replays
 
 
+def test_equal_requests_are_planned_once() -> None:
+    asked: list[int] = []
+    costs = PackingCosts(CHEAP.replay, lambda tokens: asked.append(tokens) or 100.0)  # type: ignore[func-returns-value]
+    manager = made(toy.ToyEncoder(), costs=costs)
+    manager.execute(toy.images(MIXED, seed=1))
+    once = len(asked)
+    assert once > 0
+    manager.execute(toy.images(MIXED, seed=2))
+    assert len(asked) == once
+
+
 # -- compiling --------------------------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def test_options_that_no_model_could_have(options: dict[str, Any], numbers: str)
         (
             {"token_budgets": [4, 8], "costs": PackingCosts({4: 1.0}, lambda tokens: 1.0)},
             {},
-            r"budget 8 has no cost.*\[4\]",
+            r"budget 8 has no cost.*\{4: 1\.0\}",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphpass import EncoderConfigError, PackedBatch, PackingCosts, pack_items, smallest_fitting_budget
 from graphpass.encoder import cuts
-from graphpass.encoder.cuts import Rung
+from graphpass.encoder.cuts import Rung, RungTable
 from graphpass.encoder.packing import plan_cheaply, plan_eagerly, plan_greedily
 
 TOKENS = st.lists(st.integers(0, 40), max_size=40)
@@ -183,9 +183,15 @@ def test_arguments_that_cannot_be_are_refused(arguments: tuple[list[int], list[i
         pack_items(*arguments)
 
 
-def test_a_budget_without_a_cost_is_refused() -> None:
-    with pytest.raises(EncoderConfigError, match=r"budget 8 has no cost.*\[4\]"):
-        pack_items([1], [4, 8], 1, cost=PackingCosts({4: 1.0}, by_tokens(1, 1)))
+@pytest.mark.parametrize("costs", [{4: 1.0}, {4: 1.0, 8: float("inf")}, {4: 1.0, 8: -1.0}, {4: 1.0, 8: float("nan")}])
+def test_a_budget_without_a_usable_cost_is_refused(costs: dict[int, float]) -> None:
+    with pytest.raises(EncoderConfigError, match=r"budget 8 has no cost.*\{4: 1\.0"):
+        pack_items([1], [4, 8], 1, cost=PackingCosts(costs, by_tokens(1, 1)))
+
+
+def test_what_fits_nothing_is_eager_whatever_that_costs() -> None:
+    cost = PackingCosts({4: 1.0}, lambda tokens: float("inf"))
+    assert pack_items([9], [4], 1, cost=cost) == [PackedBatch((0,), 9, None)]
 
 
 @pytest.mark.parametrize("count", [1000, 5000])
@@ -243,9 +249,9 @@ def vector_problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[Rung]
 def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]], has_costs: bool) -> None:
     sizes, peaks, rungs = problem
     if has_costs:
-        batches = plan_cheaply(sizes, rungs, lambda tokens: 5.0 + tokens, 30, peaks)
+        batches = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
     else:
-        batches = plan_greedily(sizes, rungs, peaks)
+        batches = plan_greedily(sizes, RungTable(rungs), peaks)
     assert sorted(item for batch in batches for item in batch.items) == list(range(sizes.shape[1]))
     for batch in batches:
         items = list(batch.items)
