@@ -31,6 +31,9 @@ _UNDEFINED_CONTENTS = frozenset(
 )
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One call of the tape: ``function(*args, **kwargs)``, then its fresh results copied into their fixed outputs.
@@ -70,6 +73,7 @@ class _Tape(compat.TorchDispatchMode):
         if compat.is_higher_order(func):
             return self._through_implementation(func, args, kwargs)
         _refuse_what_cuda_refuses(func, args)
+        _refuse_collectives(func)
         if compat.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
             with self:
@@ -237,6 +241,17 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
         reads_host = masks and (name == "aten::index" or args[2].numel() != 1)
     if reads_host:
         raise _refusal(name)
+
+
+def _refuse_collectives(func: Any) -> None:
+    """On a CPU they end when somebody waits for them, in Python that no replay runs; on a GPU, with their stream."""
+    if func.namespace in _COLLECTIVES:
+        raise CaptureError(
+            f"op {func} cannot be captured on the CPU tape",
+            expected="ops that are done when they return",
+            found="a collective, which a replay would not wait for",
+            remedy="let the op that calls it run eagerly: list it in splitting_ops",
+        )
 
 
 def _refusal(name: str) -> CaptureError:

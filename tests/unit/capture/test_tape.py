@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from graphpass.capture import Counts, CUDAGraphWrapper
 from graphpass.errors import CaptureError
@@ -83,6 +84,32 @@ def test_a_python_op_that_reads_the_host_is_refused(rig: Any) -> None:
         wrapper = rig.wrap(torch.ops.graphpass_tape_host.reads)
         with pytest.raises(CaptureError, match="op aten::item cannot be captured"):
             rig.capture(wrapper, X)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def reduced_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    distributed.all_reduce(y)
+    return y
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    group = distributed.group.WORLD
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x + 1, "sum", group.group_name))
+
+
+@pytest.mark.parametrize("region", [reduced_in_place, reduced])
+def test_a_collective_is_refused(rig: Any, one_rank: None, region: Any) -> None:
+    """Who waits for it is Python, which no replay runs."""
+    wrapper = rig.wrap(region)
+    with pytest.raises(CaptureError, match=r"op \S*all_?reduce\S* cannot be captured on the CPU tape"):
+        rig.capture(wrapper, X)
 
 
 def test_a_compiled_op_is_a_leaf(rig: Any) -> None:
