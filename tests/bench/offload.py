@@ -167,7 +167,8 @@ def forms(setup: Setup) -> Iterator[dict[str, Step]]:
             steps: dict[str, Step] = {}
             for name, manager in managers.items():
                 step = partial(manager.run, gp.Batch(setup.num_tokens, inputs={"input": x}))
-                torch.testing.assert_close(step(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+                difference = float((step() - expected).float().norm() / expected.float().norm())
+                assert difference <= TOLERANCE, f"{name}: differs from the resident model by {difference:.2e}"
                 steps[name] = step
             steps[COPIES] = copies_alone(setup, resident)
             yield steps
