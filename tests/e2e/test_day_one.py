@@ -120,7 +120,7 @@ PROMPTS = [4, 3, 1, 2, 3]
 """Five requests; the prompts are one mixed batch of 13 tokens, the rest is decoded one token each at a time."""
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_engine_author_drives_the_parts(compiler: str) -> None:
     torch.manual_seed(0)
     model = Decoder().eval()
