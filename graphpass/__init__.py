@@ -18,6 +18,8 @@ from graphpass.dispatch import (
     Dispatch,
     DispatchReason,
     LoraKeys,
+    SizePlan,
+    plan_sizes,
     resolve_mode,
 )
 from graphpass.errors import (
@@ -167,6 +169,7 @@ __all__ = [
     "Request",
     "RuntimeStats",
     "ShapeError",
+    "SizePlan",
     "SplitReason",
     "SplitRule",
     "StaticInputError",
@@ -182,6 +185,7 @@ __all__ = [
     "is_forward_context_available",
     "pack_items",
     "partition",
+    "plan_sizes",
     "resolve_mode",
     "runtime_of",
     "set_forward_context",

@@ -1,7 +1,8 @@
-"""Decisions: which graphs exist and which of them serves a batch. Pure Python, no tensor."""
+"""Decisions: which graphs exist and which of them serves a batch. No tensor anywhere."""
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.dispatch.lora import LoraKeys
+from graphpass.dispatch.plan import SizePlan, plan_sizes
 from graphpass.dispatch.support import AttentionSupport, resolve_mode
 
 __all__ = [
@@ -10,5 +11,7 @@ __all__ = [
     "Dispatch",
     "DispatchReason",
     "LoraKeys",
+    "SizePlan",
+    "plan_sizes",
     "resolve_mode",
 ]
