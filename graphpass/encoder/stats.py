@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.encoder.protocol import EncoderGraphKey
@@ -61,6 +61,8 @@ class EncoderStats:
         eager_calls: in how many calls.
         eager_tokens: output tokens of those items.
         budgets: the captured graphs, the largest budget first.
+        histogram: output tokens of a replayed batch → how many such batches there were, ascending; batches of no
+            tokens are left out. What :func:`graphpass.plan_sizes` makes budgets of.
         failed: keys that could not be captured, or were left out for ``max_pool_bytes``, with the reason.
         pool_bytes: of the graph pool; 0 on the CPU tape.
         buffer_bytes: of the buffers that graphs read.
@@ -72,6 +74,7 @@ class EncoderStats:
     eager_calls: int
     eager_tokens: int
     budgets: tuple[BudgetTraffic, ...]
+    histogram: Mapping[int, int]
     failed: tuple[tuple[EncoderGraphKey, str], ...]
     pool_bytes: int
     buffer_bytes: int
@@ -126,12 +129,15 @@ class EncoderCounts:
         self._replays: Counter[EncoderGraphKey] = Counter()
         self._items: Counter[EncoderGraphKey] = Counter()
         self._tokens: Counter[EncoderGraphKey] = Counter()
+        self._histogram: Counter[int] = Counter()
 
     def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
         """Count one replay."""
         self._replays[key] += 1
         self._items[key] += num_items
         self._tokens[key] += num_tokens
+        if num_tokens:  # a batch of empty items fits every budget, and asks for none
+            self._histogram[num_tokens] += 1
 
     def ran_eagerly(self, num_items: int, num_tokens: int) -> None:
         """Count one eager call."""
@@ -158,6 +164,7 @@ class EncoderCounts:
                 BudgetTraffic(one, self._replays[one.key], self._items[one.key], self._tokens[one.key])
                 for one in captured
             ),
+            histogram=dict(sorted(self._histogram.items())),
             failed=tuple(failed),
             pool_bytes=pool_bytes,
             buffer_bytes=buffer_bytes,
