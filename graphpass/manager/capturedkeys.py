@@ -78,7 +78,7 @@ class CapturedKeys:
             raise nothing_to_capture(len(self.records))
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else None
-        with quietly(), self._keys.state_kept(), self._runtime.capturing():
+        with quietly(), self._inputs.kept(), self._keys.state_kept(), self._runtime.capturing():
             self.left_out = self._capture_in_order(max_bytes, fits)
         if self.left_out:
             self._runtime.note(f"{len(self.left_out)} keys left out: the pool would exceed {max_bytes} bytes")

@@ -121,8 +121,17 @@ class KeyCapture:
 
         The sizes of this run differ from each other: torch takes two sizes that are equal by chance for one symbol.
         """
-        if self._learned is not None:
-            return self._learned
+        if self._learned is None:
+            with self._inputs.kept():  # an engine may have written its batch there
+                self._learned, never_full = self._first_run()
+            if self._learned.why_through_dynamo is not None:
+                self._runtime.note(f"every step goes through Dynamo's guards: {self._learned.why_through_dynamo}")
+            if never_full is not None:
+                self._give_up_full(never_full)
+        return self._learned
+
+    def _first_run(self) -> tuple[Learned, str | None]:
+        """What a first run teaches, and why there is no FULL, or None."""
         keys = [key for _, keys in self._dispatcher.capture_plan() for key in keys]
         for key in keys:
             self._key_sizes(key)
@@ -157,12 +166,7 @@ class KeyCapture:
             why = self._why_through_dynamo(run, sources, scope.reached[0][1])
         self._inputs.pad_always(run.mutated)
         outputs = OutputBuffers.like(leaves, run.cuts, self._inputs.largest)
-        self._learned = Learned(run, outputs, None if isinstance(sources, str) else sources, why)
-        if why is not None:
-            self._runtime.note(f"every step goes through Dynamo's guards: {why}")
-        if never_full is not None:
-            self._give_up_full(never_full)
-        return self._learned
+        return Learned(run, outputs, None if isinstance(sources, str) else sources, why), never_full
 
     @contextlib.contextmanager
     def _first_run_undone(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
@@ -212,6 +216,7 @@ class KeyCapture:
 
     def _prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
         """Fill the inputs with valid entries and make example metadata: what a capture, or a first run, reads."""
+        self._inputs.blank()
         self._inputs.fill(None, inputs.sizes, inputs.buffers)
         if self._offloader is not None:
             self._offloader.sync_prev_onload()

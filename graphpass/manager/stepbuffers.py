@@ -90,6 +90,13 @@ class StepBuffers:
             buffer = padded[name]
             buffer.fill_padding(buffer.real(sizes), sizes)
 
+    def blank(self) -> None:
+        """Make them what they were at first: what a larger batch has left may be no valid entry of a smaller one."""
+        for name, spec in self._specs.items():
+            self._memory[name].fill_(_first_value(spec))
+        self._is_padding.fill_(True)
+        self._filled = dict.fromkeys(self.largest, 0)
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Whatever happens in the body, afterwards the buffers hold what they held."""
@@ -178,9 +185,12 @@ def _largest(specs: Sequence[InputSpec]) -> dict[str, int]:
 def _memory(spec: InputSpec, device: torch.device) -> torch.Tensor:
     # One entry more than the largest batch: torch takes a view as long as its base for another graph.
     shape = [size + 1 if dim in spec.dims() else size for dim, size in enumerate(spec.shape)]
-    value = spec.padding if isinstance(spec.padding, (bool, int, float)) else 0
     with torch.inference_mode(False):
-        return torch.full(shape, value, dtype=spec.dtype, device=device)
+        return torch.full(shape, _first_value(spec), dtype=spec.dtype, device=device)
+
+
+def _first_value(spec: InputSpec) -> float:
+    return spec.padding if isinstance(spec.padding, (bool, int, float)) else 0
 
 
 @dataclass(frozen=True, slots=True)

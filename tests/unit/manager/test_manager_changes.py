@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CaptureError, ShapeError, StaticInputError, compat
+from graphpass import Batch, CaptureError, CudaGraphManager, InputSpec, ShapeError, StaticInputError, compat
 from tests.unit.manager.ambient import AMBIENT_CHANGES, autocast, training
-from tests.unit.manager.managed import WIDTH, Rows, assert_right, captured, notes, rows, run
+from tests.unit.manager.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
@@ -188,3 +188,62 @@ def test_after_close_the_new_state_is_captured() -> None:
     model.train()
     manager.recapture()
     assert_right(manager, model)
+
+
+class Picks(Rows):
+    """The rows that the batch names: a number that is valid in a large batch is none in a small one."""
+
+    def forward(self, x: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).index_select(0, last_rows)
+
+
+PICKED = InputSpec("last_rows", (LARGEST,), torch.int64, token_dim=None, request_dim=0)
+
+
+def picking(num_tokens: int, num_reqs: int) -> Batch:
+    last_rows = torch.arange(num_tokens - num_reqs, num_tokens)
+    return Batch(num_tokens, inputs={"x": rows(num_tokens), "last_rows": last_rows}, num_reqs=num_reqs)
+
+
+def replace_weights(manager: CudaGraphManager) -> None:
+    manager.model.inner.weight = nn.Parameter(manager.model.inner.weight.clone())
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+@pytest.mark.parametrize(
+    "capture_again",
+    [
+        CudaGraphManager.recapture,
+        CudaGraphManager.estimate,
+        replace_weights,
+        lambda manager: (manager.close(), manager.capture(max_bytes=10**9)),
+    ],
+    ids=["recapture", "estimate", "replaced weights", "within a limit"],
+)
+def test_small_keys_are_captured_after_large_batches(
+    capture_again: Callable[[CudaGraphManager], object], mode: str
+) -> None:
+    """What a large batch left in the buffers is no input of a small one."""
+    model = Picks().eval()
+    manager = captured(model, mode, specs=[X, PICKED])
+    for num_tokens, num_reqs in ((LARGEST, 3), (8, 3), (2, 1), (1, 1)):
+        manager.run(picking(LARGEST, 3))  # without a graph: it leaves what no key can read
+        capture_again(manager)
+        batch = picking(num_tokens, num_reqs)
+        torch.testing.assert_close(manager.run(batch), model(**batch.inputs or {}).detach())
+    manager.close()
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_a_batch_that_an_engine_wrote_outlives_a_capture(mode: str) -> None:
+    model = Picks().eval()
+    manager = made(model, mode, specs=[X, PICKED])
+    for num_tokens in (LARGEST, 2):
+        batch = picking(num_tokens, 2)
+        manager.buffers["x"][:num_tokens].copy_(rows(num_tokens))
+        manager.buffers["last_rows"][:2].copy_(torch.arange(num_tokens - 2, num_tokens))
+        if manager.needs_capture():
+            manager.capture()
+        found = manager.run(Batch(num_tokens, num_reqs=2))
+        torch.testing.assert_close(found, model(**batch.inputs or {}).detach())
+        manager.close()
