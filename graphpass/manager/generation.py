@@ -288,7 +288,7 @@ def generate(
     with Generation(manager, run_ahead=run_ahead, drafter=drafter) as generation:
         for request in requests:
             generation.add(request)
-        if manager.needs_capture():
+        if manager.needs_capture() and not manager.stats().left_out:  # there is no room for those
             manager.capture()
         with tqdm(total=sum(limits), desc="generating", unit="token", leave=False, disable=not progress) as bar:
             while not generation.is_done():

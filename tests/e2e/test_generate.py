@@ -22,6 +22,7 @@ from graphpass.manager.generation import Generation, generate
 from graphpass.manager.paged import PagedRequests
 from graphpass.manager.scheduler import Request
 from graphpass.modes import CUDAGraphMode
+from tests.unit.manager.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")
 
@@ -358,6 +359,18 @@ def test_nothing_is_captured_when_one_request_cannot_run(managers: Managers) -> 
         generate(manager, [[1], [VOCABULARY], [2]], max_new_tokens=3, progress=False)
     assert num_batches(manager) == 0
     assert manager.needs_capture()
+
+
+def test_generating_keeps_to_the_limit_of_the_capture(managers: Managers, references: References) -> None:
+    manager = managers(runtime=GrowingRuntime())
+    manager.capture(max_bytes=500)
+    left_out = manager.stats().left_out
+    assert left_out
+    found = generate(manager, PROMPTS[:3], max_new_tokens=NEW_TOKENS[:3], progress=False)
+    for which, tokens in enumerate(found):
+        references("llama", "cpu")[which].check(tokens, which)
+    assert manager.stats().left_out == left_out
+    assert manager.stats().pool_bytes <= 500
 
 
 @pytest.mark.parametrize("buckets", [[0], [True], [1.5]])
