@@ -472,6 +472,15 @@ def is_dynamo_compiled(runnable: Any) -> bool:
     )
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling, saving or loading a module does more than its class says: what another one would not do.
+
+    Tensors replaced under the module's feet (weight norm) and forwards exchanged in the instance go by hooks as well.
+    """
+    kept = vars(module)
+    return "forward" in kept or any(bool(value) for name, value in kept.items() if name.endswith("_hooks"))
+
+
 def has_static_address(tensor: torch.Tensor) -> bool:
     """Whether torch counts the tensor's address as fixed: ``mark_static_address``, or a module's own under Dynamo."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from graphpass import compat
 from graphpass.dispatch import LoraKeys
 from graphpass.errors import OptionError, nearest
 from graphpass.manager.batch import Batch, InputSpec
@@ -396,11 +397,12 @@ def _targeted(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear
 
 
 def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
-    if type(layer) is nn.Linear:
+    has_hooks = compat.has_hooks(layer)
+    if type(layer) is nn.Linear and not has_hooks:
         return layer
     raise OptionError(
         f"{path} takes no adapters",
-        expected="torch.nn.Linear itself, not replaced before",
-        found=type(layer).__name__,
-        remedy="leave it out of the targets; make one LoraAdapters for all of a model's adapters",
+        expected="torch.nn.Linear itself, without hooks, not replaced before",
+        found=type(layer).__name__ + (" with hooks, which would be lost" if has_hooks else ""),
+        remedy="leave it out of the targets; make one LoraAdapters for all adapters, before other hooks are added",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from graphpass import (
     LoraKeys,
     OptionError,
     ShapeError,
+    WeightOffloader,
     set_forward_context,
 )
 from graphpass.manager.loraop import LoraLinear
@@ -322,6 +323,24 @@ def test_layers_are_adapted_once() -> None:
     LoraAdapters(model, "up", max_loras=1, max_rank=1)
     with pytest.raises(OptionError, match=r"up takes no adapters.*not replaced before; found LoraLinear"):
         LoraAdapters(model, "up", max_loras=1, max_rank=1)
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model: WeightOffloader([model.up, *(copy.deepcopy(model.up) for _ in range(2))], num_slots=2),
+        lambda model: nn.utils.spectral_norm(model.up),
+        lambda model: setattr(model.up, "forward", model.up.forward),
+    ],
+    ids=["offloaded", "normalised", "another forward"],
+)
+def test_layers_with_hooks_are_not_replaced(attach: Callable[[Mlp], object]) -> None:
+    """The layer that takes their place would run without: an offloaded one with another layer's weights."""
+    model = Mlp()
+    attach(model)
+    with pytest.raises(OptionError, match=r"up takes no adapters.*found Linear with hooks"):
+        LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=1)
+    assert type(model.up) is type(model.down) is nn.Linear
 
 
 # -- the layer -------------------------------------------------------------------------------------------------------
