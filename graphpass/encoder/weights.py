@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass import compat
+from graphpass.capture.places import Places
 
 __all__ = ["EncoderWeights"]
 
@@ -21,11 +21,10 @@ class EncoderWeights:
     is, or has as attributes.
     """
 
-    _owners: tuple[dict[str, Any], ...]
-    _names: tuple[str, ...]
-    _kept: tuple[Any, ...]
+    _places: Places
     _tensors: list[Any]
     _addresses: list[int | None]
+    _positions: list[int]
 
     @classmethod
     def of(cls, model: object) -> EncoderWeights:
@@ -40,16 +39,8 @@ class EncoderWeights:
             for name, kept in owner.items()
         ]
         tensors = [kept for _, _, kept in places if isinstance(kept, torch.Tensor)]
-        return cls(
-            tuple(owner for owner, _, _ in places),
-            tuple(name for _, name, _ in places),
-            tuple(kept for _, _, kept in places),
-            tensors,
-            [tensor.data_ptr() for tensor in tensors],
-        )
+        return cls(Places.of(places), tensors, [tensor.data_ptr() for tensor in tensors], list(range(len(tensors))))
 
     def in_place(self) -> bool:
         """Whether all of it is what it was, at the address where it was."""
-        # All of it in C: hundreds of look-ups stand in every request.
-        kept = all(map(operator.is_, map(dict.get, self._owners, self._names), self._kept))
-        return kept and compat.data_ptrs_equal(self._tensors, self._addresses, list(range(len(self._tensors))))
+        return self._places.in_place() and compat.data_ptrs_equal(self._tensors, self._addresses, self._positions)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.capture.places import Places
 from graphpass.errors import CaptureError, ShapeError
 
 __all__ = [
@@ -84,16 +85,13 @@ def _shown(name: str, state: AmbientState, modules: Sequence[torch.nn.Module]) -
     return f"{training} of {len(modules)} modules in training mode"
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedTensors:
-    """Where a model keeps the tensors that a captured call was given: the n-th owner's n-th name is the n-th kept.
+class OwnedTensors(Places):
+    """Where a model keeps the tensors that a captured call was given.
 
     The modules on the way to a tensor are among the places: replacing one replaces the tensor.
     """
 
-    owners: tuple[dict[str, Any], ...]
-    names: tuple[str, ...]
-    kept: tuple[Any, ...]
+    __slots__ = ()
 
     @classmethod
     def locate(
@@ -129,16 +127,7 @@ class OwnedTensors:
             places += here
         if missing != found:
             return None
-        return cls(
-            owners=tuple(owner for owner, _, _ in places),
-            names=tuple(name for _, name, _ in places),
-            kept=tuple(kept for _, _, kept in places),
-        )
-
-    def in_place(self) -> bool:
-        """Whether the model still keeps the same tensors in the same modules."""
-        # All of it in C: hundreds of look-ups stand in every direct call.
-        return all(map(operator.is_, map(dict.get, self.owners, self.names), self.kept))
+        return cls.of(places)
 
 
 class KeptLayouts:
