@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, GraphRuntime
+from graphpass.capture.loop import quietly
 from graphpass.context import set_forward_context
 from graphpass.encoder.buffers import EncoderBuffers
 from graphpass.encoder.protocol import (
@@ -23,7 +24,7 @@ from graphpass.encoder.stats import CapturedBudget
 from graphpass.errors import EncoderConfigError
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["EncoderGraphs", "outputs_of", "quietly", "without_graphs"]
+__all__ = ["EncoderGraphs", "outputs_of", "without_graphs"]
 
 
 class EncoderGraphs:
@@ -117,13 +118,6 @@ class EncoderGraphs:
 def outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
     """What an encoder returned, always as several tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Without autograd and outside of inference mode: how everything is compiled, captured and run."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def without_graphs() -> contextlib.AbstractContextManager[Any]:

@@ -13,14 +13,14 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
+from graphpass.capture.loop import capture_progress, quietly
 from graphpass.encoder.batches import BatchPlanner, EncoderBatch, checked_specs, grouped
 from graphpass.encoder.costs import EncoderCosts, measured_costs
 from graphpass.encoder.estimate import EncoderEstimate, estimated
-from graphpass.encoder.graphs import EncoderGraphs, outputs_of, quietly, without_graphs
+from graphpass.encoder.graphs import EncoderGraphs, outputs_of, without_graphs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.packing import PackingCosts
 from graphpass.encoder.protocol import (
@@ -196,9 +196,8 @@ class EncoderCudaGraphManager:
         return EncoderGraphs(self._model, self._config, keys, self._device, self._dtype, graph_pool)
 
     def _capture_all(self, graphs: EncoderGraphs) -> None:
-        is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
         most = self._options.max_pool_bytes
-        with tqdm(self._keys, desc="capturing", unit="graph", leave=False, disable=not is_first) as progress:
+        with capture_progress(self._keys) as progress:
             for key in progress:
                 progress.set_postfix_str(str(key))
                 if most is not None and graphs.runtime.pool_bytes() > most:

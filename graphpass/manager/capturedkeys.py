@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-
-import torch
-from tqdm import tqdm
 
 from graphpass.capture import GraphRuntime
+from graphpass.capture.loop import capture_progress, quietly
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.manager.agreement import AgreedSteps
 from graphpass.manager.keycapture import Key, KeyCapture
@@ -19,7 +16,7 @@ from graphpass.manager.memorylimit import KeyPool, capture_within
 from graphpass.manager.refusals import moved_weights, nothing_to_capture
 from graphpass.manager.stepbuffers import StepBuffers
 
-__all__ = ["CapturedKeys", "quietly"]
+__all__ = ["CapturedKeys"]
 
 
 class CapturedKeys:
@@ -86,7 +83,7 @@ class CapturedKeys:
     def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
         """Capture what is missing, or as much of it as fits; returns what is left out."""
         missing = self.missing()  # learning may have found that there is no FULL
-        with _progress(missing) as progress:
+        with capture_progress(missing) as progress:
 
             def captured(key: Key) -> None:
                 progress.set_postfix_str(f"{key[0]} {key[1]}")
@@ -166,16 +163,3 @@ class CapturedKeys:
         self.records.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
-
-
-def _progress(keys: Sequence[Key]) -> tqdm[Key]:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    is_first = not distributed or torch.distributed.get_rank() == 0
-    return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Without autograd and outside of inference mode: how everything is compiled and captured."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

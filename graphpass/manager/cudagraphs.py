@@ -17,11 +17,12 @@ import torch
 
 from graphpass import compat
 from graphpass.capture import GraphRuntime
+from graphpass.capture.loop import quietly
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, RankDecision
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
-from graphpass.manager.capturedkeys import CapturedKeys, quietly
+from graphpass.manager.capturedkeys import CapturedKeys
 from graphpass.manager.guards import modules_of
 from graphpass.manager.keycapture import Key, KeyCapture
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from graphpass import compat
 from graphpass.capture import EnteredCallable, GraphRuntime
+from graphpass.capture.loop import quietly
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.context import set_forward_context
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
@@ -144,7 +145,7 @@ class GraphedModel:
         Raises:
             CaptureError: a key could not be captured; it names the key.
         """
-        with self._turn, torch.inference_mode(False), torch.no_grad():
+        with self._turn, quietly():
             given = self._signature.bind(args, kwargs)
             self._learn(given)
             plan = [(mode, key) for mode, keys in self._dispatcher.capture_plan() for key in keys]
@@ -156,7 +157,7 @@ class GraphedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns for these arguments, over a graph where one fits."""
-        with self._turn, torch.inference_mode(False), torch.no_grad():
+        with self._turn, quietly():
             given = self._signature.bind(args, kwargs)
             sizes = self._signature.sizes(given)
             step = self._dispatch(sizes)

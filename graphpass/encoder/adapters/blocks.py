@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.loop import quietly
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 from graphpass.encoder.weights import EncoderWeights
@@ -73,7 +74,7 @@ def steadily() -> Iterator[None]:
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # as while a graph is captured
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with quietly():
             yield
     finally:
         torch.set_autocast_cache_enabled(is_cached)

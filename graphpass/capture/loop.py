@@ -1,0 +1,28 @@
+"""What a loop over captures is done in: torch's state, and the bar that counts keys."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+__all__ = ["capture_progress", "quietly"]
+
+Key = TypeVar("Key")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without autograd and outside of inference mode: how everything is compiled, captured and run."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:
+    """A bar over what is captured, on the first rank alone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    is_first = not distributed or torch.distributed.get_rank() == 0
+    return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)
