@@ -89,9 +89,7 @@ class Generation:
         self._num_steps = self._num_tokens = 0
         self._flying: StepPlan | None = None
         self._open: set[Request] = set()
-        self._adapters = StepAdapters(
-            manager.model, self._open, max_num_tokens=buffers["input_ids"].shape[1], device=self._device
-        )
+        self._adapters = StepAdapters(manager.model, self._open, max_num_tokens=max_num_tokens, device=self._device)
 
     def check(self, request: Request) -> None:
         """Refuse a request that could never run.
@@ -296,8 +294,9 @@ def generate(
                 for new in found:
                     made[new.request].append(new.token)
                 bar.update(len(found))
-                if generation.stats().num_drafted:
-                    bar.set_postfix_str(f"{generation.stats().acceptance:.0%} of the drafts accepted", refresh=False)
+                stats = generation.stats()
+                if stats.num_drafted:
+                    bar.set_postfix_str(f"{stats.acceptance:.0%} of the drafts accepted", refresh=False)
             while manager.run_idle():
                 pass  # other data-parallel ranks still have work
     return list(made.values())

@@ -199,7 +199,7 @@ class Scheduler:
         draft_tokens: int = 0,
     ) -> None:
         limits = {"num_pages": num_pages, "page_size": page_size, "max_num_reqs": max_num_reqs}
-        _check_limits({**limits, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len})
+        check_positive({**limits, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}, "a schedule")
         check_budget(max_num_reqs, max_num_tokens, draft_tokens)
         self._source = pages
         self._num_pages, self._page_size = num_pages, page_size
@@ -426,10 +426,6 @@ class Scheduler:
         for row in np.flatnonzero(decodes & (most > 0)).tolist():
             drafts[row] = guess(self._running[row], int(most[row]))
         return drafts
-
-
-def _check_limits(limits: dict[str, int]) -> None:
-    check_positive(limits, "a schedule")
 
 
 def check_budget(max_num_reqs: int, max_num_tokens: int, draft_tokens: int) -> None:
