@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import BatchDescriptor, CaptureError, CUDAGraphMode, DispatchReason, GraphRuntime
+from graphpass import BatchDescriptor, CaptureError, CUDAGraphMode, DispatchReason
 from tests.unit.manager.managed import (
     EVENTS,
     FULL,
@@ -15,6 +15,7 @@ from tests.unit.manager.managed import (
     SIZES,
     WIDTH,
     Attends,
+    GrowingRuntime,
     Rows,
     SlotBuilder,
     assert_right,
@@ -93,13 +94,6 @@ def test_piecewise_keys_are_captured_without_metadata_of_a_key() -> None:
     assert {query_len for _, query_len in builder.examples} == {None}
     assert not builder.sums[: builder.num_slots].any()
     assert {region for region, _, _ in manager.runtime.counts()} == {"g0.r0", "g0.r2"}
-
-
-class GrowingRuntime(GraphRuntime):
-    """A pool that holds 100 bytes for each graph, since the tape has none."""
-
-    def pool_bytes(self) -> int:
-        return 100 * sum(counts.static_sets for counts in self.counts().values())
 
 
 def test_seconds_and_bytes_of_each_key_are_kept() -> None:

@@ -17,6 +17,7 @@ from tests.unit.manager.managed import (
     SIZES,
     WIDTH,
     Attends,
+    GrowingRuntime,
     Rows,
     SlotBuilder,
     assert_right,
@@ -31,13 +32,13 @@ from tests.unit.manager.managed import (
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
-class CountingRuntime(GraphRuntime):
-    """A pool that holds 100 bytes for each graph, since the tape has none; counts what throwaway pools were given."""
+class CountingRuntime(GrowingRuntime):
+    """Counts what throwaway pools were given."""
 
     largest_pool = 0
 
     def pool_bytes(self) -> int:
-        found = 100 * sum(counts.static_sets for counts in self.counts().values())
+        found = super().pool_bytes()
         self.largest_pool = max(self.largest_pool, found)
         return found
 
