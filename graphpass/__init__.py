@@ -51,7 +51,6 @@ from graphpass.encoder import (
     EncoderAxis,
     EncoderCudaGraphConfig,
     EncoderCudaGraphManager,
-    EncoderEstimate,
     EncoderGraphKey,
     EncoderItemSpec,
     EncoderOptions,
@@ -78,14 +77,11 @@ from graphpass.manager import (
     Generation,
     GenerationStats,
     GraphedModel,
-    GroupEstimate,
     InputSpec,
     KeyTraffic,
     LoraAdapters,
     LoraModel,
     ManagerStats,
-    MemoryEstimate,
-    MemoryGrowth,
     NewToken,
     NgramDrafter,
     PageAllocator,
@@ -97,6 +93,7 @@ from graphpass.manager import (
     graphed,
     zero_padding,
 )
+from graphpass.memory import GroupEstimate, MemoryEstimate, MemoryGrowth
 
 __all__ = [
     "DEFAULT_RULES",
@@ -128,7 +125,6 @@ __all__ = [
     "EncoderConfigError",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
-    "EncoderEstimate",
     "EncoderGraphKey",
     "EncoderItemSpec",
     "EncoderOptions",

@@ -52,7 +52,6 @@ PUBLIC_NAMES = [
     "EncoderConfigError",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
-    "EncoderEstimate",
     "EncoderGraphKey",
     "EncoderItemSpec",
     "EncoderOptions",

@@ -10,8 +10,9 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.layout import storage_id
+from graphpass.errors import DeviceError
 
-__all__ = ["Call", "InputRoles"]
+__all__ = ["Call", "InputRoles", "device_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,21 @@ def _names(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[str])
         num_leaves = len(compat.tree_flatten(value)[0])
         names += [stem] if num_leaves == 1 else [f"{stem}[{index}]" for index in range(num_leaves)]
     return names
+
+
+def device_of(leaves: Sequence[Any]) -> torch.device:
+    """The GPU that tensors among ``leaves`` are on, else the CPU.
+
+    Raises:
+        DeviceError: they are on several GPUs.
+    """
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
+    if len(accelerators) > 1:
+        raise DeviceError(
+            "one callable serves one device",
+            expected="tensors on one device",
+            found=", ".join(map(str, accelerators)),
+            remedy="keep each device's part of the model in a callable of its own",
+        )
+    return accelerators[0] if accelerators else torch.device("cpu")

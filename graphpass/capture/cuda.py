@@ -37,13 +37,16 @@ class CudaDevice(GraphDevice):
     Args:
         device: a CUDA device with an index.
         pool: a pool handle (``torch.cuda.graph_pool_handle()``) to share; None for one of its own.
+        keeps_recordings: keep what executables are made of, so that more can be made.
     """
 
     _made_pools: ClassVar[set[tuple[int, int]]] = set()
     """Of all devices: torch's workspaces belong to the process, and others' pools decide whether they are dropped."""
 
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
+    def __init__(self, device: torch.device, pool: Any = None, *, keeps_recordings: bool = False) -> None:
         self.device = device
+        self.recordings: list[torch.cuda.CUDAGraph] = []
+        self._keeps_recordings = keeps_recordings
         self._given_pool = pool
         self._pool = pool
         self._retired_pools: list[Any] = []
@@ -70,10 +73,10 @@ class CudaDevice(GraphDevice):
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         self.open()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=self._keeps_recordings)
         for generator in generators:
             graph.register_generator_state(generator)
-        with self._on_recording_stream():
+        with self._on_recording_stream(generators):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = body()
@@ -85,6 +88,9 @@ class CudaDevice(GraphDevice):
             except BaseException:
                 self._retire_pool(graph)
                 raise
+        if self._keeps_recordings:
+            graph.instantiate()
+            self.recordings.append(graph)
         return graph, outputs
 
     @override
@@ -131,11 +137,12 @@ class CudaDevice(GraphDevice):
         self._drop_stream()
         self._pool = self._given_pool
         self._retired_pools.clear()
+        self.recordings.clear()
         self._last_current = self._last_stream = None
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _on_recording_stream(self) -> Iterator[None]:
+    def _on_recording_stream(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         assert self._recording is not None
         caller, stream = torch.cuda.current_stream(self.device), self._recording.stream
         stream.wait_stream(caller)
@@ -146,6 +153,7 @@ class CudaDevice(GraphDevice):
             caller.wait_stream(stream)
             if self._pool is None:  # retired
                 self._drop_stream()
+                self._take_out_of_capture(generators)
             raise
         caller.wait_stream(stream)
 
@@ -169,3 +177,20 @@ class CudaDevice(GraphDevice):
         graph.reset()
         self._retired_pools.append(self._pool)
         self._pool = None
+
+    def _take_out_of_capture(self, generators: Sequence[torch.Generator]) -> None:
+        """Have the device's random numbers serve eager calls again.
+
+        On torch 2.11 a generator is in a capture until one that it takes part in ends well.
+        """
+        number = torch.zeros(1, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            number.add_(1)
+            graph.capture_end()
+        graph.reset()

@@ -29,6 +29,8 @@ class GraphDevice(Protocol):
     """Records bodies into graphs on one device and owns the pool their memory comes from."""
 
     device: torch.device
+    recordings: Sequence[Graph]
+    """What was recorded, where the device was asked to keep it: more executables can be made of it."""
 
     def open(self) -> None:
         """Take what the pool takes once, whatever is recorded into it; :meth:`record` does so where nobody has."""

@@ -11,13 +11,12 @@ anybody; so this one comes from the driver.
 from __future__ import annotations
 
 import ctypes
-import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from graphpass import compat
-from graphpass.errors import DeviceError
+from graphpass.capture.cudadriver import checked, driver
 
 __all__ = ["RecordingStream"]
 
@@ -32,14 +31,22 @@ class RecordingStream:
         DeviceError: the driver made none.
     """
 
+    _made: ClassVar[set[int]] = set()
+    """Handles of all that there are, those among them that were left to torch."""
+
     def __init__(self, device: torch.device) -> None:
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.mem_get_info(device)  # makes the device's context this thread's, where the driver looks for it
-            _checked(_driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
+            checked(driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
+        self._made.add(self._address)
         self._first: torch.cuda.CUDAGraph | None = None
         """Kept, so that the pool has an owner from the start."""
-        self.stream = torch.cuda.ExternalStream(self._handle.value or 0, device=device)
+        self.stream = torch.cuda.ExternalStream(self._address, device=device)
+
+    @property
+    def _address(self) -> int:
+        return self._handle.value or 0
 
     def take_workspaces(self, pool: Any) -> None:
         """Have torch allocate this stream's workspaces now, in ``pool``: no recording is the one that takes them."""
@@ -66,25 +73,17 @@ class RecordingStream:
         stream at its address would be given the workspace.
 
         Args:
-            own_pools: every pool whose graphs were recorded on such streams.
+            own_pools: every pool that was made for graphs recorded on such streams. In a pool that a user gave, what
+                was taken on such a stream is one's own, too.
         """
         if self._first is not None:
             self._first.reset()
-        pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+        pools = {
+            tuple(segment["segment_pool_id"])
+            for segment in torch.cuda.memory_snapshot()
+            if segment["stream"] not in self._made
+        }
         if pools <= {(0, 0), *own_pools}:
             compat.drop_blas_workspaces()
-            _checked(_driver().cuStreamDestroy_v2(self._handle), "give a stream back")
-
-
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-def _checked(status: int, what: str) -> None:
-    if status:
-        raise DeviceError(
-            f"the CUDA driver could not {what}",
-            expected="status 0",
-            found=f"status {status}",
-            remedy="look the status up in cuda.h (CUresult); a sticky one comes from an earlier kernel",
-        )
+            checked(driver().cuStreamDestroy_v2(self._handle), "give a stream back")
+            self._made.discard(self._address)

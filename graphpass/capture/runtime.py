@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from graphpass.capture.arguments import device_of
 from graphpass.capture.cuda import CudaDevice
-from graphpass.capture.device import GraphDevice
+from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
@@ -69,6 +70,7 @@ class GraphRuntime:
     def __init__(self, pool: Any = None, *, device: torch.device | str | None = None) -> None:
         self._given_pool = pool
         self._device: GraphDevice | None = None
+        self._keeps_recordings = False
         self._turn = PoolTurn()
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
@@ -161,7 +163,7 @@ class GraphRuntime:
         forward = (self._forward, self._forward_storages, self._forward_entries, self._written, self._written_by)
         generation = self.generation
         aside = {id(wrapper): wrapper.set_aside() for wrapper in self._alive()}
-        self._given_pool, self._views = None, HandedViews()
+        self._given_pool, self._views, self._keeps_recordings = None, HandedViews(), True
         self._device = None if self._device is None else self._make_device(self._device.device)
         self._forward, self._forward_storages, self._forward_entries = None, set(), []
         self._written, self._written_by = [], None
@@ -178,6 +180,7 @@ class GraphRuntime:
                     wrapper.set_aside()
             self._forward, self._forward_storages, self._forward_entries, self._written, self._written_by = forward
             used, (self._device, self._given_pool, self._views) = self._device, pool
+            self._keeps_recordings = False
             if used is not None:
                 used.close()
             if self.generation == in_body:
@@ -255,6 +258,10 @@ class GraphRuntime:
     def pool_bytes(self) -> int:
         """Bytes of the graph pool; 0 on the CPU tape."""
         return self._device.pool_bytes() if self._device is not None else 0
+
+    def recordings(self) -> Sequence[Graph]:
+        """What was captured since :meth:`throwaway` began: more executables can be made of it. None on the CPU tape."""
+        return () if self._device is None else tuple(self._device.recordings)
 
     def buffer_bytes(self) -> int:
         """Bytes of all static input buffers."""
@@ -339,7 +346,7 @@ class GraphRuntime:
             wanted = self._device.device
             if wanted.type == "cpu" or any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves):
                 return self._device
-        found = _device_of(leaves)
+        found = device_of(leaves)
         if self._device is None:
             self._device = self._make_device(found)
         elif self._device.device != found:
@@ -466,7 +473,8 @@ class GraphRuntime:
             return TapeDevice()
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
-            return CudaDevice(torch.device("cuda", index), self._given_pool)
+            found = torch.device("cuda", index)
+            return CudaDevice(found, self._given_pool, keeps_recordings=self._keeps_recordings)
         raise DeviceError(
             "graphs cannot be captured on this device",
             expected="a CUDA device or the CPU",
@@ -478,16 +486,3 @@ class GraphRuntime:
 def _may_freeze() -> bool:
     """A process that froze its own objects keeps them frozen."""
     return gc.get_freeze_count() < _FROZEN_BY_PYTHON
-
-
-def _device_of(leaves: Sequence[Any]) -> torch.device:
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
-    if len(accelerators) > 1:
-        raise DeviceError(
-            "one callable serves one device",
-            expected="tensors on one device",
-            found=", ".join(map(str, accelerators)),
-            remedy="keep each device's part of the model in a callable of its own",
-        )
-    return accelerators[0] if accelerators else torch.device("cpu")

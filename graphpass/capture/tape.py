@@ -153,6 +153,7 @@ class TapeDevice(GraphDevice):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.recordings = ()
         self._tape: _Tape | None = None
 
     @override

@@ -1,7 +1,6 @@
 """Whole-encoder graphs: images of any size, packed and padded into a ladder of token budgets."""
 
 from graphpass.encoder.budgets import generate_budgets, smallest_fitting_budget
-from graphpass.encoder.estimate import EncoderEstimate
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.encoder.packing import PackedBatch, PackingCosts, pack_items
@@ -22,7 +21,6 @@ __all__ = [
     "EncoderAxis",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
-    "EncoderEstimate",
     "EncoderGraphKey",
     "EncoderItemSpec",
     "EncoderOptions",

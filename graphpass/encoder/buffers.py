@@ -75,6 +75,11 @@ class EncoderBuffers:
         self._views[key] = views
         return views
 
+    def clear(self) -> None:
+        """Give the memory back; no key has buffers any more."""
+        self._memory.clear()
+        self._views.clear()
+
     def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
         """The buffers of a key that was added."""
         return self._views[key]

@@ -22,6 +22,7 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.encoder.stats import CapturedBudget
 from graphpass.errors import EncoderConfigError
+from graphpass.memory import DeviceMemory
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["EncoderGraphs", "outputs_of", "without_graphs"]
@@ -50,6 +51,7 @@ class EncoderGraphs:
     ) -> None:
         self._model, self._config, self._device, self._dtype = model, config, device, dtype
         self.runtime = GraphRuntime(graph_pool, device=device)
+        self.memory = DeviceMemory(device, self.runtime)
         with quietly():
             largest = [self._example(key) for key in keys if key.tokens == keys[0].tokens]
             self.buffers = EncoderBuffers(config, largest)
@@ -76,10 +78,10 @@ class EncoderGraphs:
             CaptureError: the encoder could not be captured at this size.
             EncoderConfigError: the encoder does not keep to its configuration.
         """
-        started, pool_bytes = time.perf_counter(), self.runtime.pool_bytes()
+        started, before = time.perf_counter(), self.memory.reading()
         self.fill_with_example(key)
         _check_outputs(self.run(key), key, self._config)
-        return CapturedBudget(key, time.perf_counter() - started, self.runtime.pool_bytes() - pool_bytes)
+        return CapturedBudget(key, time.perf_counter() - started, self.memory.reading() - before)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
         """The outputs for ``items`` with the padding behind them: in the pool, valid until the next replay."""
@@ -104,7 +106,8 @@ class EncoderGraphs:
             return self._model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
-        """Drop all graphs and give the pool back."""
+        """Drop all graphs and buffers, and give the pool back."""
+        self.buffers.clear()
         self.runtime.close()
 
     def _example(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:

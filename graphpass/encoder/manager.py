@@ -6,6 +6,7 @@ results come back in the order of the request. The manager owns what lasts; what
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.loop import capture_progress, quietly
 from graphpass.encoder.batches import BatchPlanner, EncoderBatch, checked_specs, grouped
 from graphpass.encoder.costs import EncoderCosts, measured_costs
-from graphpass.encoder.estimate import EncoderEstimate, estimated
 from graphpass.encoder.graphs import EncoderGraphs, outputs_of, without_graphs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.packing import PackingCosts
@@ -36,6 +36,8 @@ from graphpass.encoder.sharding import balance_items, gather_rows
 from graphpass.encoder.stats import CapturedBudget, EncoderCounts, EncoderStats
 from graphpass.encoder.weights import EncoderWeights
 from graphpass.errors import CaptureError, EncoderConfigError
+from graphpass.memory import NOTHING_ESTIMATED, MemoryEstimate, estimated
+from graphpass.modes import CUDAGraphMode
 
 __all__ = ["EncoderCudaGraphManager"]
 
@@ -160,11 +162,12 @@ class EncoderCudaGraphManager:
                     self._capture_all(self._graphs)
                 self._planner = self._planner_of(self._costs(self._graphs))
                 self._weights = EncoderWeights.of(self._model)
+                self._graphs.memory.settle()  # nothing needs any more what warm-ups have left cached
             except BaseException:
                 self.clear()
                 raise
 
-    def estimate(self) -> EncoderEstimate:
+    def estimate(self) -> MemoryEstimate:
         """What :meth:`capture` will take, from at most three captures in a throwaway pool.
 
         Raises:
@@ -172,9 +175,22 @@ class EncoderCudaGraphManager:
         """
         with self._lock, quietly():
             if not self._options.enable:
-                return EncoderEstimate(0, 0, 0, 0)
+                return NOTHING_ESTIMATED
             self._compile()
-            return estimated(self._new_graphs(self._keys), self._keys, self._device)
+            graphs = self._new_graphs(self._keys)
+            keys = {(CUDAGraphMode.FULL, key.descriptor): key for key in self._keys}
+            try:
+                return estimated(
+                    {"encoder": list(keys)},
+                    graphs.runtime,
+                    graphs.memory,
+                    lambda key: graphs.capture(keys[key]).memory,
+                    contextlib.nullcontext,
+                    buffer_bytes=graphs.buffers.num_bytes(),
+                    buffers_exist=False,
+                )
+            finally:
+                graphs.close()
 
     def clear(self) -> None:
         """Drop all graphs, buffers and the pool. Statistics go on; everything runs eagerly, or is captured again."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.encoder.protocol import EncoderGraphKey
+from graphpass.memory import MemoryGrowth
 from graphpass.tables import Report, Table
 
 __all__ = ["BudgetTraffic", "CapturedBudget", "EncoderCounts", "EncoderStats"]
@@ -19,12 +20,17 @@ class CapturedBudget:
     Attributes:
         key: what it holds.
         seconds: of its capture, the warm-up included.
-        pool_bytes: by which the graph pool grew.
+        memory: by which the device's memory grew; keys captured later reuse what earlier ones have.
     """
 
     key: EncoderGraphKey
     seconds: float
-    pool_bytes: int
+    memory: MemoryGrowth
+
+    @property
+    def pool_bytes(self) -> int:
+        """By which the graph pool grew."""
+        return self.memory.pool_bytes
 
 
 @dataclass(frozen=True, slots=True)

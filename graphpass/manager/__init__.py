@@ -4,14 +4,12 @@ from graphpass.manager.agreement import DataParallelAgreement
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.devicememory import MemoryGrowth
 from graphpass.manager.drafting import Drafter, NgramDrafter
 from graphpass.manager.generation import Generation, NewToken
 from graphpass.manager.graphed import GraphedModel, graphed
 from graphpass.manager.lora import AdapterBatch, LoraAdapters, LoraModel
 from graphpass.manager.managerstats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
 from graphpass.manager.masking import zero_padding
-from graphpass.manager.memory import GroupEstimate, MemoryEstimate
 from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.paged import PageAllocator, PagedKVCache, PagedRequests
 from graphpass.manager.scheduler import Request
@@ -29,14 +27,11 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "GraphedModel",
-    "GroupEstimate",
     "InputSpec",
     "KeyTraffic",
     "LoraAdapters",
     "LoraModel",
     "ManagerStats",
-    "MemoryEstimate",
-    "MemoryGrowth",
     "NewToken",
     "NgramDrafter",
     "PageAllocator",

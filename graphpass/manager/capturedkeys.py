@@ -9,12 +9,13 @@ from graphpass.capture.loop import capture_progress, quietly
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.manager.agreement import AgreedSteps
 from graphpass.manager.keycapture import Key, KeyCapture
+from graphpass.manager.keygroups import keys_by_group
 from graphpass.manager.keystep import KeyStep
 from graphpass.manager.managerstats import CapturedKey
-from graphpass.manager.memory import MemoryEstimate, PoolModel, estimated
 from graphpass.manager.memorylimit import KeyPool, capture_within
 from graphpass.manager.refusals import moved_weights, nothing_to_capture
 from graphpass.manager.stepbuffers import StepBuffers
+from graphpass.memory import MemoryEstimate, PoolModel, estimated
 
 __all__ = ["CapturedKeys"]
 
@@ -77,6 +78,7 @@ class CapturedKeys:
         fits = self.estimate().pool if limited else None
         with quietly(), self._inputs.kept(), self._keys.state_kept(), self._runtime.capturing():
             self.left_out = self._capture_in_order(max_bytes, fits)
+        self._keys.meter.settle()  # nothing needs any more what warm-ups have left cached
         if self.left_out:
             self._runtime.note(f"{len(self.left_out)} keys left out: the pool would exceed {max_bytes} bytes")
 
@@ -106,13 +108,12 @@ class CapturedKeys:
             if self._on_some_rank(known is None or known.keys != tuple(keys)):
                 with self._inputs.kept():
                     known = estimated(
-                        keys,
+                        keys_by_group(keys),
                         self._runtime,
                         self._keys.meter,
                         lambda key: self._keys.capture(key)[1].memory,
                         self._keys.state_kept,
                         buffer_bytes=self._keys.buffer_bytes(),
-                        earlier=known,
                     )
             assert known is not None
             self._estimate = known

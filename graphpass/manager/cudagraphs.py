@@ -27,7 +27,6 @@ from graphpass.manager.guards import modules_of
 from graphpass.manager.keycapture import Key, KeyCapture
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import ManagerStats, StepCounts
-from graphpass.manager.memory import MemoryEstimate
 from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.refusals import (
     moved_weights,
@@ -37,6 +36,7 @@ from graphpass.manager.refusals import (
     too_large,
 )
 from graphpass.manager.stepbuffers import Sizes, StepBuffers
+from graphpass.memory import MemoryEstimate
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report
 

@@ -19,16 +19,15 @@ from graphpass.dispatch import CudagraphDispatcher
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.batch import AttentionMetadataBuilder
-from graphpass.manager.devicememory import DeviceMemory, MemoryMeter
 from graphpass.manager.fallbacks import Fallbacks
 from graphpass.manager.guards import CallGuards, OwnedTensors, entry_of, modules_of
 from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey
-from graphpass.manager.memory import Key
 from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.padding import InputBuffer, by_tensor, versions_of, written_since
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
+from graphpass.memory import DeviceMemory, Key, MemoryMeter
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["Key", "KeyCapture"]

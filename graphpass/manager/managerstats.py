@@ -11,8 +11,9 @@ from typing import Any
 from graphpass.dispatch import Dispatch, DispatchReason
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
-from graphpass.manager.devicememory import NOTHING, MemoryGrowth
-from graphpass.manager.memory import keys_by_group
+from graphpass.manager.keygroups import keys_by_group
+from graphpass.memory import MemoryGrowth
+from graphpass.memory.meter import NOTHING
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report, Table
 

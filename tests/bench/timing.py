@@ -158,7 +158,8 @@ def plain_compiled(call: Callable[..., Any], compiler: str) -> Callable[..., Any
 class HandCapture:
     """CUDA graphs captured by hand into one pool, warmed up on the stream they are captured on.
 
-    What a graph returned is kept, so that no later graph of the pool is given its memory. On a CPU there is nothing to
+    What a graph returned is kept, so that no later graph of the pool is given its memory, and so is the body, which holds
+    what the graph reads. On a CPU there is nothing to
     capture: the body runs again and its results are copied to where the first ones lie.
     """
 
@@ -183,7 +184,7 @@ class HandCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = body()
-        self._kept.append((graph, outputs))
+        self._kept.append((graph, outputs, body))
         graph.replay()
         return graph.replay, outputs
 

@@ -157,6 +157,37 @@ def test_a_failed_capture_leaves_nothing(cuda: torch.device, failure: str) -> No
         assert torch.equal(state, torch.full((2,), 3.0, device=cuda))
 
 
+@pytest.mark.parametrize("draws", ["nothing", "by default", "by its own generator"])
+def test_a_failed_capture_leaves_random_numbers_to_eager_calls(cuda: torch.device, draws: str) -> None:
+    """And to graphs that were captured before it."""
+    own = torch.Generator(cuda)
+    given = own if draws == "by its own generator" else None
+
+    def body(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        if draws != "nothing":
+            x = x + torch.rand(x.shape, device=x.device, generator=generator)
+        return x * float(x.sum().item()) if x.shape[0] == 8 else x
+
+    def seeded() -> None:
+        torch.manual_seed(7)
+        own.manual_seed(5)
+
+    four, eight = torch.ones(4, device=cuda), torch.ones(8, device=cuda)
+    seeded()
+    expected = [body(four, given), body(four, given)]
+    expected += [torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=own)]
+    seeded()
+    with gp.GraphRuntime() as runtime:
+        wrapper = wrap(body, runtime)
+        found = [capture(runtime, wrapper, key(4), four, given)]
+        with pytest.raises(gp.CaptureError):
+            capture(runtime, wrapper, key(8), eight, given)
+        found.append(call(wrapper, key(4), four, given))
+        found += [torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=own)]
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_replay_is_ordered_after_the_callers_work_on_any_stream(cuda: torch.device) -> None:
     with gp.GraphRuntime() as runtime:
         wrapper = wrap(lambda x: x + 1, runtime)

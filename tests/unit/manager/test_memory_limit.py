@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode
-from graphpass.manager.memory import Key, PoolModel
 from graphpass.manager.memorylimit import KeyPool, capture_within
+from graphpass.memory import Key, PoolModel
 
 NOTHING_KNOWN = PoolModel({}, {}, {})
 

@@ -6,54 +6,38 @@ keeps. :class:`PoolModel` says so in three numbers a key, from samples that are 
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from graphpass.capture import GraphRuntime
 from graphpass.keys import BatchDescriptor
-from graphpass.manager.devicememory import NOTHING, MemoryGrowth, MemoryMeter
+from graphpass.memory.meter import NOTHING, MemoryGrowth
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report, Table
 
 __all__ = [
+    "NOTHING_ESTIMATED",
     "GroupEstimate",
+    "Groups",
     "Key",
     "Measured",
     "MemoryEstimate",
     "PoolModel",
     "Sample",
     "estimate_of",
-    "estimated",
-    "group_of",
-    "keys_by_group",
     "keys_to_sample",
 ]
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]
+Groups = Mapping[str, Sequence[Key]]
+"""Keys of a kind under the name of the kind, in the order of capture."""
 _MOST_SAMPLES_A_MODE = 3
 # The largest keys are the slowest ones, and giving the pool back takes time, too: that keeps it below a quarter.
 _KEYS_A_SAMPLE = 6
 
 
 # -- groups and samples -----------------------------------------------------------------------------------------------
-
-
-def group_of(key: Key) -> str:
-    """What kind of batches a key serves, and how."""
-    mode, descriptor = key
-    return f"{'decode' if descriptor.uniform else 'mixed'} {mode}"
-
-
-def keys_by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """The keys of each group, in their order."""
-    groups: dict[str, list[Key]] = {}
-    for key in keys:
-        groups.setdefault(group_of(key), []).append(key)
-    return groups
 
 
 def _size_of(key: Key) -> int:
@@ -65,12 +49,11 @@ def _size_of(key: Key) -> int:
     return size
 
 
-def keys_to_sample(keys: Sequence[Key]) -> dict[str, list[Key]]:
+def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
     """Which keys of each group to measure, largest first: its largest, then its smallest, then the one in the middle.
 
     At most three a mode, and one in six: a group of fewer keys is known from its largest alone.
     """
-    groups = keys_by_group(keys)
     modes = [group_keys[0][0] for group_keys in groups.values()]
     chosen = {}
     for name, group in groups.items():
@@ -103,17 +86,17 @@ class Measured:
 
     Attributes:
         groups: the samples of each group, in a pool of the group's own, the largest key first.
+        driver_bytes: what the driver takes for all keys of each group.
         together: the largest key of each group, in one pool; empty where there is one group.
-        around: what is taken once, before the first key.
-        opening: bytes that a pool takes once.
-        driver_bytes_a_key: of each group, from an earlier estimate: the driver hands freed memory out again, unseen.
+        around: what is taken before the first key, and given back behind the last.
+        opening: what a pool takes once, and torch for the matrix products of warm-ups.
     """
 
     groups: Mapping[str, Sequence[Sample]]
+    driver_bytes: Mapping[str, int] = field(default_factory=dict)
     together: Sequence[Sample] = ()
     around: MemoryGrowth = NOTHING
-    opening: int = 0
-    driver_bytes_a_key: Mapping[str, float] = field(default_factory=dict)
+    opening: MemoryGrowth = NOTHING
 
 
 # -- from samples to a ladder -----------------------------------------------------------------------------------------
@@ -148,7 +131,7 @@ class PoolModel:
         return pool_bytes
 
     @classmethod
-    def of(cls, keys: Sequence[Key], measured: Measured) -> PoolModel:
+    def of(cls, groups: Groups, measured: Measured) -> PoolModel:
         """The model that fits every sample.
 
         Between samples, what a key keeps goes by its size in straight lines; what it needs besides is in proportion.
@@ -156,7 +139,7 @@ class PoolModel:
         needs: dict[Key, int] = {}
         kept: dict[Key, int] = {}
         extra: dict[Key, int] = {}
-        for name, group in keys_by_group(keys).items():
+        for name, group in groups.items():
             known = measured.groups[name]
             first, rising = known[0], sorted(known, key=lambda sample: _size_of(sample.key))
             sizes, bytes_kept = [_size_of(s.key) for s in rising], [s.kept_bytes for s in rising]
@@ -168,7 +151,7 @@ class PoolModel:
         # Behind other groups, a key may find no room that is large enough in one piece.
         for key, missed in cls(needs, kept, extra).misses(measured.together).items():
             extra[key] = extra.get(key, 0) + missed
-        return cls(needs, kept, extra, measured.opening)
+        return cls(needs, kept, extra, measured.opening.pool_bytes)
 
     def misses(self, samples: Sequence[Sample]) -> dict[Key, int]:
         """By how much each of these, captured one after the other in one pool, took more than the model says."""
@@ -185,7 +168,7 @@ class GroupEstimate:
     """What the keys of one group will take, in bytes.
 
     Attributes:
-        name: ``mixed PIECEWISE``, ``decode FULL``, ...
+        name: ``mixed PIECEWISE``, ``decode FULL``, ``encoder``, ...
         num_keys: keys of the group.
         sampled: those that were captured to know.
         growth: pool, cached and driver; of the pool what it adds to that of the groups before.
@@ -203,21 +186,23 @@ class MemoryEstimate:
 
     Attributes:
         groups: one for each kind of keys, in the order of capture.
+        workspace_bytes: of torch, for the matrix products of warm-ups.
         spent_bytes: what estimating has left taken (loaded kernels, metadata): a capture takes that no more.
-        buffer_bytes: of the manager's input and output buffers, which exist already.
+        buffer_bytes: of input and output buffers.
+        buffers_exist: whether they are there already, as a manager's are; an encoder's are made by the capture.
         seconds: that estimating took.
         keys: the ladder.
         pool: how the pool grows.
-        driver_bytes_a_key: of each group.
     """
 
     groups: tuple[GroupEstimate, ...]
+    workspace_bytes: int
     spent_bytes: int
     buffer_bytes: int
+    buffers_exist: bool
     seconds: float
     keys: tuple[Key, ...]
     pool: PoolModel
-    driver_bytes_a_key: Mapping[str, float]
 
     @property
     def pool_bytes(self) -> int:
@@ -226,8 +211,15 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """By which the device's free memory shrinks when the ladder is captured now."""
-        return max(sum(group.growth.total_bytes for group in self.groups) - self.spent_bytes, 0)
+        """By which the device's free memory is smaller when the ladder has been captured now."""
+        driver_bytes = sum(group.growth.driver_bytes for group in self.groups)
+        buffer_bytes = 0 if self.buffers_exist else self.buffer_bytes
+        return max(self.pool_bytes + driver_bytes + self.workspace_bytes + buffer_bytes - self.spent_bytes, 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """By which it is smaller at times during the capture: warm-ups take memory, too, which is given back."""
+        return self.total_bytes + sum(group.growth.cached_bytes for group in self.groups)
 
     def tables(self) -> tuple[Table, ...]:
         """A row for each group, and the sums."""
@@ -235,11 +227,13 @@ class MemoryEstimate:
             _row(group.name, str(group.num_keys), ", ".join(map(str, group.sampled)), group.growth)
             for group in self.groups
         ]
-        spent = (str(-self.spent_bytes), str(self.total_bytes), str(self.buffer_bytes))
+        sums = (self.workspace_bytes, self.buffer_bytes, -self.spent_bytes, self.total_bytes, self.peak_bytes)
+        buffers = "buffers, there already" if self.buffers_exist else "buffers"
+        named = ("workspaces", buffers, "spent by estimating", "to come", "at the peak")
         columns = ("group", "keys", "sampled", "pool bytes", "cached bytes", "driver bytes", "bytes")
         return (
             Table("Memory of a capture", columns, tuple(rows)),
-            Table("Together", ("spent by estimating", "device bytes to come", "buffer bytes, there already"), (spent,)),
+            Table("Bytes together", named, (tuple(map(str, sums)),)),
         )
 
     def __str__(self) -> str:
@@ -252,24 +246,29 @@ def _row(name: str, num_keys: str, sampled_keys: str, growth: MemoryGrowth) -> t
 
 
 def estimate_of(
-    keys: Sequence[Key], measured: Measured, *, spent_bytes: int = 0, buffer_bytes: int = 0, seconds: float = 0.0
+    groups: Groups,
+    measured: Measured,
+    *,
+    spent_bytes: int = 0,
+    buffer_bytes: int = 0,
+    buffers_exist: bool = True,
+    seconds: float = 0.0,
 ) -> MemoryEstimate:
     """The estimate for a ladder.
 
     Args:
-        keys: all of it, in the order of capture.
+        groups: all of it.
         measured: of each group, what :func:`keys_to_sample` says.
         spent_bytes: see :class:`MemoryEstimate`.
         buffer_bytes: see :class:`MemoryEstimate`.
+        buffers_exist: see :class:`MemoryEstimate`.
         seconds: see :class:`MemoryEstimate`.
     """
-    pool, around = PoolModel.of(keys, measured), measured.around
-    found = _driver_bytes_a_key(measured.groups)
-    a_key = {name: max(taken, measured.driver_bytes_a_key.get(name, 0.0)) for name, taken in found.items()}
-    groups: list[GroupEstimate] = []
+    pool, around = PoolModel.of(groups, measured), measured.around
+    found: list[GroupEstimate] = []
     pool_bytes = 0
     captured: list[Key] = []
-    for name, group in keys_by_group(keys).items():
+    for name, group in groups.items():
         known, before = measured.groups[name], pool_bytes
         for key in group:
             pool_bytes = pool.after(pool_bytes, captured, key)
@@ -277,96 +276,20 @@ def estimate_of(
         # The largest keys' warm-ups are those of the ladder; what one leaves cached may serve the next group's.
         in_order = [sample for sample in measured.together if sample.key == known[0].key] or [known[0]]
         cached_bytes = sum(sample.growth.cached_bytes for sample in (*in_order, *known[1:]))
-        seen = sum(sample.growth.driver_bytes for sample in known)
-        driver_bytes = max(seen, round(a_key[name] * len(known))) + round(a_key[name] * (len(group) - len(known)))
-        growth = MemoryGrowth(pool_bytes - before, cached_bytes, driver_bytes)
+        growth = MemoryGrowth(pool_bytes - before, cached_bytes, measured.driver_bytes.get(name, 0))
         growth, around = MemoryGrowth.sum_of([growth, around]), NOTHING
-        groups.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
-    return MemoryEstimate(tuple(groups), spent_bytes, buffer_bytes, seconds, tuple(keys), pool, a_key)
-
-
-def _driver_bytes_a_key(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
-    """What the driver takes for one more key of each group.
-
-    The very first sample is left out where there are others: kernels are loaded, and tables made, at the first use.
-    """
-    order = [(name, sample.growth.driver_bytes) for name, group in samples.items() for sample in group]
-    later = order[1:] or order
-    overall = sum(taken for _, taken in later) / max(len(later), 1)
-    found = {}
-    for name in samples:
-        own = [taken for group, taken in later if group == name]
-        found[name] = max(sum(own) / len(own) if own else overall, 0.0)
-    return found
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
-def estimated(
-    keys: Sequence[Key],
-    runtime: GraphRuntime,
-    meter: MemoryMeter,
-    capture: Callable[[Key], MemoryGrowth],
-    surroundings: Callable[[], contextlib.AbstractContextManager[None]],
-    *,
-    buffer_bytes: int,
-    earlier: MemoryEstimate | None = None,
-) -> MemoryEstimate:
-    """Capture what :func:`keys_to_sample` says, each group in a throwaway pool, and estimate.
-
-    Args:
-        keys: all of the ladder, in the order of capture.
-        runtime: what the captures belong to.
-        meter: reads the device's memory.
-        capture: captures a key in the open scope; what that took.
-        surroundings: what a capture of the ladder is done in, and takes memory for.
-        buffer_bytes: see :class:`MemoryEstimate`.
-        earlier: the last estimate, of another ladder.
-    """
-    started = time.perf_counter()
-    meter.settle()
-    at_first = meter.reading()
-    with surroundings():
-        around = meter.reading() - at_first
-        measured = _measured(keys_to_sample(keys), runtime, meter, capture)
-    meter.settle()
-    measured = replace(
-        measured,
-        around=MemoryGrowth.sum_of([around, measured.around]),
-        driver_bytes_a_key={} if earlier is None else earlier.driver_bytes_a_key,
+        found.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
+    return MemoryEstimate(
+        groups=tuple(found),
+        workspace_bytes=measured.opening.cached_bytes,
+        spent_bytes=spent_bytes,
+        buffer_bytes=buffer_bytes,
+        buffers_exist=buffers_exist,
+        seconds=seconds,
+        keys=tuple(captured),
+        pool=pool,
     )
-    spent_bytes = max(meter.reading().taken - at_first.taken, 0)
-    seconds = time.perf_counter() - started
-    return estimate_of(keys, measured, spent_bytes=spent_bytes, buffer_bytes=buffer_bytes, seconds=seconds)
 
 
-def _measured(
-    chosen: Mapping[str, Sequence[Key]],
-    runtime: GraphRuntime,
-    meter: MemoryMeter,
-    capture: Callable[[Key], MemoryGrowth],
-) -> Measured:
-    """The samples, each group by itself, and then the largest of all of them in one pool."""
-    openings: list[MemoryGrowth] = []
-
-    def in_one_pool(keys: Sequence[Key]) -> list[Sample]:
-        with runtime.throwaway():
-            unopened = meter.reading()
-            meter.open_pool()
-            openings.append(meter.reading() - unopened)
-            return [_sample(key, meter, capture) for key in keys]
-
-    groups = {name: in_one_pool(keys) for name, keys in chosen.items()}
-    largest = [samples[0].key for samples in groups.values()]
-    together = in_one_pool(largest) if len(largest) > 1 else []
-    if not openings:
-        return Measured(groups)
-    outside = MemoryGrowth(0, openings[0].cached_bytes, openings[0].driver_bytes)
-    return Measured(groups, together, outside, openings[0].pool_bytes)
-
-
-def _sample(key: Key, meter: MemoryMeter, capture: Callable[[Key], MemoryGrowth]) -> Sample:
-    kept = meter.kept_bytes()
-    growth = capture(key)
-    return Sample(key, growth, max(meter.kept_bytes() - kept, 0))
+NOTHING_ESTIMATED = estimate_of({}, Measured({}))
+"""Of a ladder without keys."""

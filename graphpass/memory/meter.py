@@ -7,16 +7,18 @@ own, for executables and kernels, which the allocator does not see.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
 
 from graphpass.capture import GraphRuntime
+from graphpass.capture.executables import ExecutableCopies
 
-__all__ = ["NOTHING", "DeviceMemory", "MemoryGrowth", "MemoryMeter", "MemoryReading"]
+__all__ = ["NOTHING", "Copies", "DeviceMemory", "MemoryGrowth", "MemoryMeter", "MemoryReading"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,13 @@ class MemoryReading:
         return MemoryGrowth(pool, reserved - pool, self.taken - earlier.taken - reserved)
 
 
+class Copies(Protocol):
+    """Further executables of what was recorded; see :class:`graphpass.capture.executables.ExecutableCopies`."""
+
+    def add(self, recordings: Sequence[Any]) -> bool:
+        """One more of each; whether all of them could be made."""
+
+
 class MemoryMeter(Protocol):
     """Reads a device's memory."""
 
@@ -79,6 +88,15 @@ class MemoryMeter(Protocol):
 
     def kept_bytes(self) -> int:
         """Bytes of all graph pools that no later capture may use."""
+
+    def driver_bytes(self) -> int:
+        """Bytes of the device that are taken outside of torch's allocator."""
+
+    def recordings(self) -> Sequence[Any]:
+        """What was recorded into the throwaway pool so far."""
+
+    def copies(self) -> contextlib.AbstractContextManager[Copies]:
+        """Executables of recordings, for the body."""
 
     def open_pool(self) -> None:
         """Take what a pool takes once, whatever is captured into it: the workspaces of matrix products."""
@@ -103,8 +121,8 @@ class DeviceMemory(MemoryMeter):
         pool = self._runtime.pool_bytes()
         if self._device.type != "cuda":
             return MemoryReading(pool, pool, pool)
-        free, total = torch.cuda.mem_get_info(self._device)
-        return MemoryReading(total - free, torch.cuda.memory_reserved(self._device), pool)
+        reserved = torch.cuda.memory_reserved(self._device)
+        return MemoryReading(reserved + self.driver_bytes(), reserved, pool)
 
     @override
     def kept_bytes(self) -> int:
@@ -112,6 +130,21 @@ class DeviceMemory(MemoryMeter):
             return 0
         segments = torch.cuda.memory_snapshot()
         return sum(segment["active_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+
+    @override
+    def driver_bytes(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free) - torch.cuda.memory_reserved(self._device)
+
+    @override
+    def recordings(self) -> Sequence[Any]:
+        return self._runtime.recordings()
+
+    @override
+    def copies(self) -> contextlib.AbstractContextManager[Copies]:
+        return contextlib.closing(ExecutableCopies())
 
     @override
     def open_pool(self) -> None:
