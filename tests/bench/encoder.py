@@ -37,7 +37,7 @@ from graphpass.encoder import (
 )
 from graphpass.encoder.adapters import Qwen3VLAdapter
 from tests.bench.generate import empty_caches
-from tests.bench.timing import HandCapture, environment, interleaved, synchronize, write_json
+from tests.bench.timing import HandCapture, environment, free_bytes, interleaved, synchronize, write_json
 
 ONE_BY_ONE = "stock, image by image"
 STOCK = "stock, one call"
@@ -110,8 +110,9 @@ class StartUp:
         capture_again_s: the same without compiling.
         pool_bytes: of the whole ladder.
         largest_pool_bytes: of its largest budget alone.
-        estimated_bytes: what ``estimate()`` said before.
-        estimate_s: how long it took.
+        estimated_bytes: of the device, what ``estimate()`` said before capturing again.
+        taken_bytes: by how much the device's free memory shrank then.
+        estimate_s: how long the estimate took.
     """
 
     graphs: int
@@ -120,6 +121,7 @@ class StartUp:
     pool_bytes: int
     largest_pool_bytes: int
     estimated_bytes: int
+    taken_bytes: int
     estimate_s: float
 
 
@@ -243,26 +245,27 @@ def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCu
     with empty_caches(folder):
         cold_s = timed(manager.capture, setup.device)
     manager.clear()
-    estimates: list[Any] = []
-    estimate_s = timed(lambda: estimates.append(manager.estimate()), setup.device)
     alone = EncoderCudaGraphManager.from_model(
         tower, options=EncoderOptions(compiler=setup.compiler, token_budgets=[setup.budgets[1]]), **range_
     )
     alone.capture()
     largest = alone.get_cumulative_stats().pool_bytes
     alone.clear()
+    estimate = manager.estimate()
+    free = free_bytes(setup.device)
     again_s = timed(manager.capture, setup.device)
-    stats = manager.get_cumulative_stats()
+    taken = free - free_bytes(setup.device)
+    pool_bytes = manager.get_cumulative_stats().pool_bytes
     graphs = manager.get_num_graphs_to_capture()
-    estimated = estimates[0].pool_bytes
-    return StartUp(graphs, cold_s, again_s, stats.pool_bytes, largest, estimated, estimate_s), manager
+    begin = StartUp(graphs, cold_s, again_s, pool_bytes, largest, estimate.total_bytes, taken, estimate.seconds)
+    return begin, manager
 
 
 def measure(setup: Setup, forms: Forms, load: str) -> list[Row]:
     """All forms on one load."""
-    items = make_items(setup, setup.loads[load])
+    items, by_hand = make_items(setup, setup.loads[load]), HandCapture(setup.device)
     with torch.no_grad():
-        steps = forms.steps(setup, items, HandCapture(setup.device))
+        steps = forms.steps(setup, items, by_hand)
         first, read_first = steps[ONE_BY_ONE]
         expected = read_first(first())
         differences = {name: difference(read(step()), expected) for name, (step, read) in steps.items()}
@@ -359,7 +362,16 @@ def _config(
 def _start_up_table(begin: StartUp) -> Table:
     table = Table(title="Start-up of the manager", title_justify="left", show_edge=False, pad_edge=False)
     mib = {name: value / 2**20 for name, value in asdict(begin).items() if name.endswith("bytes")}
-    for column in ("graphs", "cold, s", "capture alone, s", "pool, MiB", "÷ largest", "estimated, MiB", "in s"):
+    for column in (
+        "graphs",
+        "cold, s",
+        "capture alone, s",
+        "pool, MiB",
+        "÷ largest",
+        "estimated, MiB",
+        "taken, MiB",
+        "estimated in s",
+    ):
         table.add_column(column)
     ratio = begin.pool_bytes / begin.largest_pool_bytes if begin.largest_pool_bytes else None
     table.add_row(
@@ -369,6 +381,7 @@ def _start_up_table(begin: StartUp) -> Table:
         f"{mib['pool_bytes']:.0f}",
         "" if ratio is None else f"{ratio:.2f}",
         f"{mib['estimated_bytes']:.0f}",
+        f"{mib['taken_bytes']:.0f}",
         f"{begin.estimate_s:.1f}",
     )
     return table

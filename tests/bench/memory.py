@@ -21,7 +21,7 @@ from rich.table import Table
 
 import graphpass as gp
 from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, make_decoder
-from tests.bench.timing import environment, synchronize, write_json
+from tests.bench.timing import environment, free_bytes, synchronize, write_json
 
 MIB = 1 << 20
 LADDER = (1, 2, 4, *range(8, 129, 8), *range(160, 513, 32))
@@ -133,10 +133,10 @@ def _measured(manager: gp.CudaGraphManager, device: torch.device, smoke: bool) -
     manager.estimate()
     manager.dispatcher.add_key("PIECEWISE", gp.BatchDescriptor(SMOKE_ONE_MORE if smoke else ONE_MORE))
     estimate = manager.estimate()
-    free, started = _free_bytes(device), time.perf_counter()
+    free, started = free_bytes(device), time.perf_counter()
     manager.capture()
     synchronize(device)
-    seconds, taken = time.perf_counter() - started, free - _free_bytes(device)
+    seconds, taken = time.perf_counter() - started, free - free_bytes(device)
     groups = manager.stats().groups
     found = {
         "keys": sum(group.num_keys for group in groups),
@@ -153,11 +153,6 @@ def _measured(manager: gp.CudaGraphManager, device: torch.device, smoke: bool) -
     }
     manager.close()
     return found
-
-
-def _free_bytes(device: torch.device) -> int:
-    synchronize(device)
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def _table(figures: Figures) -> Table:

@@ -65,6 +65,12 @@ class Timing:
     host: Spread
 
 
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU; 0 for the CPU."""
+    synchronize(device)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device; nothing on a CPU."""
     if device.type == "cuda":
@@ -158,9 +164,9 @@ def plain_compiled(call: Callable[..., Any], compiler: str) -> Callable[..., Any
 class HandCapture:
     """CUDA graphs captured by hand into one pool, warmed up on the stream they are captured on.
 
-    What a graph returned is kept, so that no later graph of the pool is given its memory, and so is the body, which holds
-    what the graph reads. On a CPU there is nothing to
-    capture: the body runs again and its results are copied to where the first ones lie.
+    What a graph returned is kept as long as this object is, so that no later graph of the pool is given its memory, and
+    so is the body, which holds what the graph reads. On a CPU there is nothing to capture: the body runs again and its
+    results are copied to where the first ones lie.
     """
 
     def __init__(self, device: torch.device) -> None:

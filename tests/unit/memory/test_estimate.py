@@ -198,8 +198,8 @@ COSTS = st.tuples(BYTES, BYTES, BYTES)
     LADDERS,
     COSTS,
     COSTS,
-    st.fixed_dictionaries({name: BYTES for name in ("executable", "loaded_once")}),
-    st.fixed_dictionaries({name: BYTES for name in ("state", "opening", "workspace", "left")}),
+    st.fixed_dictionaries(dict.fromkeys(("executable", "loaded_once"), BYTES)),
+    st.fixed_dictionaries(dict.fromkeys(("state", "opening", "workspace", "left"), BYTES)),
 )
 def test_costs_that_go_by_the_size_are_met_exactly(
     tokens: set[int],
