@@ -52,7 +52,10 @@ class BatchPlanner:
         max_eager_tokens: int,
     ) -> None:
         self._config, self._costs, self._max_eager_tokens = config, costs, max_eager_tokens
-        self._bounds = [(axis.name, cast("tuple[int, ...]", axis.values)) for axis in config.axes if axis.rounds_up]
+        # Of what rounds up an item has as its value the place of the smallest bound that holds it.
+        self._bounds = [
+            (place, cast("tuple[int, ...]", axis.values)) for place, axis in enumerate(config.axes) if axis.rounds_up
+        ]
         self._keys = grouped(config, keys)
         self._tables = {group: RungTable([self._rung(key) for key in found]) for group, found in self._keys.items()}
         # Requests repeat themselves, and hosts are slow: the same sizes are planned once.
@@ -64,14 +67,14 @@ class BatchPlanner:
 
     def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
         groups: dict[Hashable, list[int]] = {}
-        for item, spec in enumerate(specs):
-            groups.setdefault(group_of(self._config, spec.path, spec.axes), []).append(item)
+        for item, group in enumerate(self._groups_of(specs)):
+            groups.setdefault(group, []).append(item)
         batches = []
         for group, items in groups.items():
-            keys = self._keys.get(group, [])
+            keys = (*self._keys.get(group, ()), None)  # what replays nothing is the last one
             for batch in self._plan_group(group, [specs[item] for item in items]):
-                key = None if batch.rung is None else keys[batch.rung]
-                batches.append(EncoderBatch(tuple(items[place] for place in batch.items), key))
+                key = keys[-1 if batch.rung is None else batch.rung]
+                batches.append(EncoderBatch(tuple(map(items.__getitem__, batch.items)), key))
         return tuple(batches)
 
     def _plan_group(self, group: Hashable, specs: Sequence[EncoderItemSpec]) -> list[PlannedBatch]:
@@ -81,27 +84,30 @@ class BatchPlanner:
         table = np.array(sizes, dtype=np.int64)
         if group not in self._tables:
             return plan_eagerly(table[0], self._max_eager_tokens)
-        peaks = np.array([self._peaks(spec.axes) for spec in specs], dtype=np.int64).reshape(len(specs), -1).T
+        peaks = np.empty((len(self._bounds), len(specs)), dtype=np.int64)
+        for row, (place, bounds) in zip(peaks, self._bounds, strict=True):
+            row[:] = np.searchsorted(bounds, [cast("int", spec.axes[place][1]) for spec in specs])
         if self._costs is None:
             return plan_greedily(table, self._tables[group], peaks)
         return plan_cheaply(table, self._tables[group], self._costs.eager[group], self._max_eager_tokens, peaks)
+
+    def _groups_of(self, specs: Sequence[EncoderItemSpec]) -> list[Hashable]:
+        """As :func:`group_of` says, which takes longer where many items are of one group."""
+        if len(self._bounds) == len(self._config.axes):
+            return [(spec.path,) for spec in specs]
+        return [group_of(self._config, spec.path, spec.axes) for spec in specs]
 
     def _rung(self, key: EncoderGraphKey) -> Rung:
         limits: tuple[int, ...] = (key.tokens, key.patches, key.items)
         if key.frames is not None:
             limits = (*limits, key.frames)
-        return Rung(limits, 0.0 if self._costs is None else self._costs.replay[key], self._peaks(key.axes))
-
-    def _peaks(self, axes: Axes) -> tuple[int, ...]:
-        """For each axis that rounds up the place of the smallest of its values that holds this one."""
-        values = dict(axes)
-        return tuple(bisect_left(bounds, cast("int", values[name])) for name, bounds in self._bounds)
+        bounds = tuple(bisect_left(bounds, cast("int", key.axes[place][1])) for place, bounds in self._bounds)
+        return Rung(limits, 0.0 if self._costs is None else self._costs.replay[key], bounds)
 
 
 def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
     """What items have to have in common to share a replay: the path, and the axes that do not round up."""
-    values = dict(axes)
-    return (path, *(values[axis.name] for axis in config.axes if not axis.rounds_up))
+    return (path, *(value for axis, (_, value) in zip(config.axes, axes, strict=True) if not axis.rounds_up))
 
 
 def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> dict[Hashable, list[EncoderGraphKey]]:

@@ -2,20 +2,19 @@
 
 A batch either replays the cheapest graph whose every limit holds it, or runs eagerly. Which cuts are best is a shortest
 path, found by dynamic programming over the items' order. To stay fast for thousands of items it looks at a bounded
-number of cells (a last item, a number of items): long sequences are cut within blocks, all blocks at once, and the
-batches found are then cut again as if they were items, until nothing merges.
+number of cells (a first item, a number of items), and only at such as some graph or eager call holds: long sequences
+are cut within blocks, all blocks at once, and the batches found are then cut once more, as if they were items.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NO_RUNG", "EagerCosts", "Rung", "RungTable", "Sizes", "cheapest_cuts", "totals"]
+__all__ = ["NO_RUNG", "EagerCosts", "Rung", "RungTable", "Sizes", "cheapest_cuts", "greedy_ends", "totals"]
 
 Sizes = npt.NDArray[np.int64]
 """[dimension, item]: what adds up in a batch: tokens first, then whatever else a graph limits."""
@@ -29,8 +28,10 @@ WHOLE = 128
 """So many items are cut as well as consecutive batches can be."""
 BLOCK = 64
 """Longer sequences are cut in blocks of so many."""
-MAX_CELLS = 1 << 15
+MAX_CELLS = 1 << 14
 LEAST_WIDTH = 8
+ROUNDS = 2
+"""A third one finds next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class _Column:
             places[(peaks > self.bounds).any(axis=0)] = self.limits.shape[1]
         return places
 
+    def costs(self, sums: Sizes, peaks: Sizes) -> Floats:
+        """The least cost of a replay for each batch."""
+        costs: Floats = self.least[self.places(sums, peaks)]
+        return costs
+
 
 class RungTable:
     """All rungs, for looking up what holds batches.
@@ -90,7 +96,9 @@ class RungTable:
 
     def costs(self, sums: Sizes, peaks: Sizes) -> Floats:
         """The least cost of a replay for each batch; infinite where nothing holds it."""
-        costs, _ = self.cheapest(sums, peaks)
+        costs = self._columns[0].costs(sums, peaks) if self._columns else np.full(sums.shape[1], np.inf)
+        for column in self._columns[1:]:
+            np.minimum(costs, column.costs(sums, peaks), out=costs)
         return costs
 
     def cheapest(self, sums: Sizes, peaks: Sizes) -> tuple[Floats, npt.NDArray[np.intp]]:
@@ -112,26 +120,29 @@ class RungTable:
             np.copyto(rungs, found, where=self._tokens[found] < self._tokens[rungs])
         return rungs
 
-    def greedy_ends(self, sizes: Sizes, peaks: Sizes) -> list[int]:
-        """The ends of batches of as many consecutive items as some rung holds; each item fits one."""
+    def farthest(self, sizes: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
+        """For each item the end of the longest batch that begins with it and that some rung holds; at least itself."""
         count = sizes.shape[1]
-        sums = [[0, *row.cumsum().tolist()] for row in sizes]
-        columns = []
+        sums = _running(sizes)
+        ends = np.arange(1, count + 1)
         for column in self._columns:
-            too_high = np.append(np.flatnonzero((peaks > column.bounds).any(axis=0)), count)
-            next_too_high = too_high[np.searchsorted(too_high, np.arange(count))].tolist()
-            columns.append((column.limits[:, -1].tolist(), next_too_high))
-        ends = [0]
-        while (at := ends[-1]) < count:
-            reached = (
-                min(
-                    next_too_high[at],
-                    *(bisect_right(row, row[at] + most) - 1 for row, most in zip(sums, limits, strict=True)),
-                )
-                for limits, next_too_high in columns
-            )
-            ends.append(max(reached))
-        return ends[1:]
+            reached = np.full(count, count)
+            for row, most in zip(sums, column.limits[:, -1], strict=True):
+                np.minimum(reached, np.searchsorted(row, row[:-1] + most, side="right") - 1, out=reached)
+            if len(peaks):
+                too_high = np.append(np.flatnonzero((peaks > column.bounds).any(axis=0)), count)
+                np.minimum(reached, too_high[np.searchsorted(too_high, np.arange(count))], out=reached)
+            np.maximum(ends, reached, out=ends)
+        return ends
+
+
+def greedy_ends(farthest: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """The ends of batches that are each as long as :meth:`RungTable.farthest` says."""
+    reached, ends, at = farthest.tolist(), [], 0
+    while at < len(reached):
+        at = reached[at]
+        ends.append(at)
+    return np.array(ends, dtype=np.int64)
 
 
 def totals(sizes: Sizes, peaks: Sizes, ends: npt.NDArray[np.int64]) -> tuple[Sizes, Sizes]:
@@ -141,7 +152,9 @@ def totals(sizes: Sizes, peaks: Sizes, ends: npt.NDArray[np.int64]) -> tuple[Siz
     return (np.add.reduceat(sizes, starts, axis=1) if len(ends) else sizes[:, :0]), highest
 
 
-def cheapest_cuts(sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts) -> npt.NDArray[np.int64]:
+def cheapest_cuts(
+    sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int
+) -> npt.NDArray[np.int64]:
     """Where to cut items, in their order, so that the batches cost least in all.
 
     Args:
@@ -149,70 +162,114 @@ def cheapest_cuts(sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCost
         peaks: [dimension, item]: of what the largest item counts.
         table: what replays cost.
         eager: what eager calls cost.
+        max_eager_tokens: above which they cost infinitely much.
 
     Returns:
         The end of each batch, ascending; the last is the number of items.
     """
     ends = np.arange(1, sizes.shape[1] + 1)
-    while len(ends):
+    for _ in range(ROUNDS if len(ends) else 0):
         num_units = len(ends)
-        ends = ends[_cut_once(*totals(sizes, peaks, ends), table, eager) - 1]
-        # One block was cut as well as it can be; what merges no more across blocks stays.
-        if num_units <= WHOLE or len(ends) == num_units:
+        units, highest = totals(sizes, peaks, ends)
+        ends = ends[_cut_once(units, highest, table, eager, max_eager_tokens) - 1]
+        if num_units <= WHOLE:  # one block, which was cut as well as it can be
             break
     return ends
 
 
-def _cut_once(sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts) -> npt.NDArray[np.int64]:
-    """The best ends of batches that do not reach across blocks of items."""
-    count = sizes.shape[1]
-    num_blocks = 1 if count <= WHOLE else -(-count // BLOCK)
-    bounds = np.linspace(0, count, num_blocks + 1).astype(np.int64)
-    longest = int(np.diff(bounds).max())
-    width = min(longest, max(LEAST_WIDTH, MAX_CELLS // count))
-    costs = cell_costs(sizes, peaks, width, table, eager)
-    total = np.full((num_blocks, longest + 1), np.inf)
-    total[:, 0] = 0
-    came_by = np.zeros((num_blocks, longest + 1), dtype=np.int64)
-    rows = np.arange(num_blocks)
-    for step in range(1, longest + 1):
-        wide = min(width, step)
-        last = np.minimum(bounds[:-1] + step - 1, count - 1)
-        # Wide batches first: of equal costs the one of fewer replays is taken.
-        choices = total[:, step - wide : step] + costs[last, width - wide :]
-        best = choices.argmin(axis=1)
-        total[:, step], came_by[:, step] = choices[rows, best], wide - best
-    return np.array(_walk_back(bounds.tolist(), came_by.tolist()), dtype=np.int64)
+def _cut_once(
+    sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The best ends of batches that do not reach across blocks of items.
 
-
-def _walk_back(bounds: Sequence[int], came_by: Sequence[Sequence[int]]) -> list[int]:
-    """The ends of the batches on the cheapest way through each block."""
-    found: list[int] = []
-    for start, end, widths in zip(bounds[:-1], bounds[1:], came_by, strict=True):
-        backwards, at = [], end - start
-        while at:
-            backwards.append(start + at)
-            at -= widths[at]
-        found += reversed(backwards)
-    return found
-
-
-def cell_costs(sizes: Sizes, peaks: Sizes, width: int, table: RungTable, eager: EagerCosts) -> Floats:
-    """[item, column]: the cost of a batch that ends with the item; columns are ``width``, ``width - 1``, ..., 1 items.
-
-    Batches that would begin before the first item cost infinitely much.
+    Blocks are cut from their last items on, all together: what an item's place in its block is counts from the end.
+    In front of all items stand as many blank ones, which cost nothing, as make the blocks equally long.
     """
     count = sizes.shape[1]
-    sums = np.concatenate((np.zeros((len(sizes), 1), dtype=np.int64), sizes.cumsum(axis=1)), axis=1)
-    # By width, then by item: items come in the order of their size, so that look-ups are of ascending values.
-    starts = np.arange(1, count + 1) - np.arange(width, 0, -1)[:, None]
-    exists = starts >= 0
-    batches = (sums[:, None, 1:] - sums[:, np.maximum(starts, 0)])[:, exists]
-    highest = np.empty((len(peaks), *starts.shape), dtype=np.int64)
+    num_blocks = 1 if count <= WHOLE else -(-count // BLOCK)
+    length = -(-count // num_blocks)
+    block, place = np.divmod(np.arange(count - 1, -1, -1), length)
+    sums = _running(sizes)[0]
+    longest = np.maximum(
+        table.farthest(sizes, peaks), np.searchsorted(sums, sums[:-1] + max_eager_tokens, side="right") - 1
+    )
+    widths = np.clip(longest - np.arange(count), 1, place + 1)
+    width = int(widths.max())
+    if widths.sum() > MAX_CELLS:
+        width = min(width, max(LEAST_WIDTH, MAX_CELLS // count))
+    starts, wide = _cells(np.minimum(widths, width))
+    costs = np.full((length, num_blocks, width), np.inf)
+    costs[count - (num_blocks - 1) * length :, -1, -1] = 0  # the blank ones
+    # Wide batches first: of equal costs the one of fewer replays is taken.
+    costs[place[starts], block[starts], width - wide] = cell_costs(sizes, peaks, starts, wide, table, eager)
+    return _walked(_widths_by_place(costs), count)
+
+
+def _cells(widths: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """First item and number of items of all batches of up to ``widths`` items."""
+    starts = np.repeat(np.arange(len(widths)), widths)
+    first_cell = np.cumsum(widths) - widths
+    return starts, np.arange(len(starts)) - first_cell[starts] + 1
+
+
+def _widths_by_place(costs: Floats) -> npt.NDArray[np.intp]:
+    """[place, block]: how many items the batch has that begins there, on the cheapest way to the end of the block."""
+    length, num_blocks, width = costs.shape
+    total = np.full((num_blocks, width + length), np.inf)
+    total[:, width - 1] = 0
+    came_by = np.empty((length, num_blocks), dtype=np.intp)
+    rows = np.arange(num_blocks)
+    choices = np.empty((num_blocks, width))
+    for place in range(length):
+        np.add(costs[place], total[:, place : place + width], out=choices)
+        best = choices.argmin(axis=1, out=came_by[place])
+        total[:, place + width] = choices[rows, best]
+    return width - came_by
+
+
+def _walked(widths: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.int64]:
+    """The ends of the batches of all blocks, ascending."""
+    length, num_blocks = widths.shape
+    by_block = widths.T.tolist()
+    blank = num_blocks * length - count
+    ends = []
+    for block in reversed(range(num_blocks)):
+        left, end_of_block = length, count - block * length
+        while left:
+            left -= by_block[block][left - 1]
+            ends.append(end_of_block - left)
+    return np.array(ends[blank:], dtype=np.int64)
+
+
+def cell_costs(
+    sizes: Sizes,
+    peaks: Sizes,
+    starts: npt.NDArray[np.intp],
+    wide: npt.NDArray[np.intp],
+    table: RungTable,
+    eager: EagerCosts,
+) -> Floats:
+    """What each batch costs that begins with the item ``starts`` and has ``wide`` items."""
+    sums = _running(sizes)
+    batches = sums.take(starts + wide, axis=1)
+    batches -= sums.take(starts, axis=1)
+    highest = np.empty((len(peaks), len(starts)), dtype=np.int64)
     for row, running in zip(highest, peaks, strict=True):
-        row[-1] = running
-        for wide in range(1, width):
-            row[-1 - wide, wide:] = np.maximum(row[-wide, wide:], running[: count - wide])
-    costs = np.full(starts.shape, np.inf)
-    costs[exists] = np.minimum(table.costs(batches, highest[:, exists]), eager(batches[0]))
-    return costs.T
+        row[:] = _highest(running, int(wide.max()))[wide - 1, starts]
+    return np.minimum(table.costs(batches, highest), eager(batches[0]))
+
+
+def _highest(peaks: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+    """[number of items - 1, first item]: the highest of so many peaks, as far as there are as many."""
+    highest = np.empty((width, len(peaks)), dtype=np.int64)
+    highest[0] = peaks
+    for wide in range(1, width):
+        np.maximum(highest[wide - 1, :-wide], peaks[wide:], out=highest[wide, :-wide])
+    return highest
+
+
+def _running(sizes: Sizes) -> Sizes:
+    """The sums of the first items, from none of them to all."""
+    sums = np.zeros((len(sizes), sizes.shape[1] + 1), dtype=np.int64)
+    np.cumsum(sizes, axis=1, out=sums[:, 1:])
+    return sums

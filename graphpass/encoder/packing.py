@@ -18,11 +18,12 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from graphpass.encoder.cuts import NO_RUNG, EagerCosts, Rung, RungTable, Sizes, cheapest_cuts, totals
+from graphpass.encoder.cuts import NO_RUNG, EagerCosts, Rung, RungTable, Sizes, cheapest_cuts, greedy_ends, totals
 from graphpass.errors import EncoderConfigError
 
 __all__ = [
@@ -36,6 +37,10 @@ __all__ = [
     "plan_greedily",
     "replay_cost",
 ]
+
+
+_KEPT_COSTS = 1 << 14
+"""Token counts below it are asked for but once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +104,8 @@ def pack_items(
         EncoderConfigError: a token count is negative, ``max_items`` is below 1, or a budget has no cost.
     """
     ladder = sorted(set(budgets))
-    counts = [operator.index(count) for count in tokens]
-    if max_items < 1 or any(count < 0 for count in counts):
+    counts = list(map(operator.index, tokens))
+    if max_items < 1 or min(counts, default=0) < 0:
         raise EncoderConfigError(
             "items cannot be packed",
             expected="max_items of at least 1, and token counts of at least 0",
@@ -116,12 +121,8 @@ def pack_items(
         most = max(ladder, default=0) if cost.max_eager_tokens is None else cost.max_eager_tokens
         planned = plan_cheaply(sizes, table, one_by_one(cost.eager), most)
     return [
-        PackedBatch(
-            batch.items,
-            sum(counts[item] for item in batch.items),
-            None if batch.rung is None else ladder[batch.rung],
-        )
-        for batch in planned
+        PackedBatch(batch.items, total, None if batch.rung is None else ladder[batch.rung])
+        for batch, total in zip(planned, _tokens_of(planned, sizes[0]), strict=True)
     ]
 
 
@@ -139,10 +140,10 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
     peaks = _or_none(peaks, sizes)
     fitting, unfit = _in_order(sizes, peaks, table)
     ordered, ordered_peaks = sizes[:, fitting], peaks[:, fitting]
-    ends = np.array(table.greedy_ends(ordered, ordered_peaks), dtype=np.int64)
+    ends = greedy_ends(table.farthest(ordered, ordered_peaks))
     smallest = table.smallest(*totals(ordered, ordered_peaks, ends)).tolist()
     batches = [PlannedBatch(items, rung) for items, rung in zip(_groups(fitting, ends), smallest, strict=True)]
-    return batches + [PlannedBatch(items, None) for items in unfit]
+    return batches + [PlannedBatch((item,), None) for item in unfit.tolist()]
 
 
 def plan_cheaply(
@@ -165,31 +166,70 @@ def plan_cheaply(
         replays = chosen[0] != NO_RUNG and costs[0] <= eager(sizes[0])[0]
         return [PlannedBatch((0,), int(chosen[0]) if replays else None)]
     fitting, unfit = _in_order(sizes, peaks, table)
-    calls = _EagerCalls(sizes[0], eager, max_eager_tokens)
     ordered, ordered_peaks = sizes[:, fitting], peaks[:, fitting]
-    found = []
-    for ends in (
-        cheapest_cuts(ordered, ordered_peaks, table, calls.costs),
-        np.array(table.greedy_ends(ordered, ordered_peaks), dtype=np.int64),
-    ):
-        sums, highest = totals(ordered, ordered_peaks, ends)
-        costs, chosen = table.cheapest(sums, highest)
-        replays = costs <= calls.costs(sums[0])
-        groups = _groups(fitting, ends)
-        eager_cost, eager_items = calls.join(
-            [items for items, is_replay in zip(groups, replays, strict=True) if not is_replay] + unfit
-        )
-        batches = [PlannedBatch(groups[at], int(chosen[at])) for at in np.flatnonzero(replays)]
-        found.append((costs[replays].sum() + eager_cost, batches + eager_items))
-    found.append(calls.join([(item,) for item in fitting.tolist()] + unfit))
-    return min(found, key=lambda plan: plan[0])[1]
+    calls = _EagerCalls(sizes[0], eager, max_eager_tokens)
+    cuts = (
+        cheapest_cuts(ordered, ordered_peaks, table, calls.costs, max_eager_tokens),
+        greedy_ends(table.farthest(ordered, ordered_peaks)),
+    )
+    plans = [_priced(fitting, unfit, ordered, ordered_peaks, ends, table, calls) for ends in cuts]
+    plans.append(calls.plan(np.concatenate((fitting, unfit))))
+    return min(plans, key=lambda plan: plan.cost).batches()
 
 
 def plan_eagerly(tokens: npt.NDArray[np.int64], max_eager_tokens: int) -> list[PlannedBatch]:
     """Items in their order, as many in one eager call as its limit allows."""
-    return [
-        PlannedBatch(items, None) for items in _joined([(i,) for i in range(len(tokens))], tokens, max_eager_tokens)
-    ]
+    groups = _groups(np.arange(len(tokens)), _joined(tokens, max_eager_tokens))
+    return [PlannedBatch(items, None) for items in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A plan in arrays; most plans are only compared.
+
+    Attributes:
+        cost: of everything.
+        items: batch after batch.
+        ends: of the batches, in ``items``.
+        rungs: what each of them replays; NO_RUNG: it runs eagerly.
+    """
+
+    cost: float
+    items: npt.NDArray[np.intp]
+    ends: npt.NDArray[np.int64]
+    rungs: npt.NDArray[np.intp]
+
+    def batches(self) -> list[PlannedBatch]:
+        rungs = [None if rung == NO_RUNG else rung for rung in self.rungs.tolist()]
+        return list(map(PlannedBatch, _groups(self.items, self.ends), rungs))
+
+
+def _priced(
+    items: npt.NDArray[np.intp],
+    unfit: npt.NDArray[np.intp],
+    sizes: Sizes,
+    peaks: Sizes,
+    ends: npt.NDArray[np.int64],
+    table: RungTable,
+    calls: _EagerCalls,
+) -> _Plan:
+    """Consecutive batches of ``items``, each a replay or eager, whichever costs less, and ``unfit`` eagerly."""
+    sums, highest = totals(sizes, peaks, ends)
+    costs, rungs = table.cheapest(sums, highest)
+    replays = costs <= calls.costs(sums[0])
+    lengths = np.diff(ends, prepend=0)
+    is_replayed = np.repeat(replays, lengths)
+    eager = calls.plan(
+        np.concatenate((items[~is_replayed], unfit)),
+        np.concatenate((lengths[~replays], np.ones(len(unfit), dtype=np.int64))),
+    )
+    replayed_ends = np.cumsum(lengths[replays])
+    return _Plan(
+        costs[replays].sum() + eager.cost,
+        np.concatenate((items[is_replayed], eager.items)),
+        np.concatenate((replayed_ends, is_replayed.sum() + eager.ends)),
+        np.concatenate((rungs[replays], eager.rungs)),
+    )
 
 
 class _EagerCalls:
@@ -200,52 +240,54 @@ class _EagerCalls:
 
     def costs(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Costs of calls over several items; infinite where one would be too large."""
-        costs = np.full(len(tokens), np.inf)
         allowed = tokens <= self._most
-        if allowed.any():
-            costs[allowed] = self._eager(tokens[allowed])
+        if allowed.all():
+            return self._eager(tokens)
+        costs = np.full(len(tokens), np.inf)
+        costs[allowed] = self._eager(tokens[allowed])
         return costs
 
-    def join(self, groups: Sequence[tuple[int, ...]]) -> tuple[float, list[PlannedBatch]]:
-        """``groups`` as eager calls, each by itself or joined as far as allowed, whichever is cheaper."""
-        if not groups:
-            return 0.0, []
-        joined = _joined(groups, self._tokens, self._most)
-        apart_cost, joined_cost = self._cost(groups), self._cost(joined)
-        calls = joined if joined_cost <= apart_cost else groups
-        return min(joined_cost, apart_cost), [PlannedBatch(items, None) for items in calls]
+    def plan(self, items: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64] | None = None) -> _Plan:
+        """Eager calls over ``items``, each group of them by itself or joined as far as allowed, whichever is cheaper.
 
-    def _cost(self, groups: Sequence[tuple[int, ...]]) -> float:
-        return float(self._eager(_tokens_of(groups, self._tokens)).sum())
-
-
-def _joined(groups: Sequence[tuple[int, ...]], tokens: npt.NDArray[np.int64], most: int) -> list[tuple[int, ...]]:
-    """Consecutive ``groups`` put together as long as they have at most ``most`` tokens; a larger one stays alone."""
-    parts: list[list[int]] = []
-    total = most + 1
-    for items, own in zip(groups, _tokens_of(groups, tokens).tolist(), strict=True):
-        if total + own <= most:
-            parts[-1] += items
-            total += own
-        else:
-            parts.append(list(items))
-            total = own
-    return [tuple(part) for part in parts]
+        Args:
+            items: group after group.
+            lengths: of the groups; None: each item is one.
+        """
+        apart = np.arange(1, len(items) + 1) if lengths is None else np.cumsum(lengths)
+        if not len(items):
+            return _Plan(0.0, items, apart, apart)
+        tokens = _sums(self._tokens[items], apart)
+        joined = _joined(tokens, self._most)
+        apart_cost, joined_cost = (float(self._eager(sums).sum()) for sums in (tokens, _sums(tokens, joined)))
+        ends = apart[joined - 1] if joined_cost <= apart_cost else apart
+        return _Plan(min(joined_cost, apart_cost), items, ends, np.full(len(ends), NO_RUNG))
 
 
-def _tokens_of(groups: Sequence[tuple[int, ...]], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The tokens of each group; none is empty."""
-    if not groups:
-        return tokens[:0]
-    starts = list(itertools.accumulate(map(len, groups[:-1]), initial=0))
-    return np.add.reduceat(tokens[[item for items in groups for item in items]], starts)
+def _joined(tokens: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
+    """The ends of calls over consecutive groups of at most ``most`` tokens together; a larger one stays alone."""
+    sums = np.concatenate(([0], np.cumsum(tokens)))
+    reached = np.searchsorted(sums, sums[:-1] + most, side="right") - 1
+    return greedy_ends(np.maximum(reached, np.arange(1, len(sums))))
 
 
-def _in_order(sizes: Sizes, peaks: Sizes, table: RungTable) -> tuple[npt.NDArray[np.intp], list[tuple[int, ...]]]:
-    """The items that fit some rung, smallest first, and those that do not, each in a group of its own."""
+def _sums(values: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The sums of consecutive values that end at ``ends``; none is empty."""
+    return np.add.reduceat(values, np.concatenate(([0], ends[:-1]))) if len(ends) else values[:0]
+
+
+def _tokens_of(batches: Sequence[PlannedBatch], tokens: npt.NDArray[np.int64]) -> list[int]:
+    """The tokens of each batch."""
+    items = list(itertools.chain.from_iterable([batch.items for batch in batches]))
+    ends = np.cumsum([len(batch.items) for batch in batches], dtype=np.int64)
+    return cast("list[int]", _sums(tokens[items], ends).tolist())
+
+
+def _in_order(sizes: Sizes, peaks: Sizes, table: RungTable) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """The items that fit some rung, smallest first, and those that do not."""
     order = np.argsort(sizes[0], kind="stable")
     fits = (table.smallest(sizes, peaks) != NO_RUNG)[order]
-    return order[fits], [(item,) for item in order[~fits].tolist()]
+    return order[fits], order[~fits]
 
 
 def _groups(order: npt.NDArray[np.intp], ends: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
@@ -257,13 +299,21 @@ def _groups(order: npt.NDArray[np.intp], ends: npt.NDArray[np.int64]) -> list[tu
 
 def one_by_one(eager: Callable[[int], float]) -> EagerCosts:
     """``eager`` for many counts, asked once for each that differs."""
+    known = np.full(_KEPT_COSTS, np.nan)
 
     def costs(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        counts = np.unique(tokens)
-        known = np.array([eager(int(count)) for count in counts], dtype=np.float64)
-        return known[np.searchsorted(counts, tokens)]
+        if tokens.max(initial=0) >= len(known):
+            counts = np.unique(tokens)
+            return _asked(eager, counts)[np.searchsorted(counts, tokens)]
+        new = np.flatnonzero(np.bincount(tokens[np.isnan(known[tokens])]))
+        known[new] = _asked(eager, new)
+        return known[tokens]
 
     return costs
+
+
+def _asked(eager: Callable[[int], float], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return np.fromiter(map(eager, counts.tolist()), np.float64, len(counts))
 
 
 def replay_cost(budget: int, cost: PackingCosts | None) -> float:

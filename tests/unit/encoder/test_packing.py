@@ -194,15 +194,16 @@ def test_what_fits_nothing_is_eager_whatever_that_costs() -> None:
     assert pack_items([9], [4], 1, cost=cost) == [PackedBatch((0,), 9, None)]
 
 
-@pytest.mark.parametrize("count", [1000, 5000])
-def test_thousands_of_items_take_few_steps(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [100, 1000, 5000])
+@pytest.mark.parametrize("largest", [1, 600, 4096])
+def test_thousands_of_items_take_few_steps(count: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes the time is counted: cells that are priced, rounds of cutting, and questions for the eager cost."""
     cells: list[int] = []
     priced = cuts.cell_costs
 
-    def counting(sizes: cuts.Sizes, peaks: cuts.Sizes, width: int, *rest: object) -> cuts.Floats:
-        cells.append(width * sizes.shape[1])
-        return priced(sizes, peaks, width, *rest)  # type: ignore[arg-type]
+    def counting(sizes: cuts.Sizes, peaks: cuts.Sizes, starts: np.ndarray, *rest: object) -> cuts.Floats:
+        cells.append(len(starts))
+        return priced(sizes, peaks, starts, *rest)  # type: ignore[arg-type]
 
     asked: list[int] = []
 
@@ -212,12 +213,13 @@ def test_thousands_of_items_take_few_steps(count: int, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cuts, "cell_costs", counting)
     budgets = list(range(64, 4097, 64))
-    tokens = np.random.default_rng(0).integers(16, 600, count).tolist()
+    tokens = np.random.default_rng(0).integers(1, largest + 1, count).tolist()
     cost = PackingCosts({budget: 0.5 + 0.0045 * budget for budget in budgets}, eager)
     batches = pack_items(tokens, budgets, 32, cost=cost)
     assert sorted(item for batch in batches for item in batch.items) == list(range(count))
-    assert sum(cells) <= 4 * max(cuts.MAX_CELLS, cuts.LEAST_WIDTH * count)
-    assert len(asked) <= 4 * max(budgets)
+    assert len(cells) <= cuts.ROUNDS
+    assert all(priced_now <= max(cuts.MAX_CELLS, cuts.LEAST_WIDTH * count) for priced_now in cells)
+    assert len(asked) == len(set(asked))
 
 
 def test_blocks_are_joined_where_they_meet() -> None:
