@@ -224,7 +224,8 @@ def _widths_by_place(costs: Floats) -> npt.NDArray[np.intp]:
         np.add(costs[place], total[:, place : place + width], out=choices)
         best = choices.argmin(axis=1, out=came_by[place])
         total[:, place + width] = choices[rows, best]
-    return width - came_by
+    came_by -= width
+    return np.negative(came_by, out=came_by)
 
 
 def _walked(widths: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.int64]:

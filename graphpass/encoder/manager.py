@@ -33,6 +33,7 @@ from graphpass.encoder.protocol import (
     SupportsEncoderExamples,
 )
 from graphpass.encoder.sharding import balance_items, gather_rows
+from graphpass.encoder.state import EncoderState
 from graphpass.encoder.stats import CapturedBudget, EncoderCounts, EncoderStats
 from graphpass.encoder.weights import EncoderWeights
 from graphpass.errors import CaptureError, EncoderConfigError
@@ -88,8 +89,9 @@ class EncoderCudaGraphManager:
         self._counts = EncoderCounts()
         self._graph_pool: Any = None
         self._weights: EncoderWeights | None = None
+        self._state: EncoderState | None = None
         self._lock = threading.RLock()
-        self._planner = self._planner_of(None)
+        self._planner = self._eager_planner = self._planner_of(None)
 
     @classmethod
     def from_model(
@@ -162,6 +164,7 @@ class EncoderCudaGraphManager:
                     self._capture_all(self._graphs)
                 self._planner = self._planner_of(self._costs(self._graphs))
                 self._weights = EncoderWeights.of(self._model)
+                self._state = EncoderState.now(self._weights, self._device)
                 self._graphs.memory.settle()  # nothing needs any more what warm-ups have left cached
             except BaseException:
                 self.clear()
@@ -197,10 +200,10 @@ class EncoderCudaGraphManager:
         with self._lock:
             if self._graphs is not None:
                 self._graphs.close()
-            self._graphs = self._weights = None
+            self._graphs = self._weights = self._state = None
             self._captured.clear()
             self._failed.clear()
-            self._planner = self._planner_of(None)
+            self._planner = self._eager_planner
 
     def _compile(self) -> None:
         if self._compiler is not None and not self._is_compiled:
@@ -266,7 +269,8 @@ class EncoderCudaGraphManager:
         """Encode items; the result of each one, in their order.
 
         Results are independent of later calls. Where weights of the model were replaced, or have moved, since the
-        capture, everything is captured anew first.
+        capture, everything is captured anew first. Under other settings than at the capture (autocast, training mode,
+        precision of float32 products, default dtype, determinism) it runs eagerly, under those that hold now.
 
         Args:
             items: one mapping of everything, as the model's processor returns it.
@@ -305,7 +309,7 @@ class EncoderCudaGraphManager:
 
     def _encoded(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> list[EncoderOutput]:
         results: list[EncoderOutput | None] = [None] * len(specs)
-        for batch in self._planner.plan(specs):
+        for batch in self._plan(specs):
             of_batch = [specs[item] for item in batch.items]
             outputs = self._outputs(items, batch, specs)
             found = self._postprocessed(outputs, of_batch)
@@ -313,6 +317,18 @@ class EncoderCudaGraphManager:
             for item, result in zip(batch.items, found, strict=True):
                 results[item] = _owned(result, lent)
         return [result for result in results if result is not None]
+
+    def _plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
+        """Batches for the graphs; where graphs would answer under settings that hold no more, eager ones."""
+        if self._weights is None or self._state is None:
+            return self._planner.plan(specs)
+        setting = self._state.difference(EncoderState.now(self._weights, self._device))
+        if setting is None:
+            return self._planner.plan(specs)
+        if self._counts.under_another(setting):
+            remedy = "clear() and capture() under it for graphs"
+            _log.warning("%s is not what it was when the encoder was captured: it runs eagerly; %s", setting, remedy)
+        return self._eager_planner.plan(specs)
 
     def _outputs(
         self, items: EncoderItems, batch: EncoderBatch, specs: Sequence[EncoderItemSpec]
@@ -370,7 +386,7 @@ class EncoderCudaGraphManager:
         """Write the rows of all ``items``, one after the other, into ``own``."""
         tokens = [spec.output_tokens for spec in specs]
         rows = [output.split(tokens) for output in own]
-        for batch in self._planner.plan(specs):
+        for batch in self._plan(specs):
             outputs = self._outputs(items, batch, specs)
             for target, output in zip(rows, outputs, strict=True):
                 _check_dtype(output, self._dtype)

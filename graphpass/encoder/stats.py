@@ -63,12 +63,14 @@ class EncoderStats:
     Attributes:
         requests: calls of ``execute``.
         hits: items that were served by a graph.
-        misses: items that ran eagerly: before the capture, too large for every graph, or cheaper so.
+        misses: items that ran eagerly: before the capture, too large for every graph, under other settings, or
+            cheaper so.
         eager_calls: in how many calls.
         eager_tokens: output tokens of those items.
         budgets: the captured graphs, the largest budget first.
         histogram: output tokens of a replayed batch → how many such batches there were, ascending; batches of no
             tokens are left out. What :func:`graphpass.plan_sizes` makes budgets of.
+        other_settings: setting that was another than at the capture → requests that ran eagerly for it.
         failed: keys that could not be captured, or were left out for ``max_pool_bytes``, with the reason.
         pool_bytes: of the graph pool; 0 on the CPU tape.
         buffer_bytes: of the buffers that graphs read.
@@ -81,6 +83,7 @@ class EncoderStats:
     eager_tokens: int
     budgets: tuple[BudgetTraffic, ...]
     histogram: Mapping[int, int]
+    other_settings: Mapping[str, int]
     failed: tuple[tuple[EncoderGraphKey, str], ...]
     pool_bytes: int
     buffer_bytes: int
@@ -123,7 +126,12 @@ class EncoderStats:
         )
         columns = ("budget", "replays", "items", "tokens", "padding", "capture ms", "pool bytes")
         failed = tuple((str(key), reason) for key, reason in self.failed)
-        tables = (Table("Budgets", columns, rows), Table("Without a graph", ("budget", "reason"), failed))
+        settings = tuple((name, str(count)) for name, count in self.other_settings.items())
+        tables = (
+            Table("Budgets", columns, rows),
+            Table("Without a graph", ("budget", "reason"), failed),
+            Table("Eager, for another setting than at the capture", ("setting", "requests"), settings),
+        )
         return f"{self.summary()}\n{Report(tables)}"
 
 
@@ -136,6 +144,7 @@ class EncoderCounts:
         self._items: Counter[EncoderGraphKey] = Counter()
         self._tokens: Counter[EncoderGraphKey] = Counter()
         self._histogram: Counter[int] = Counter()
+        self._other_settings: Counter[str] = Counter()
 
     def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
         """Count one replay."""
@@ -150,6 +159,11 @@ class EncoderCounts:
         self.misses += num_items
         self.eager_calls += 1
         self.eager_tokens += num_tokens
+
+    def under_another(self, setting: str) -> bool:
+        """Count one request that runs eagerly since the setting is not that of the capture; whether it is the first."""
+        self._other_settings[setting] += 1
+        return self._other_settings[setting] == 1
 
     def snapshot(
         self,
@@ -171,6 +185,7 @@ class EncoderCounts:
                 for one in captured
             ),
             histogram=dict(sorted(self._histogram.items())),
+            other_settings=dict(self._other_settings),
             failed=tuple(failed),
             pool_bytes=pool_bytes,
             buffer_bytes=buffer_bytes,

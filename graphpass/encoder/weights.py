@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from graphpass import compat
 from graphpass.capture.places import Places
 
 __all__ = ["EncoderWeights"]
+
+_TRAINING = operator.attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +28,14 @@ class EncoderWeights:
     _tensors: list[Any]
     _addresses: list[int | None]
     _positions: list[int]
+    _modules: tuple[torch.nn.Module, ...]
 
     @classmethod
     def of(cls, model: object) -> EncoderWeights:
         """The weights as of now."""
         attributes = getattr(model, "__dict__", {}).values()
         roots = [part for part in (model, *attributes) if isinstance(part, torch.nn.Module)]
-        modules = {id(module): module for root in roots for module in root.modules()}.values()
+        modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
         places = [
             (owner, name, kept)
             for module in modules
@@ -39,8 +43,13 @@ class EncoderWeights:
             for name, kept in owner.items()
         ]
         tensors = [kept for _, _, kept in places if isinstance(kept, torch.Tensor)]
-        return cls(Places.of(places), tensors, [tensor.data_ptr() for tensor in tensors], list(range(len(tensors))))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return cls(Places.of(places), tensors, addresses, list(range(len(tensors))), modules)
 
     def in_place(self) -> bool:
         """Whether all of it is what it was, at the address where it was."""
         return self._places.in_place() and compat.data_ptrs_equal(self._tensors, self._addresses, self._positions)
+
+    def training(self) -> tuple[bool, ...]:
+        """Whether each of the modules is in training mode now."""
+        return tuple(map(_TRAINING, self._modules))

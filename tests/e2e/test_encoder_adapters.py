@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +19,12 @@ from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.encoder.packing import PackingCosts
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
+from graphpass.errors import OptionError
 from tests.e2e.hugging_face import CPU, difference
 from tests.e2e.towers import CLIP, EACH_TOWER, QWEN2_5_VL, QWEN3_VL, SIGLIP, TOWERS, Grid, Result, Tower
 
 GRID_BUDGETS = (8, 20, 64, 128)
+DTYPE = operator.attrgetter("dtype")
 SETS = [pytest.param(range(10), id="10-sets"), pytest.param(range(10, 60), id="50-sets", marks=pytest.mark.soak)]
 
 
@@ -261,3 +265,37 @@ def test_no_items(stock: Tower) -> None:
     widths = adapter.get_encoder_cudagraph_config().output_widths
     empty = flat(adapter.encoder_eager_forward(none))
     assert [tuple(output.shape) for output in empty] == [(0, width) for width in widths]
+
+
+@EACH_TOWER
+def test_settings_of_now_are_used(stock: Tower) -> None:
+    """Under autocast and in training mode the tower runs eagerly, as it does there; then its graphs replay again."""
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, **stock.options)
+    manager = captured(adapter, token_budgets=budgets_of(stock, adapter)[:1])
+    items = stock.items(tower, [(1, 4, 4)])
+    assert_same(manager.execute(items), stock.stock(tower, items))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = manager.execute(items), stock.stock(tower, items)
+        assert_same(*([tuple(part.float() for part in flat(one)) for one in each] for each in (found, expected)), 2e-2)
+        # What is returned together is of one type, and so of the wider one.
+        assert {part.dtype for part in flat(found[0])} == {
+            functools.reduce(torch.promote_types, map(DTYPE, expected[0]))
+        }
+    tower.train()
+    assert_same(manager.execute(items), stock.stock(tower, items))
+    tower.eval()
+    assert_same(manager.execute(items), stock.stock(tower, items))
+    stats = manager.get_cumulative_stats()
+    assert (stats.hits, dict(stats.other_settings)) == (2, {"autocast": 1, "training": 1})
+
+
+def test_dropout_within_attention_is_refused() -> None:
+    tower = CLIP.build(CPU, attention_dropout=0.5)
+    manager = captured(adapter_for(tower, **CLIP.options))
+    items = CLIP.items(tower, [(1, 4, 4)])
+    tower.train()
+    with pytest.raises(OptionError, match=r"found dropout; .*call model\.eval\(\)"):
+        manager.execute(items)
+    tower.eval()
+    assert_same(manager.execute(items), CLIP.stock(tower, items))

@@ -21,7 +21,8 @@ __all__ = ["Blocks", "eagerly", "steadily"]
 class Blocks:
     """A tower's blocks over the tower's own weights, with an attention that serves packed images.
 
-    They are copies that share every tensor. Where weights or modules of the tower are exchanged, so are they.
+    They are copies that share every tensor. Where weights or modules of the tower are exchanged, so are they, and they
+    train and evaluate as the tower does.
 
     Args:
         blocks: of the stock tower, all of one class and one configuration. They stay as they are.
@@ -40,7 +41,7 @@ class Blocks:
 
     def __call__(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The hidden states behind one block. The first one looks whether the tower is what it was."""
-        if index == 0 and not self._weights.in_place():
+        if index == 0 and not (self._weights.in_place() and self._weights.training() == self._training):
             self._copy()
         output: torch.Tensor = self._call(self._blocks[index], hidden, arguments)
         return output
@@ -66,6 +67,7 @@ class Blocks:
         own = self._copied()
         assert isinstance(own, torch.nn.ModuleList)
         self._blocks, self._weights = own, EncoderWeights.of(self._stock)
+        self._training = self._weights.training()
 
 
 @contextlib.contextmanager

@@ -22,9 +22,10 @@ KEYS = ("patches", "positions", "lengths", "scale")
 class Block(nn.Module):
     """Attention among the patches of one item, and an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(dropout)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
 
@@ -35,19 +36,19 @@ class Block(nn.Module):
         k = k.masked_fill((item < 0)[None, None, :, None], 0)
         allowed = (item[:, None] == item[None, :]) | (item < 0)[:, None]
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None, None])
-        x = x + self.out(mixed.permute(2, 0, 1, 3).flatten(1))
+        x = x + self.drop(self.out(mixed.permute(2, 0, 1, 3).flatten(1)))
         return x + nn.functional.gelu(x)
 
 
 class ToyTower(nn.Module):
     """Patches [n, PATCH], of items whose numbers of patches are multiples of MERGE; a token for each MERGE of them."""
 
-    def __init__(self, *, levels: int = 1, seed: int = 0) -> None:
+    def __init__(self, *, levels: int = 1, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Linear(PATCH, WIDTH)
         self.position = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
         self.merger = nn.Linear(MERGE * WIDTH, WIDTH)
         self.levels = levels
 
