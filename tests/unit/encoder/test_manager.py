@@ -23,8 +23,10 @@ from graphpass import (
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
 )
+from graphpass.encoder import graphs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
+from tests.unit.manager.managed import GrowingRuntime
 
 BUDGETS = (4, 8, 16, 32)
 MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
@@ -339,6 +341,22 @@ def test_a_failed_capture_leaves_the_others_and_eager(fails_at: set[int], error:
     manager.capture()
     assert len(manager.get_cumulative_stats().budgets) == len(BUDGETS)
     assert_same(manager.execute(items), expected)
+
+
+def test_capturing_ends_where_the_pool_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of 100 bytes for each graph: the third one is not begun."""
+    monkeypatch.setattr(graphs, "GraphRuntime", GrowingRuntime)
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, max_pool_bytes=150)
+    stats = manager.get_cumulative_stats()
+    assert [(b.captured.key.tokens, b.captured.pool_bytes) for b in stats.budgets] == [(32, 100), (16, 100)]
+    assert [(key.tokens, reason) for key, reason in stats.failed] == [
+        (tokens, "the pool is larger than max_pool_bytes=150") for tokens in (8, 4)
+    ]
+    assert stats.pool_bytes == 200
+    items = toy.images(MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    assert manager.get_cumulative_stats().misses == 1
 
 
 def test_an_interrupt_ends_the_capture_and_leaves_eager() -> None:

@@ -148,6 +148,12 @@ def test_eager_calls_are_joined_where_that_is_cheaper() -> None:
     assert pack_items([4, 2, 4, 3], [4], 1, cost=cost) == [PackedBatch((1, 3), 5, None), PackedBatch((0, 2), 8, None)]
 
 
+def test_one_eager_call_for_all_is_among_the_plans() -> None:
+    """The large item runs eagerly in any case; the small one joins it, though its replay costs less than a call."""
+    cost = PackingCosts({4: 5.0}, by_tokens(6, 0), 20)
+    assert pack_items([9, 3], [4], 1, cost=cost) == [PackedBatch((1, 0), 12, None)]
+
+
 @pytest.mark.parametrize("cost", [None, PackingCosts({4: 1.0, 8: 2.0}, by_tokens(5, 1))])
 @pytest.mark.parametrize(
     ("tokens", "batches"),
