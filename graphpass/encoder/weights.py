@@ -43,7 +43,7 @@ class EncoderWeights:
             for name, kept in owner.items()
         ]
         tensors = [kept for _, _, kept in places if isinstance(kept, torch.Tensor)]
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
         return cls(Places.of(places), tensors, addresses, list(range(len(tensors))), modules)
 
     def in_place(self) -> bool:
