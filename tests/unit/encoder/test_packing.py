@@ -148,6 +148,11 @@ def test_eager_calls_are_joined_where_that_is_cheaper() -> None:
     assert pack_items([4, 2, 4, 3], [4], 1, cost=cost) == [PackedBatch((1, 3), 5, None), PackedBatch((0, 2), 8, None)]
 
 
+def test_one_batch_replays_and_the_next_runs_eagerly() -> None:
+    cost = PackingCosts({4: 1.0, 8: 100.0}, by_tokens(5, 0), 8)
+    assert pack_items([8, 4], [4, 8], 1, cost=cost) == [PackedBatch((1,), 4, 4), PackedBatch((0,), 8, None)]
+
+
 def test_one_eager_call_for_all_is_among_the_plans() -> None:
     """The large item runs eagerly in any case; the small one joins it, though its replay costs less than a call."""
     cost = PackingCosts({4: 5.0}, by_tokens(6, 0), 20)
