@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from graphpass import (
     CaptureError,
     EncoderCudaGraphManager,
     EncoderGraphKey,
-    EncoderOptions,
     PackingCosts,
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
@@ -26,25 +24,8 @@ from graphpass import (
 from graphpass.encoder import graphs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
+from tests.unit.encoder.toy import BUDGETS, MIXED, assert_same, made
 from tests.unit.manager.managed import GrowingRuntime
-
-BUDGETS = (4, 8, 16, 32)
-MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
-"""Patches, two a token: of which 70 is above the largest budget."""
-
-
-def made(encoder: toy.ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
-    given = {"token_budgets": BUDGETS, "costs": None, **options}
-    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
-    if capture:
-        manager.capture()
-    return manager
-
-
-def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def poison(manager: EncoderCudaGraphManager) -> None:
@@ -409,95 +390,6 @@ def test_weights_of_now_are_used(change: Callable[[toy.ToyTower], None], caplog:
         encoder.tower.embed.weight.mul_(2)
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     assert caplog.text == ""
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def training(tower: toy.ToyTower) -> Iterator[None]:
-    tower.blocks[1].train()
-    yield
-    tower.blocks[1].eval()
-
-
-@contextlib.contextmanager
-def double_by_default(tower: toy.ToyTower) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def autocast(tower: toy.ToyTower) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-OTHER_SETTINGS = {"autocast": autocast, "training": training, "default_dtype": double_by_default}
-
-
-@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.Compiled])
-@pytest.mark.parametrize("setting", OTHER_SETTINGS)
-def test_settings_of_now_are_used(setting: str, kind: type[toy.ToyEncoder], caplog: pytest.LogCaptureFixture) -> None:
-    """Under other settings than at the capture the encoder runs eagerly; under the old ones its graphs replay again."""
-    encoder = kind(toy.ToyTower(dropout=0.5))
-    manager = made(encoder, max_eager_tokens=1000, compiler="eager" if kind is toy.Compiled else None)
-    items = toy.images(MIXED)
-    plain = toy.one_by_one(encoder, items)
-    with OTHER_SETTINGS[setting](encoder.tower):
-        expected = of_all(encoder, items)
-        for _ in range(2):
-            torch.manual_seed(3)
-            found = manager.execute(items)
-            assert [one.dtype for one in found] == [one.dtype for one in expected]
-            assert_same(found, expected)
-    stats = manager.get_cumulative_stats()
-    assert (stats.hits, stats.misses, dict(stats.other_settings)) == (0, 2 * len(MIXED), {setting: 2})
-    logged = [record.message for record in caplog.records if record.name == "graphpass"]
-    assert [f"{setting} is not what it was" in message for message in logged] == [True]
-    assert setting in str(stats)
-    assert_same(manager.execute(items), plain)
-    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
-
-
-def of_all(encoder: toy.ToyEncoder, items: EncoderItems) -> Sequence[EncoderOutput]:
-    """What the tower says of all items in one call."""
-    with torch.no_grad():
-        torch.manual_seed(3)
-        output = encoder.encoder_eager_forward(items)
-        encoder.eager_calls.clear()
-    return encoder.postprocess_encoder_output((output,), encoder.get_encoder_cudagraph_item_specs(items))
-
-
-@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.Compiled])
-def test_autocast_at_the_capture_is_captured(kind: type[toy.ToyEncoder]) -> None:
-    encoder = kind()
-    with autocast(encoder.tower):
-        manager = made(encoder, compiler="eager" if kind is toy.Compiled else None)
-        items = toy.images(MIXED)
-        expected = toy.one_by_one(encoder, items)
-        found = manager.execute(items)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype == torch.bfloat16
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
-    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
-    assert dict(manager.get_cumulative_stats().other_settings) == {"autocast": 1}
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("mode_of_capture", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_autograd_and_inference_mode_change_nothing(
-    mode: Callable[[], Any], mode_of_capture: Callable[[], Any]
-) -> None:
-    encoder = toy.ToyEncoder()
-    with mode_of_capture():
-        manager = made(encoder)
-    with mode():
-        items = toy.images(MIXED)
-        found = manager.execute(items)
-    assert_same(found, toy.one_by_one(encoder, items))
-    assert not any(tensor.requires_grad or tensor.is_inference() for tensor in found)  # type: ignore[union-attr]
-    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------

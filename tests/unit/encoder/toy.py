@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpass import EncoderCudaGraphConfig, EncoderItemSpec
+from graphpass import EncoderCudaGraphConfig, EncoderCudaGraphManager, EncoderItemSpec, EncoderOptions
 from graphpass.encoder.protocol import EncoderAxis, EncoderGraphKey, EncoderItems, EncoderOutput
 
 PATCH, WIDTH, MERGE = 6, 8, 2
+BUDGETS = (4, 8, 16, 32)
+MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
+"""Patches, two a token: of which 70 is above the largest budget."""
 KEYS = ("patches", "positions", "lengths", "scale")
 
 
@@ -207,3 +210,17 @@ class Compiled(ToyEncoder):
         options = {"compiler": compiler, "runtime": runtime, "mode": "FULL"}
         for block in self.tower.blocks:
             block.compile(backend="cgpass", dynamic=True, options=options)
+
+
+def made(encoder: ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
+    given = {"token_budgets": BUDGETS, "costs": None, **options}
+    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
+    if capture:
+        manager.capture()
+    return manager
+
+
+def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
