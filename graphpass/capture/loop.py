@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-__all__ = ["capture_progress", "quietly"]
+__all__ = ["capture_progress", "quietly", "steadily"]
 
 Key = TypeVar("Key")
 
@@ -19,6 +19,18 @@ def quietly() -> Iterator[None]:
     """Without autograd and outside of inference mode: how everything is compiled, captured and run."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+@contextlib.contextmanager
+def steadily() -> Iterator[None]:
+    """:func:`quietly`, and with autocast as while a graph is captured: what is compiled inside serves captures, too."""
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with quietly():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:

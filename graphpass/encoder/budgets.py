@@ -45,6 +45,9 @@ def smallest_fitting_budget(budgets: Sequence[int], tokens: int) -> int | None:
 def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int = 1) -> list[int]:
     """The finest ladder of at most ``max_graphs`` budgets: the one whose worst batch is padded least.
 
+    The halves of the largest budget are on it, as far as there is room: many models scale images to sides that are
+    powers of two, or nearly.
+
     Args:
         minimum: the smallest budget, in output tokens; a batch below it is padded more.
         maximum: the largest; both are on the ladder, rounded to a multiple within the range.
@@ -66,23 +69,27 @@ def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int =
     minimum, maximum = -(-minimum // multiple), maximum // multiple
     if max_graphs == 1:
         return [maximum * multiple]
+    stops = [maximum >> halved for halved in range(maximum.bit_length()) if maximum >> halved > minimum] + [minimum]
+    if len(stops) > max_graphs:
+        stops = [maximum, minimum]
     fits, too_fine = 1.0, 0.0
     for _ in range(40):  # halves the gap until it is below what a single token makes
         middle = (fits + too_fine) / 2
-        if len(_ladder_padding_at_most(minimum, maximum, middle)) <= max_graphs:
+        if len(_ladder_padding_at_most(stops, middle)) <= max_graphs:
             fits = middle
         else:
             too_fine = middle
-    return [budget * multiple for budget in _ladder_padding_at_most(minimum, maximum, fits)]
+    return [budget * multiple for budget in _ladder_padding_at_most(stops, fits)]
 
 
-def _ladder_padding_at_most(minimum: int, maximum: int, padding: float) -> list[int]:
-    """The coarsest ladder of which no batch is padded by more than ``padding``, a share of its budget."""
-    budgets = [maximum]
-    while budgets[-1] > minimum:
-        # From the top down: a batch of one token more than the next smaller budget runs in this one.
-        least = math.ceil(budgets[-1] * (1 - padding) - 1e-9)
-        budgets.append(max(minimum, min(budgets[-1], least) - 1))
+def _ladder_padding_at_most(stops: Sequence[int], padding: float) -> list[int]:
+    """The coarsest ladder over ``stops``, which descend, that pads no batch by more than this share of its budget."""
+    budgets = [stops[0]]
+    for stop in stops[1:]:
+        while budgets[-1] > stop:
+            # From the top down: a batch of one token more than the next smaller budget runs in this one.
+            least = math.ceil(budgets[-1] * (1 - padding) - 1e-9)
+            budgets.append(max(stop, min(budgets[-1], least) - 1))
     return budgets[::-1]
 
 

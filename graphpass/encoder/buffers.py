@@ -97,11 +97,11 @@ class EncoderBuffers:
             if value is None:
                 continue
             _check(name, value, buffer, key)
-            rows = len(value) if value.dim() else 0
+            rows = value.shape[0] if value.dim() else 0
             # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
             target = buffer[:rows] if value.dim() else buffer
             target.copy_(value, non_blocking=not value.is_pinned())
-            if value.dim() and rows < len(buffer):
+            if value.dim() and rows < buffer.shape[0]:
                 _pad(buffer, rows, self._config.padding.get(name, 0))
 
 
@@ -123,7 +123,7 @@ def _check(name: str, value: torch.Tensor, buffer: torch.Tensor, key: EncoderGra
     casts = value.dtype == buffer.dtype or (value.is_floating_point() and buffer.is_floating_point())
     fits = value.dim() == buffer.dim() and value.shape[1:] == buffer.shape[1:]
     if fits and value.dim():
-        fits = len(value) <= len(buffer)
+        fits = value.shape[0] <= buffer.shape[0]
     if not (casts and fits):
         raise ShapeError(
             f"buffer {name!r} cannot take these contents at {key}",

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from graphpass.capture import GraphRuntime
+from graphpass.capture.ambient import AmbientState
 from graphpass.capture.layout import storage_id
-from graphpass.capture.loop import capture_progress, quietly
+from graphpass.capture.loop import capture_progress, steadily
 from graphpass.encoder.batches import BatchPlanner, EncoderBatch, checked_specs, grouped
 from graphpass.encoder.costs import EncoderCosts, measured_costs
 from graphpass.encoder.graphs import EncoderGraphs, outputs_of, without_graphs
@@ -33,7 +34,6 @@ from graphpass.encoder.protocol import (
     SupportsEncoderExamples,
 )
 from graphpass.encoder.sharding import balance_items, gather_rows
-from graphpass.encoder.state import EncoderState
 from graphpass.encoder.stats import CapturedBudget, EncoderCounts, EncoderStats
 from graphpass.encoder.weights import EncoderWeights
 from graphpass.errors import CaptureError, EncoderConfigError
@@ -89,7 +89,7 @@ class EncoderCudaGraphManager:
         self._counts = EncoderCounts()
         self._graph_pool: Any = None
         self._weights: EncoderWeights | None = None
-        self._state: EncoderState | None = None
+        self._state: AmbientState | None = None
         self._lock = threading.RLock()
         self._planner = self._eager_planner = self._planner_of(None)
 
@@ -145,7 +145,7 @@ class EncoderCudaGraphManager:
             CaptureError: there are graphs already.
             EncoderConfigError: the encoder does not keep to its configuration.
         """
-        with self._lock, quietly():
+        with self._lock, steadily():
             if self._captured:
                 raise CaptureError(
                     "the encoder is captured already",
@@ -164,7 +164,7 @@ class EncoderCudaGraphManager:
                     self._capture_all(self._graphs)
                 self._planner = self._planner_of(self._costs(self._graphs))
                 self._weights = EncoderWeights.of(self._model)
-                self._state = EncoderState.now(self._weights, self._device)
+                self._state = AmbientState.now(self._weights.modules)
                 self._graphs.memory.settle()  # nothing needs any more what warm-ups have left cached
             except BaseException:
                 self.clear()
@@ -176,7 +176,7 @@ class EncoderCudaGraphManager:
         Raises:
             CaptureError: one of them failed.
         """
-        with self._lock, quietly():
+        with self._lock, steadily():
             if not self._options.enable:
                 return NOTHING_ESTIMATED
             self._compile()
@@ -279,7 +279,7 @@ class EncoderCudaGraphManager:
             EncoderConfigError: the model does not keep to its configuration.
             ShapeError: what it prepares does not fit the buffers.
         """
-        with self._lock, quietly():
+        with self._lock, steadily():
             specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
             self._counts.requests += 1
             if self._weights is not None and not self._weights.in_place():
@@ -322,7 +322,7 @@ class EncoderCudaGraphManager:
         """Batches for the graphs; where graphs would answer under settings that hold no more, eager ones."""
         if self._weights is None or self._state is None:
             return self._planner.plan(specs)
-        setting = self._state.difference(EncoderState.now(self._weights, self._device))
+        setting = self._state.difference(AmbientState.now(self._weights.modules))
         if setting is None:
             return self._planner.plan(specs)
         if self._counts.under_another(setting):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass import compat
+from graphpass.capture.ambient import training_of
 from graphpass.capture.places import Places
 
 __all__ = ["EncoderWeights"]
-
-_TRAINING = operator.attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class EncoderWeights:
     _tensors: list[Any]
     _addresses: list[int | None]
     _positions: list[int]
-    _modules: tuple[torch.nn.Module, ...]
+    modules: tuple[torch.nn.Module, ...]
 
     @classmethod
     def of(cls, model: object) -> EncoderWeights:
@@ -52,4 +50,4 @@ class EncoderWeights:
 
     def training(self) -> tuple[bool, ...]:
         """Whether each of the modules is in training mode now."""
-        return tuple(map(_TRAINING, self._modules))
+        return training_of(self.modules)

@@ -8,7 +8,6 @@ compared before them, and parameters, whose identity they leave open, are looked
 from __future__ import annotations
 
 import inspect
-import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.capture.ambient import AmbientState
 from graphpass.capture.places import Places
 from graphpass.errors import CaptureError, ShapeError
 
 __all__ = [
-    "AmbientState",
     "CallGuards",
     "DynamoGuards",
     "KeptLayouts",
@@ -29,53 +28,25 @@ __all__ = [
     "entry_of",
     "local_values",
     "modules_of",
+    "refuse_other_settings",
 ]
 
 
-_TRAINING = operator.attrgetter("training")
+def refuse_other_settings(captured: AmbientState, modules: Sequence[torch.nn.Module]) -> None:
+    """Compare the state at the capture with the one that holds now.
 
-
-@dataclass(frozen=True, slots=True)
-class AmbientState:
-    """Process-wide settings and train/eval flags at capture."""
-
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    matmul_precision: str
-    default_dtype: torch.dtype
-    deterministic: bool
-    training: tuple[bool, ...]
-
-    @classmethod
-    def now(cls, modules: Sequence[torch.nn.Module]) -> AmbientState:
-        """The state as it is."""
-        return cls(
-            autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in ("cpu", "cuda")
-            ),
-            matmul_precision=torch.get_float32_matmul_precision(),
-            default_dtype=torch.get_default_dtype(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            training=tuple(map(_TRAINING, modules)),
+    Raises:
+        CaptureError: something changed since capture; named.
+    """
+    now = AmbientState.now(modules)
+    name = captured.difference(now)
+    if name is not None:
+        raise CaptureError(
+            f"{name} changed since the graphs were captured",
+            expected=_shown(name, captured, modules),
+            found=_shown(name, now, modules),
+            remedy=f"restore {name} before the call, or close() and capture again under the new setting",
         )
-
-    def refuse_change(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Compare with the state as it is now.
-
-        Raises:
-            CaptureError: something changed since capture; named.
-        """
-        now = AmbientState.now(modules)
-        if now == self:
-            return
-        for name in ("autocast", "matmul_precision", "default_dtype", "deterministic", "training"):
-            if getattr(now, name) != getattr(self, name):
-                raise CaptureError(
-                    f"{name} changed since the graphs were captured",
-                    expected=_shown(name, self, modules),
-                    found=_shown(name, now, modules),
-                    remedy=f"restore {name} before the call, or close() and capture again under the new setting",
-                )
 
 
 def _shown(name: str, state: AmbientState, modules: Sequence[torch.nn.Module]) -> str:
@@ -251,7 +222,7 @@ class CallGuards:
             CaptureError: a setting changed since capture.
             ShapeError: a tensor has another layout, at its old address.
         """
-        self.ambient.refuse_change(modules)
+        refuse_other_settings(self.ambient, modules)
         if not self.owned.in_place():
             return False
         if self.dynamo is not None and not self.dynamo.hold():

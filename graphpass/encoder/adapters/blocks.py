@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.loop import quietly
+from graphpass.capture.loop import steadily
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 from graphpass.encoder.weights import EncoderWeights
 
-__all__ = ["Blocks", "eagerly", "steadily"]
+__all__ = ["Blocks", "eagerly"]
 
 
 class Blocks:
@@ -68,18 +68,6 @@ class Blocks:
         assert isinstance(own, torch.nn.ModuleList)
         self._blocks, self._weights = own, EncoderWeights.of(self._stock)
         self._training = self._weights.training()
-
-
-@contextlib.contextmanager
-def steadily() -> Iterator[None]:
-    """The modes in which blocks are compiled, captured and run, whatever the caller's are: others compile them anew."""
-    is_cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # as while a graph is captured
-    try:
-        with quietly():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(is_cached)
 
 
 @contextlib.contextmanager

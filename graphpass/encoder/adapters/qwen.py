@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.adapters.blocks import Blocks, eagerly, steadily
+from graphpass.capture.loop import steadily
+from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option, check_rising
 from graphpass.encoder.attention import PACKED_ATTENTION
 from graphpass.encoder.protocol import (
@@ -230,7 +231,7 @@ class GridAdapter(ABC):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self.tower.parameters()).device
+        device: torch.device = self.tower.patch_embed.proj.weight.device
         return device
 
     @property
@@ -314,9 +315,10 @@ def _transferred(tables: Tables, device: torch.device) -> dict[str, torch.Tensor
     """The tables on a device: 32-bit values in one transfer from pinned memory."""
     sizes = [table.size for table in tables.values()]
     flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    ends = np.cumsum(sizes)[:-1]
-    for place, table in zip(np.split(flat.numpy(), ends), tables.values(), strict=True):
-        place[:] = table.reshape(-1).view(np.int32)
+    places, end = flat.numpy(), 0
+    for table in tables.values():
+        start, end = end, end + table.size
+        places[start:end] = table.reshape(-1).view(np.int32)
     on_device = flat.to(device, non_blocking=True).split(sizes)
     return {
         name: part.view(torch.float32 if table.dtype == np.float32 else torch.int32).view(table.shape)

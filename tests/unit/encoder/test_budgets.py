@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import EncoderConfigError, generate_budgets, smallest_fitting_budget
+from graphpass import EncoderConfigError, EncoderOptions, generate_budgets, smallest_fitting_budget
 from graphpass.encoder.budgets import checked_budgets, fine_budgets
 
 
@@ -63,9 +63,10 @@ def worst_padding(budgets: list[int]) -> float:
 
 
 def test_the_default_number_of_graphs_pads_little() -> None:
-    budgets = fine_budgets(16, 4096, max_graphs=48)
-    assert len(budgets) == 48
+    budgets = fine_budgets(16, 4096, max_graphs=EncoderOptions().max_graphs)
+    assert len(budgets) <= EncoderOptions().max_graphs
     assert worst_padding(budgets) <= 0.125
+    assert set(budgets) >= {4096, 2048, 1024, 512, 256, 128, 64, 32, 16}
 
 
 @given(st.integers(1, 300), st.integers(0, 5000), st.integers(2, 40))

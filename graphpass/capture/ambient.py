@@ -1,49 +1,57 @@
-"""The settings under which an encoder was captured: a graph goes on under them, whatever holds when it is replayed."""
+"""Settings of torch and of modules that a graph has baked in: it goes on under them, whatever holds at its replay."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
 
 import torch
 
-from graphpass.encoder.weights import EncoderWeights
+__all__ = ["AmbientState", "training_of"]
 
-__all__ = ["EncoderState"]
+_TRAINING = operator.attrgetter("training")
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderState:
+class AmbientState:
     """What decides which kernels a forward runs, beside its weights and inputs.
 
     Attributes:
-        autocast: whether it is on for the encoder's device, and the type that it casts to.
+        autocast: for each kind of device, whether it is on, and the type that it casts to.
         matmul_precision: of float32.
         default_dtype: of new tensors.
         deterministic: whether algorithms have to be.
         training: of each module.
     """
 
-    autocast: tuple[bool, torch.dtype | None]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
     matmul_precision: str
     default_dtype: torch.dtype
     deterministic: bool
     training: tuple[bool, ...]
 
     @classmethod
-    def now(cls, weights: EncoderWeights, device: torch.device) -> Self:
-        """The settings as they are."""
-        casts = torch.is_autocast_enabled(device.type)
+    def now(cls, modules: Sequence[torch.nn.Module]) -> AmbientState:
+        """The state as it is."""
         return cls(
-            autocast=(casts, torch.get_autocast_dtype(device.type) if casts else None),
+            autocast=tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in ("cpu", "cuda")
+            ),
             matmul_precision=torch.get_float32_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            training=weights.training(),
+            training=training_of(modules),
         )
 
-    def difference(self, other: EncoderState) -> str | None:
+    def difference(self, other: AmbientState) -> str | None:
         """The name of a setting in which they differ; None where all are equal."""
         if self == other:
             return None
         return next(field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
+
+
+def training_of(modules: Sequence[torch.nn.Module]) -> tuple[bool, ...]:
+    """Whether each module is in training mode."""
+    return tuple(map(_TRAINING, modules))
