@@ -35,6 +35,8 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+MANY_MODULES = 50
+
 passed_key = pytest.StashKey[bool]()
 
 
@@ -83,6 +85,24 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def modules_frozen() -> set[str]:
+    """Names of the modules whose objects the garbage collector no longer looks at."""
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def quick_collections(modules_frozen: set[str]) -> None:
+    """Freeze what earlier tests imported: every capture collects garbage, and torch alone is a million objects.
+
+    A test's own objects are made afterwards, so they are collected as ever.
+    """
+    if len(sys.modules.keys() - modules_frozen) > MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        modules_frozen.update(sys.modules)
 
 
 @pytest.fixture(autouse=True)

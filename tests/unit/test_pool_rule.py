@@ -19,8 +19,6 @@ from torch import nn
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime, PoolBusyError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SPLIT = "graphpasstest_pool::between"
 BOTH = ["FULL", "PIECEWISE"]
 WAIT_S = 60

@@ -20,8 +20,6 @@ from torch.nn.utils.parametrizations import weight_norm
 import graphpass as gp
 from graphpass import BatchDescriptor, CaptureError, GraphRuntime, StaticInputError
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 MIX = "graphpasstest_weights::mix"
 WAYS = ["FULL", "PIECEWISE", "graphed"]
 Call = Callable[[torch.Tensor], torch.Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,17 +73,6 @@ class Rig:
         return "\n".join(
             " ".join(row) for table in self.runtime.report().tables if table.title == "Notes" for row in table.rows
         )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_imports() -> Iterator[None]:
-    """What is alive before the first test is no garbage: each capture's collections then have little to look at."""
-    import torch._dynamo  # noqa: F401  (the tape asks it whether a callable is compiled)
-
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -36,11 +36,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_captures(quick_collections: None) -> None:
-    """Every module here captures."""
-
-
 @pytest.fixture
 def python_calls() -> Iterator[list[str]]:
     """Every call of a Python op body in this test, by the op's name."""

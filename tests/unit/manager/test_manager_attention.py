@@ -26,8 +26,6 @@ from tests.unit.manager.managed import (
     run,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 @pytest.mark.parametrize(
     ("mode", "compiler"), [*((mode, "eager") for mode in MODES), ("FULL", "aot_eager"), ("PIECEWISE", "aot_eager")]

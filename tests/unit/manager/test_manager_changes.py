@@ -13,8 +13,6 @@ from graphpass import Batch, CaptureError, CudaGraphManager, InputSpec, ShapeErr
 from tests.unit.manager.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.manager.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 def test_weights_replaced_in_every_way_are_found() -> None:
     model = Rows().eval()

@@ -12,9 +12,6 @@ import graphpass as gp
 from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec, OptionError, ShapeError
 from tests.unit.manager.managed import LARGEST, SIZES, WIDTH, Doubled, Rows, X, assert_right, captured, made, rows, run
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 BAD: Mapping[str, Callable[[], Any]] = {
     "missing": dict,
     "another": lambda: {"y": rows(3)},

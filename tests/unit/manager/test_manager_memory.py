@@ -29,8 +29,6 @@ from tests.unit.manager.managed import (
     run,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class CountingRuntime(GrowingRuntime):
     """Counts what throwaway pools were given."""

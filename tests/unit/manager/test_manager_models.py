@@ -26,8 +26,6 @@ from tests.unit.manager.managed import (
     run,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Breaks(nn.Module):
     def __init__(self) -> None:

@@ -14,9 +14,6 @@ from torch import nn
 from graphpass import Batch, CaptureError, ShapeError
 from tests.unit.manager.managed import LARGEST, WIDTH, Doubled, captured, made, rows, run
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 # -- results
 
 

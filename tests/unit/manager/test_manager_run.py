@@ -37,9 +37,6 @@ from tests.unit.manager.managed import (
     run,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
 # -- run: sizes, modes, counts
 
 

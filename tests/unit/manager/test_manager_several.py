@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 
@@ -24,8 +23,6 @@ from tests.unit.manager.managed import (
     rows,
     run,
 )
-
-pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def test_two_managers_in_one_runtime_keep_apart() -> None:

@@ -11,8 +11,6 @@ import pytest
 from graphpass import Batch, CaptureError, DispatchReason, OptionError, ShapeError
 from tests.unit.manager.managed import Rows, assert_right, captured, notes, rows, run
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 def test_stats_count_batches_tokens_and_reasons() -> None:
     model = Rows().eval()

@@ -34,8 +34,6 @@ from graphpass.manager.weightslots import HostCopies
 WIDTH, LARGEST = 6, 10
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class LateCopies(HostCopies):
     """Copies arrive when they are waited for, and slots are NaN until then."""

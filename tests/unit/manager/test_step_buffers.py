@@ -15,8 +15,6 @@ import graphpass as gp
 from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec, OptionError, ShapeError
 from graphpass.manager.stepbuffers import OutputBuffers, StepBuffers
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 WIDTH, LARGEST = 4, 10
 CPU = torch.device("cpu")
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
