@@ -41,7 +41,11 @@ passed_key = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without the distribution installed (a GPU machine with only a checkout), register the backend by hand."""
+    """Settings of Inductor, before torch reads them; the backend by hand where no distribution is installed.
+
+    Inductor compiles a program for each instruction set of the CPU, to see whether it can: 10 s in every process.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if any(point.name == "cgpass" for point in entry_points(group="torch_dynamo_backends")):
         return
     try:
