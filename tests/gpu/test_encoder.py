@@ -106,9 +106,9 @@ def test_streams_wait_for_each_other() -> None:
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_one_artifact_serves_all_blocks_and_budgets(compiler: str) -> None:
     encoder = toy.Compiled()
-    manager = made(encoder, compiler=compiler)
     items = on_gpu(MIXED)
-    expected = toy.one_by_one(toy.ToyEncoder(encoder.tower), items)
+    expected = toy.one_by_one(toy.ToyEncoder(encoder.tower.cuda()), items)
+    manager = made(encoder, compiler=compiler)
     assert_same(manager.execute(items), expected)
     assert manager.runtime.compiled() == 1
     assert manager.get_cumulative_stats().hits == len(MIXED) - 1
