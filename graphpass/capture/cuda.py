@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -84,7 +85,7 @@ class CudaDevice(GraphDevice):
                 self._abandon(graph)
                 raise
             try:
-                graph.capture_end()
+                _end(graph)
             except BaseException:
                 self._retire_pool(graph)
                 raise
@@ -165,7 +166,7 @@ class CudaDevice(GraphDevice):
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture whose body raised: the stream leaves capture mode, nothing of the recording is left."""
         try:
-            graph.capture_end()
+            _end(graph)
         except RuntimeError:
             self._retire_pool(graph)
         else:
@@ -194,3 +195,10 @@ class CudaDevice(GraphDevice):
             number.add_(1)
             graph.capture_end()
         graph.reset()
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture. One without kernels, which torch warns of, is a region that returns what it is given."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
