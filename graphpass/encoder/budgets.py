@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from graphpass.errors import EncoderConfigError
 
 __all__ = ["checked_budgets", "fine_budgets", "generate_budgets", "smallest_fitting_budget"]
+
+_BITS_OF_ROUND_BUDGETS = 5
 
 
 def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[int]:
@@ -45,8 +48,8 @@ def smallest_fitting_budget(budgets: Sequence[int], tokens: int) -> int | None:
 def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int = 1) -> list[int]:
     """The finest ladder of at most ``max_graphs`` budgets: the one whose worst batch is padded least.
 
-    The halves of the largest budget are on it, as far as there is room: many models scale images to sides that are
-    powers of two, or nearly.
+    The halves of the largest budget are on it, as far as there is room, and between them multiples of 32nds of a power
+    of two: images are scaled to round sides more often than not.
 
     Args:
         minimum: the smallest budget, in output tokens; a batch below it is padded more.
@@ -72,25 +75,25 @@ def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int =
     stops = [maximum >> halved for halved in range(maximum.bit_length()) if maximum >> halved > minimum] + [minimum]
     if len(stops) > max_graphs:
         stops = [maximum, minimum]
-    fits, too_fine = 1.0, 0.0
-    for _ in range(40):  # halves the gap until it is below what a single token makes
-        middle = (fits + too_fine) / 2
-        if len(_ladder_padding_at_most(stops, middle)) <= max_graphs:
-            fits = middle
-        else:
-            too_fine = middle
-    return [budget * multiple for budget in _ladder_padding_at_most(stops, fits)]
+    ladders = (_ladder_between(stops, steps) for steps in range(1, max_graphs + 1))
+    finest = min((ladder for ladder in ladders if len(ladder) <= max_graphs), key=_worst_padding)
+    return [budget * multiple for budget in finest]
 
 
-def _ladder_padding_at_most(stops: Sequence[int], padding: float) -> list[int]:
-    """The coarsest ladder over ``stops``, which descend, that pads no batch by more than this share of its budget."""
-    budgets = [stops[0]]
-    for stop in stops[1:]:
-        while budgets[-1] > stop:
-            # From the top down: a batch of one token more than the next smaller budget runs in this one.
-            least = math.ceil(budgets[-1] * (1 - padding) - 1e-9)
-            budgets.append(max(stop, min(budgets[-1], least) - 1))
-    return budgets[::-1]
+def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
+    """``stops``, which descend, with as many equal steps between each two of them as there is room for, ascending."""
+    budgets = set(stops)
+    for upper, lower in itertools.pairwise(stops):
+        for step in range(1, steps):
+            budget = round(lower * (upper / lower) ** (step / steps))
+            unit = 1 << max(0, budget.bit_length() - 1 - _BITS_OF_ROUND_BUDGETS)
+            budgets.add(min(max(lower, round(budget / unit) * unit), upper))
+    return sorted(budgets)
+
+
+def _worst_padding(budgets: Sequence[int]) -> float:
+    """The share of a budget that is padding in a batch of one token more than the next smaller one."""
+    return max((1 - (smaller + 1) / larger for smaller, larger in itertools.pairwise(budgets)), default=0.0)
 
 
 def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int) -> tuple[int, ...]:

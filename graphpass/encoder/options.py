@@ -43,7 +43,7 @@ class EncoderOptions:
 
     enable: bool = True
     token_budgets: Sequence[int] | None = None
-    max_graphs: int = 48
+    max_graphs: int = 50
     max_pool_bytes: int | None = None
     max_items_per_batch: int | None = None
     max_frames_per_batch: int | None = None

@@ -409,7 +409,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     loads, forms = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("load", "form"))
     figure, axes = pyplot.subplots(figsize=(1.4 * len(loads) + 4, 4.5), layout="constrained")
@@ -422,8 +422,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("ms a call")
     axes.set_xticks(range(len(loads)), [f"{load} patches" if "x" in load else load for load in loads])
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     figure.legend(loc="outside upper left", fontsize="small", ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
