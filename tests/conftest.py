@@ -35,7 +35,8 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-MANY_MODULES = 50
+MANY_MODULES, MANY_OBJECTS = 50, 1 << 20
+COUNT_FROZEN = gc.get_freeze_count
 
 passed_key = pytest.StashKey[bool]()
 
@@ -92,9 +93,20 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def modules_frozen() -> set[str]:
-    """Names of the modules whose objects the garbage collector no longer looks at."""
-    return set()
+def modules_frozen() -> Iterator[set[str]]:
+    """Names of the modules whose objects the garbage collector no longer looks at.
+
+    Nor are they counted, which takes as long as looking at them, and is asked for before every capture.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: MANY_OBJECTS)
+        yield set()
+
+
+@pytest.fixture
+def frozen_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what the library itself freezes."""
+    monkeypatch.setattr(gc, "get_freeze_count", COUNT_FROZEN)
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +123,18 @@ def quick_collections(modules_frozen: set[str]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_compiler() -> Iterator[None]:
-    """Forget compiled code after each test; costs nothing where torch.compile was never used."""
+    """Forget compiled code after each test; costs nothing where torch.compile was never used.
+
+    Dynamo times the guards of each compilation, for its log, after it has flushed the CPU's caches: not here.
+    """
     yield
     if "torch._dynamo" in sys.modules:
         import torch
 
         torch.compiler.reset()
+    guards = sys.modules.get("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture

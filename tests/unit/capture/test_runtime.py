@@ -168,6 +168,7 @@ def test_a_scope_closes_when_its_body_raises(rig: Any) -> None:
         pass
 
 
+@pytest.mark.usefixtures("frozen_are_counted")
 @pytest.mark.parametrize("frozen_before", [False, True])
 def test_the_collector_is_frozen_in_a_scope_and_as_it_was_after(rig: Any, frozen_before: bool) -> None:
     gc.unfreeze()
