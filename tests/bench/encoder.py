@@ -62,6 +62,7 @@ class Setup:
         config: of the tower.
         loads: name -> grids.
         budgets: least and greatest output tokens of ladders.
+        max_items: images of one replay, and sequences that a graph's attention allows for.
         device: where it runs.
         dtype: of weights and patches.
         compiler: of the block.
@@ -71,6 +72,7 @@ class Setup:
     config: Mapping[str, Any]
     loads: Mapping[str, Grids]
     budgets: tuple[int, int]
+    max_items: int
     device: torch.device
     dtype: torch.dtype
     compiler: str
@@ -218,7 +220,7 @@ class Forms:
 
 def make_forms(setup: Setup, tower: Any, manager: EncoderCudaGraphManager) -> Forms:
     """Capture what has not been."""
-    options = {"min_tokens": setup.budgets[0], "max_tokens": setup.budgets[1]}
+    options = adapter_options(setup)
     compiled = Qwen3VLAdapter(tower, **options)
     compiled.compile_encoder(setup.compiler, gp.GraphRuntime())
     ladder = generate_budgets(max(setup.budgets[0], setup.budgets[1] // 64), setup.budgets[1])
@@ -226,6 +228,17 @@ def make_forms(setup: Setup, tower: Any, manager: EncoderCudaGraphManager) -> Fo
     doubling = EncoderCudaGraphManager.from_model(tower, options=greedy, **options)
     doubling.capture()
     return Forms(tower, Qwen3VLAdapter(tower, **options), compiled, doubling, manager)
+
+
+def adapter_options(setup: Setup) -> dict[str, int]:
+    """The limits that all ladders have."""
+    least, most = setup.budgets
+    return {
+        "min_tokens": least,
+        "max_tokens": most,
+        "max_items": setup.max_items,
+        "max_frames": setup.max_items,
+    }
 
 
 def timed(call: Step, device: torch.device) -> float:
@@ -239,14 +252,14 @@ def timed(call: Step, device: torch.device) -> float:
 
 def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCudaGraphManager]:
     """Capture the default ladder cold, once more, and its largest budget alone; the ladder is left captured."""
-    range_ = {"min_tokens": setup.budgets[0], "max_tokens": setup.budgets[1]}
+    limits = adapter_options(setup)
     options = EncoderOptions(compiler=setup.compiler)
-    manager = EncoderCudaGraphManager.from_model(tower, options=options, **range_)
+    manager = EncoderCudaGraphManager.from_model(tower, options=options, **limits)
     with empty_caches(folder):
         cold_s = timed(manager.capture, setup.device)
     manager.clear()
     alone = EncoderCudaGraphManager.from_model(
-        tower, options=EncoderOptions(compiler=setup.compiler, token_budgets=[setup.budgets[1]]), **range_
+        tower, options=EncoderOptions(compiler=setup.compiler, token_budgets=[setup.budgets[1]]), **limits
     )
     alone.capture()
     largest = alone.get_cumulative_stats().pool_bytes
@@ -316,6 +329,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.encoder", description=__doc__)
     parser.add_argument("--loads", type=lambda text: text.split(","), default=None, help="names, default all")
     parser.add_argument("--rounds", type=int, default=None, help="default 9, with --smoke 1")
+    parser.add_argument("--max-items", type=int, default=32, help="images of one replay, default 32")
     parser.add_argument("--json", type=Path, default=None, metavar="PATH")
     parser.add_argument("--png", type=Path, default=None, metavar="PATH", help="a picture; needs matplotlib")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
@@ -326,7 +340,9 @@ def _setup(options: argparse.Namespace) -> Setup:
     if options.smoke:
         config = _config(depth=2, width=32, heads=2, inner=64, patch=4, out=48, positions=16, levels=[0, 1])
         loads: dict[str, Grids] = {"1 x 16": [(1, 4, 4)], "5 mixed": [(1, 2 + 2 * n, 6) for n in range(5)]}
-        return Setup(config, loads, (4, 64), torch.device("cpu"), torch.float32, "eager", options.rounds or 1)
+        return Setup(
+            config, loads, (4, 64), options.max_items, torch.device("cpu"), torch.float32, "eager", options.rounds or 1
+        )
     config = _config(depth=27, width=1152, heads=16, inner=4304, patch=16, out=3584, positions=2304, levels=[8, 16, 24])
     seeded = random.Random(0)
     sides = [8, 48, *(2 * seeded.randint(4, 24) for _ in range(18))]
@@ -341,7 +357,8 @@ def _setup(options: argparse.Namespace) -> Setup:
         "20 mixed": [(1, side, side) for side in sides],
     }
     device = torch.device("cuda", torch.cuda.current_device())
-    return Setup(config, loads, (16, 4096), device, torch.bfloat16, "inductor", options.rounds or 9)
+    rounds = options.rounds or 9
+    return Setup(config, loads, (16, 4096), options.max_items, device, torch.bfloat16, "inductor", rounds)
 
 
 def _config(
