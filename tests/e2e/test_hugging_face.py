@@ -36,9 +36,6 @@ def table(*rows: tuple[Sequence[str], str, Place]) -> list[Any]:
     return cases
 
 
-EVERY_MODEL = tuple(STOCK)
-
-
 def depth(compiler: str, place: Place) -> int:
     """Layers of the model: on a CPU, a compiler takes seconds for each of them."""
     if place is CUDA:
@@ -82,7 +79,7 @@ def assert_counts(
     ("stock", "compiler", "place"),
     table(
         (("llama", "vit"), "aot_eager", CPU),
-        (("bert", "qwen3", "siglip_text", "siglip_vision"), "eager", CPU),
+        (("bert", "siglip_vision"), "eager", CPU),
         (("vit",), "eager", CPU_BF16),
     ),
 )
@@ -153,7 +150,7 @@ def test_static_compiles_agree_in_every_mode(stock: Stock, compiler: str, place:
         assert_split_at_attention(runtime, 1)
 
 
-@pytest.mark.parametrize(("stock", "compiler", "place"), table((EVERY_MODEL, "eager", CPU)))
+@pytest.mark.parametrize(("stock", "compiler", "place"), table((("qwen3", "siglip_text", "vit"), "eager", CPU)))
 def test_graphed_full_agrees_at_every_size(stock: Stock, compiler: str, place: Place) -> None:
     assert_graphed_agrees(stock, compiler, place, FULL)
 

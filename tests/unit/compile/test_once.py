@@ -58,7 +58,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     return kept
 
 
-@pytest.mark.parametrize("num_layers", [24, 240])
+@pytest.mark.parametrize("num_layers", [24, 80, pytest.param(240, marks=pytest.mark.soak)])
 def test_a_decoder_is_three_artifacts_however_deep(num_layers: int, compiled_at_cuts: Any, rt: gp.GraphRuntime) -> None:
     model = Layers(num_layers).eval()
     x = torch.randn(3, 4)
