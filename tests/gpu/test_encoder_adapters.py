@@ -69,14 +69,18 @@ def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: tor
         start += length
 
 
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param(range(10), id="10-sets"), pytest.param(range(10, 200), id="190-sets", marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("place", [CUDA, CUDA_F32], ids=str)
 @EACH_TOWER
-def test_random_sets(stock: Tower, place: Place) -> None:
+def test_random_sets(stock: Tower, place: Place, seeds: range) -> None:
     """Against the stock tower in the same dtype; eager blocks, so that what differs is graphs and attention."""
     tower = stock.build(place)
     manager = captured(stock, tower, budgets_of(stock, tower), compile=False)
     num_items = 0
-    for seed in range(10):
+    for seed in seeds:
         sizes = stock.random_sizes(random.Random(seed))
         items = stock.items(tower, sizes, seed)
         agree(manager.execute(items), stock.stock(tower, items), place.tolerance)
