@@ -37,7 +37,7 @@ from graphpass.encoder.sharding import balance_items, gather_rows
 from graphpass.encoder.stats import CapturedBudget, EncoderCounts, EncoderStats
 from graphpass.encoder.weights import EncoderWeights
 from graphpass.errors import CaptureError, EncoderConfigError
-from graphpass.memory import NOTHING_ESTIMATED, MemoryEstimate, estimated
+from graphpass.memory import NOTHING_ESTIMATED, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["EncoderCudaGraphManager"]
@@ -156,12 +156,13 @@ class EncoderCudaGraphManager:
             if not self._options.enable:
                 return
             self._compile()
+            fits = self._what_fits()
             self._graph_pool = graph_pool
             self._graphs = self._new_graphs(self._keys, graph_pool)
             self._failed.clear()
             try:
                 with self._graphs.capturing():
-                    self._capture_all(self._graphs)
+                    self._capture_all(self._graphs, fits)
                 self._planner = self._planner_of(self._costs(self._graphs))
                 self._weights = EncoderWeights.of(self._model)
                 self._state = AmbientState.now(self._weights.modules)
@@ -181,7 +182,7 @@ class EncoderCudaGraphManager:
                 return NOTHING_ESTIMATED
             self._compile()
             graphs = self._new_graphs(self._keys)
-            keys = {(CUDAGraphMode.FULL, key.descriptor): key for key in self._keys}
+            keys = self._keys_by_descriptor()
             try:
                 return estimated(
                     {"encoder": list(keys)},
@@ -214,19 +215,38 @@ class EncoderCudaGraphManager:
     def _new_graphs(self, keys: Sequence[EncoderGraphKey], graph_pool: Any = None) -> EncoderGraphs:
         return EncoderGraphs(self._model, self._config, keys, self._device, self._dtype, graph_pool)
 
-    def _capture_all(self, graphs: EncoderGraphs) -> None:
-        most = self._options.max_pool_bytes
+    def _capture_all(self, graphs: EncoderGraphs, fits: PoolModel) -> None:
+        """Capture every key, or as many as ``max_pool_bytes`` has room for."""
+        keys, most = self._keys_by_descriptor(), self._options.max_pool_bytes
         with capture_progress(self._keys) as progress:
-            for key in progress:
-                progress.set_postfix_str(str(key))
-                if most is not None and graphs.runtime.pool_bytes() > most:
-                    self._failed.append((key, f"the pool is larger than max_pool_bytes={most}"))
-                    continue
+
+            def capture(of: Key) -> None:
+                progress.set_postfix_str(str(keys[of]))
                 try:
-                    self._captured.append(graphs.capture(key))
+                    self._captured.append(graphs.capture(keys[of]))
                 except (CaptureError, torch.OutOfMemoryError) as error:
-                    self._failed.append((key, str(error)))
-                    _log.warning("encoder budget %s has no graph: %s", key, error)
+                    self._failed.append((keys[of], str(error)))
+                    _log.warning("encoder budget %s has no graph: %s", keys[of], error)
+                progress.update()
+
+            def drop() -> None:
+                graphs.runtime.close()
+                self._captured.clear()
+                self._failed.clear()
+
+            pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
+            left_out = capture_within(most, pool, (), list(keys), fits)
+        self._failed += [(keys[of], f"the pool would be larger than max_pool_bytes={most}") for of in left_out]
+
+    def _what_fits(self) -> PoolModel:
+        """How the pool grows, as far as a limit makes it worth asking; else nothing is known."""
+        if self._options.max_pool_bytes is not None:
+            with contextlib.suppress(CaptureError):  # one that cannot be captured is left out
+                return self.estimate().pool
+        return NOTHING_ESTIMATED.pool
+
+    def _keys_by_descriptor(self) -> dict[Key, EncoderGraphKey]:
+        return {(CUDAGraphMode.FULL, key.descriptor): key for key in self._keys}
 
     def _planner_of(self, costs: EncoderCosts | None) -> BatchPlanner:
         most = self._options.max_eager_tokens or self._keys[0].tokens

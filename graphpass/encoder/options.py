@@ -27,7 +27,7 @@ class EncoderOptions:
         token_budgets: the output tokens of each graph. None: the finest ladder of ``max_graphs`` graphs over the
             model's range. From 16 to 4096 tokens, the default pads no batch by more than 12.5 %.
         max_graphs: how many graphs an inferred ladder may have in all. One takes about 0.1 s to capture.
-        max_pool_bytes: stop capturing once the pool has this size. None: no bound.
+        max_pool_bytes: what the pool ends at or below; keys for which there is no room are left out. None: no bound.
         max_items_per_batch: items of one replay.
         max_frames_per_batch: frames of one replay, for models that count them.
         compile: capture the compiled encoder. None: if the model can be compiled.

@@ -12,10 +12,9 @@ from graphpass.manager.keycapture import Key, KeyCapture
 from graphpass.manager.keygroups import keys_by_group
 from graphpass.manager.keystep import KeyStep
 from graphpass.manager.managerstats import CapturedKey
-from graphpass.manager.memorylimit import KeyPool, capture_within
 from graphpass.manager.refusals import moved_weights, nothing_to_capture
 from graphpass.manager.stepbuffers import StepBuffers
-from graphpass.memory import MemoryEstimate, PoolModel, estimated
+from graphpass.memory import KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 
 __all__ = ["CapturedKeys"]
 

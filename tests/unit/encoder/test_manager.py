@@ -324,20 +324,36 @@ def test_a_failed_capture_leaves_the_others_and_eager(fails_at: set[int], error:
     assert_same(manager.execute(items), expected)
 
 
-def test_capturing_ends_where_the_pool_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of 100 bytes for each graph: the third one is not begun."""
+@pytest.mark.parametrize(
+    "fails_at", [frozenset[int](), frozenset({32})], ids=["all can be captured", "not the largest"]
+)
+def test_the_pool_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, fails_at: frozenset[int]) -> None:
+    """A pool of 100 bytes for each graph: there is room for two."""
     monkeypatch.setattr(graphs, "GraphRuntime", GrowingRuntime)
-    encoder = toy.ToyEncoder()
-    manager = made(encoder, max_pool_bytes=150)
+    encoder = FailsAt()
+    encoder.fails_at = fails_at
+    manager = made(encoder, max_pool_bytes=250)
     stats = manager.get_cumulative_stats()
-    assert [(b.captured.key.tokens, b.captured.pool_bytes) for b in stats.budgets] == [(32, 100), (16, 100)]
-    assert [(key.tokens, reason) for key, reason in stats.failed] == [
-        (tokens, "the pool is larger than max_pool_bytes=150") for tokens in (8, 4)
-    ]
+    can_be = [tokens for tokens in (32, 16, 8, 4) if tokens not in fails_at]
+    assert [(b.captured.key.tokens, b.captured.pool_bytes) for b in stats.budgets] == [(t, 100) for t in can_be[:2]]
+    left_out = [(key.tokens, reason) for key, reason in stats.failed if key.tokens not in fails_at]
+    assert left_out == [(tokens, "the pool would be larger than max_pool_bytes=250") for tokens in can_be[2:]]
+    assert len(stats.failed) == len(fails_at) + len(left_out)
     assert stats.pool_bytes == 200
     items = toy.images(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    assert_same(manager.execute(items), expected)
+    assert manager.get_cumulative_stats().hits > 0
+
+
+def test_a_limit_without_room_for_any_graph_leaves_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "GraphRuntime", GrowingRuntime)
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, max_pool_bytes=99)
+    assert manager.get_cumulative_stats().pool_bytes == 0
+    items = toy.images(MIXED)
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
-    assert manager.get_cumulative_stats().misses == 1
+    assert manager.get_cumulative_stats().hits == 0
 
 
 def test_an_interrupt_ends_the_capture_and_leaves_eager() -> None:

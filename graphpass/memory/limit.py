@@ -2,7 +2,7 @@
 
 What a key takes is known for certain once it is captured, and the pool gives nothing back while it holds graphs. So a
 key that takes the pool above the limit costs the whole pool: it is given back, and the others are captured anew without
-that key. The model of :mod:`graphpass.memory` keeps this from happening where it can tell before; how often it
+that key. The model of :mod:`graphpass.memory.model` keeps this from happening where it can tell before; how often it
 may happen is bounded, so that no more than five captures a key are made whatever the pool does.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphpass.memory import Key, PoolModel
+from graphpass.memory.model import Key, PoolModel
 
 __all__ = ["KeyPool", "capture_within"]
 
