@@ -22,6 +22,7 @@ from graphpass import compat
 from graphpass.dispatch import LoraKeys
 from graphpass.errors import OptionError, nearest
 from graphpass.manager.batch import Batch, InputSpec
+from graphpass.manager.limits import check_positive
 from graphpass.manager.loraop import NO_ADAPTER, LoraLinear, TokenAdapters
 from graphpass.manager.loraweights import adapter_pairs, checked_pairs
 from graphpass.manager.scheduler import Request, StepPlan
@@ -74,14 +75,7 @@ class LoraAdapters:
     """
 
     def __init__(self, model: nn.Module, targets: Collection[str], *, max_loras: int, max_rank: int) -> None:
-        for limit, value in (("max_loras", max_loras), ("max_rank", max_rank)):
-            if type(value) is not int or value < 1:
-                raise OptionError(
-                    f"{limit} is no limit",
-                    expected="an integer of at least 1",
-                    found=repr(value),
-                    remedy=f"pass {limit}=1 or more",
-                )
+        check_positive({"max_loras": max_loras, "max_rank": max_rank}, "the adapters")
         self.max_loras, self.max_rank = max_loras, max_rank
         self.tokens = TokenAdapters()
         found = _targeted(model, targets)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import distributed, nn
-from typing_extensions import override
 
 import cgpass  # noqa: F401  # with what follows: imported once, before the processes part
 from graphpass import (
@@ -21,11 +20,11 @@ from graphpass import (
     CudaGraphManager,
     DataParallelAgreement,
     GraphpassError,
-    GraphRuntime,
     InputSpec,
     LoraKeys,
     get_forward_context,
 )
+from tests.unit.manager.managed import GrowingRuntime
 
 NUM_RANKS, WIDTH, LARGEST = 4, 6, 24
 SIZES = (2, 4, 8, 16)
@@ -118,14 +117,6 @@ STEPS: dict[str, tuple[Load | None, ...]] = {
     "adapters": (Load(3, num_loras=1), Load(5), None, Load(2, num_loras=2)),
     "after all that": (Load(1), Load(2), Load(3), Load(4)),
 }
-
-
-class GrowingRuntime(GraphRuntime):
-    """A pool that holds 100 bytes for each graph, since the tape has none."""
-
-    @override
-    def pool_bytes(self) -> int:
-        return 100 * sum(counts.static_sets for counts in self.counts().values())
 
 
 def made(
