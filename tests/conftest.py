@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,15 +93,20 @@ def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="session")
-def modules_frozen() -> Iterator[set[str]]:
-    """Names of the modules whose objects the garbage collector no longer looks at.
+@dataclass
+class Frozen:
+    """What the garbage collector no longer looks at: the objects of these modules, and of tests before this file."""
 
-    Nor are they counted, which takes as long as looking at them, and is asked for before every capture.
-    """
+    modules: set[str] = field(default_factory=set)
+    file: Path | None = None
+
+
+@pytest.fixture(scope="session")
+def frozen() -> Iterator[Frozen]:
+    """Nor are frozen objects counted, which takes as long as looking at them, and is asked for before every capture."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: MANY_OBJECTS)
-        yield set()
+        yield Frozen()
 
 
 @pytest.fixture
@@ -110,15 +116,16 @@ def frozen_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick_collections(modules_frozen: set[str]) -> None:
-    """Freeze what earlier tests imported: every capture collects garbage, and torch alone is a million objects.
+def quick_collections(request: pytest.FixtureRequest, frozen: Frozen) -> None:
+    """Freeze what earlier tests imported and left: each capture collects garbage, and torch alone is a million objects.
 
     A test's own objects are made afterwards, so they are collected as ever.
     """
-    if len(sys.modules.keys() - modules_frozen) > MANY_MODULES:
+    if request.path != frozen.file or len(sys.modules.keys() - frozen.modules) > MANY_MODULES:
         gc.collect()
         gc.freeze()
-        modules_frozen.update(sys.modules)
+        frozen.file = request.path
+        frozen.modules.update(sys.modules)
 
 
 @pytest.fixture(autouse=True)
