@@ -1,4 +1,4 @@
-"""What a loop over captures is done in: torch's state, and the bar that counts keys."""
+"""What captures are done in: torch's state, and the bar that counts keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-__all__ = ["capture_progress", "quietly", "steadily"]
+__all__ = ["capture_progress", "quietly", "steadily", "without_cached_casts"]
 
 Key = TypeVar("Key")
 
@@ -22,15 +22,21 @@ def quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def steadily() -> Iterator[None]:
-    """:func:`quietly`, and with autocast as while a graph is captured: what is compiled inside serves captures, too."""
-    is_cached = torch.is_autocast_cache_enabled()
+def without_cached_casts() -> Iterator[None]:
+    """Autocast keeps the weights it has cast for the rest of its block: a graph would read those, not the weights."""
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with quietly():
-            yield
+        yield
     finally:
-        torch.set_autocast_cache_enabled(is_cached)
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+@contextlib.contextmanager
+def steadily() -> Iterator[None]:
+    """:func:`quietly`, and with autocast as while a graph is captured: what is compiled inside serves captures, too."""
+    with without_cached_casts(), quietly():
+        yield
 
 
 def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:

@@ -19,6 +19,7 @@ from graphpass.capture.eager import EagerGraph
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.inside import InsideCapture
 from graphpass.capture.layout import storage_id
+from graphpass.capture.loop import without_cached_casts
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
@@ -262,7 +263,7 @@ def _surroundings(mode: CUDAGraphMode, inside: InsideCapture, log: ReadLog, cont
         num_tokens=None if context.num_tokens is None else descriptor.num_tokens,
         capture=inside,
     )
-    with entered(log.watched(seen, of=context)), torch.no_grad(), _no_cached_casts():
+    with entered(log.watched(seen, of=context)), torch.no_grad(), without_cached_casts():
         yield
 
 
@@ -272,17 +273,6 @@ def _eager(
     """In place of a recording: see :class:`EagerGraph`."""
     graph = EagerGraph(name, body, lambda: surroundings(get_forward_context()), body.inputs)
     return graph, graph.outputs
-
-
-@contextlib.contextmanager
-def _no_cached_casts() -> Iterator[None]:
-    """Autocast keeps the weights it has cast for the rest of its block: a graph would read those, not the weights."""
-    was_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was_enabled)
 
 
 def _storages(values: Sequence[Any]) -> set[int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, GraphRuntime
-from graphpass.capture.loop import quietly
 from graphpass.context import set_forward_context
 from graphpass.encoder.buffers import EncoderBuffers
 from graphpass.encoder.protocol import (
@@ -30,6 +29,8 @@ __all__ = ["EncoderGraphs", "outputs_of", "without_graphs"]
 
 class EncoderGraphs:
     """Captures keys of one encoder and replays them over shared buffers. They share one pool.
+
+    All of it is done in :func:`graphpass.capture.loop.steadily`, and :meth:`capture` in ``runtime.capturing()``.
 
     Args:
         model: the encoder.
@@ -52,9 +53,8 @@ class EncoderGraphs:
         self._model, self._config, self._device, self._dtype = model, config, device, dtype
         self.runtime = GraphRuntime(graph_pool, device=device)
         self.memory = DeviceMemory(device, self.runtime)
-        with quietly():
-            largest = [self._example(key) for key in keys if key.tokens == keys[0].tokens]
-            self.buffers = EncoderBuffers(config, largest)
+        largest = [self._example(key) for key in keys if key.tokens == keys[0].tokens]
+        self.buffers = EncoderBuffers(config, largest)
         self._wrapper = CUDAGraphWrapper(
             self._forward,
             CUDAGraphMode.FULL,
@@ -64,12 +64,6 @@ class EncoderGraphs:
             input_names=("key", *config.buffer_keys),
             policy=CapturePolicy(outputs="view"),
         )
-
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """:meth:`capture` is allowed in the body."""
-        with quietly(), self.runtime.capturing():
-            yield
 
     def capture(self, key: EncoderGraphKey) -> CapturedBudget:
         """Capture one key over its part of the buffers.

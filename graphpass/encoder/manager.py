@@ -161,7 +161,7 @@ class EncoderCudaGraphManager:
             self._graphs = self._new_graphs(self._keys, graph_pool)
             self._failed.clear()
             try:
-                with self._graphs.capturing():
+                with self._graphs.runtime.capturing():
                     self._capture_all(self._graphs, fits)
                 self._planner = self._planner_of(self._costs(self._graphs))
                 self._weights = EncoderWeights.of(self._model)

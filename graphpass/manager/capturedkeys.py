@@ -8,13 +8,13 @@ from graphpass.capture import GraphRuntime
 from graphpass.capture.loop import capture_progress, quietly
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.manager.agreement import AgreedSteps
-from graphpass.manager.keycapture import Key, KeyCapture
+from graphpass.manager.keycapture import KeyCapture
 from graphpass.manager.keygroups import keys_by_group
 from graphpass.manager.keystep import KeyStep
 from graphpass.manager.managerstats import CapturedKey
 from graphpass.manager.refusals import moved_weights, nothing_to_capture
 from graphpass.manager.stepbuffers import StepBuffers
-from graphpass.memory import KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.memory import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 
 __all__ = ["CapturedKeys"]
 

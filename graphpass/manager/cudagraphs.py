@@ -24,7 +24,7 @@ from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, Rank
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.capturedkeys import CapturedKeys
 from graphpass.manager.guards import modules_of
-from graphpass.manager.keycapture import Key, KeyCapture
+from graphpass.manager.keycapture import KeyCapture
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import ManagerStats, StepCounts
 from graphpass.manager.offload import WeightOffloader
@@ -36,7 +36,7 @@ from graphpass.manager.refusals import (
     too_large,
 )
 from graphpass.manager.stepbuffers import Sizes, StepBuffers
-from graphpass.memory import MemoryEstimate
+from graphpass.memory import Key, MemoryEstimate
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report
 

@@ -30,7 +30,7 @@ from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.memory import DeviceMemory, Key, MemoryMeter
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Key", "KeyCapture"]
+__all__ = ["KeyCapture"]
 
 _LEAST_SYMBOLIC = 2
 _NOTHING_OFFLOADED = contextlib.nullcontext()

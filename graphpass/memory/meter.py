@@ -92,9 +92,6 @@ class MemoryMeter(Protocol):
     def driver_bytes(self) -> int:
         """Bytes of the device that are taken outside of torch's allocator."""
 
-    def recordings(self) -> Sequence[Any]:
-        """What was recorded into the throwaway pool so far."""
-
     def copies(self) -> contextlib.AbstractContextManager[Copies]:
         """Executables of recordings, for the body."""
 
@@ -137,10 +134,6 @@ class DeviceMemory(MemoryMeter):
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free) - torch.cuda.memory_reserved(self._device)
-
-    @override
-    def recordings(self) -> Sequence[Any]:
-        return self._runtime.recordings()
 
     @override
     def copies(self) -> contextlib.AbstractContextManager[Copies]:
