@@ -565,6 +565,41 @@ def aot_eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
     return compiled
 
 
+# --- attention
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_starts: torch.Tensor,
+    key_lengths: torch.Tensor,
+    max_query_len: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Torch's flash attention with a place for the keys of each sequence that does not follow from the one before.
+
+    ``varlen_attn`` of torch 2.11 cannot say how many keys of a sequence are used; the operator behind it can.
+
+    Args:
+        query: [tokens, heads, head_dim] of half precision on a GPU.
+        key: like ``query``.
+        value: like ``query``.
+        query_ends: where the queries of each sequence begin, and the last ones end, int32 [sequences + 1].
+        key_starts: where its keys begin, int32 [sequences + 1]; the last entry is not used.
+        key_lengths: how many they are, int32 [sequences].
+        max_query_len: bound on the queries of a sequence.
+        scale: of the scores.
+    """
+    bounds = (query_ends, key_starts, max_query_len, key.shape[0])
+    attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, *bounds, 0.0, False, False, scale=scale, seqused_k=key_lengths
+    )[0]
+    return attended
+
+
 # --- Dynamo
 
 

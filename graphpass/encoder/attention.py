@@ -1,9 +1,9 @@
 """Attention over packed images: each sequence by itself, whatever lies behind the last one left out.
 
 Two forms, both free of host reads, so that they stand inside whole-encoder graphs, and inside a block that is compiled
-for symbolic sizes. *Packed*: sequences of any length one behind the other, their bounds in ``cu_seqlens``; on CUDA in
-half precision torch's ``varlen_attn``, elsewhere one ``scaled_dot_product_attention`` under a block-diagonal mask.
-*Equal*: sequences of one length, which is a batch.
+for symbolic sizes. *Packed*: sequences of any length one behind the other, described by their pieces
+(:mod:`graphpass.encoder.pieces`); on CUDA in half precision torch's flash attention, elsewhere one
+``scaled_dot_product_attention`` under a block-diagonal mask. *Equal*: sequences of one length, which is a batch.
 
 Both are attention functions of Hugging Face, under the names below. What they have to know beyond their arguments is in
 the configuration of the layer that calls them: :func:`use_attention` writes it into a copy that only the adapter's
@@ -13,13 +13,17 @@ layers see.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import logging
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
+from graphpass import compat
+from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, pieces_of
 from graphpass.errors import OptionError, ShapeError
 
 __all__ = [
@@ -28,35 +32,40 @@ __all__ = [
     "equal_attention",
     "packed_attention",
     "register_with_hugging_face",
-    "serves_varlen",
+    "serves_flash",
     "use_attention",
 ]
+
+_log = logging.getLogger("graphpass")
 
 PACKED_ATTENTION = "graphpass_flash_packed"
 """Towers pass bounds of sequences, instead of splitting by them on the host, to what has "flash" in its name."""
 EQUAL_ATTENTION = "graphpass_equal"
 _EQUAL_OP = "graphpass::equal_attention"
-_SEQUENCE_LENGTH, _IS_VARLEN = "graphpass_sequence_length", "graphpass_is_varlen"
+_SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
 _HEAD_ALIGNMENT, _MAX_HEAD_DIM = 8, 256
 """What torch's flash attention takes."""
+_TOLERANCE = 2e-2
+"""Relative norm, half precision against float32."""
 
 
-def serves_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether ``varlen_attn`` serves such tensors; heads are padded to the width that it asks for."""
+def serves_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash attention serves packed tensors; heads are padded to the width that it asks for."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    return head_dim <= _MAX_HEAD_DIM and torch.cuda.get_device_capability(device) >= (8, 0)
+    if head_dim > _MAX_HEAD_DIM or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return _attends_in_pieces(device, dtype, head_dim)
 
 
 def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seq_len: int,
+    pieces: Pieces[torch.Tensor],
     *,
     scale: float,
-    is_varlen: bool = False,
+    is_flash: bool = False,
 ) -> torch.Tensor:
     """Attention within each of the sequences that lie one behind the other.
 
@@ -64,29 +73,18 @@ def packed_attention(
         query: [tokens, heads, head_dim].
         key: like ``query``.
         value: like ``query``.
-        cu_seqlens: where sequences begin and the last one ends, int32 [most sequences + 1]; entries of unused sequences
-            repeat the end.
-        max_seq_len: bound on the sequences' lengths; a graph bakes it in.
+        pieces: of the sequences, on the same device.
         scale: of the scores.
-        is_varlen: by torch's kernel, where :func:`serves_varlen` says so.
+        is_flash: by torch's kernel, where :func:`serves_flash` says so.
 
     Returns:
         Shaped like ``query``; zero behind the end of the last sequence, and those rows are not read by others, whatever
         they hold.
     """
-    num_tokens = query.shape[0]
-    is_packed = (torch.arange(num_tokens, device=query.device) < cu_seqlens[-1]).view(-1, 1, 1)
-    if is_varlen:
-        return torch.where(is_packed, _varlen(query, key, value, cu_seqlens, max_seq_len, scale), 0.0)
-    # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
-    # rows see each other: a softmax over nothing would be NaN.
-    key, value = torch.where(is_packed, key, 0.0), torch.where(is_packed, value, 0.0)
-    rows = torch.arange(num_tokens, device=query.device, dtype=cu_seqlens.dtype)
-    owner = torch.searchsorted(cu_seqlens, rows, right=True)
-    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-    mask = owner.unsqueeze(1) == owner.unsqueeze(0)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
-    return torch.where(is_packed, attended, 0.0)
+    rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+    is_packed = rows < pieces.query_ends[-1]
+    attend = _flash if is_flash else _masked
+    return torch.where(is_packed.view(-1, 1, 1), attend(query, key, value, pieces, scale, rows, is_packed), 0.0)
 
 
 def equal_attention(
@@ -135,22 +133,73 @@ def _shaped_like_query(
 torch.library.register_fake(_EQUAL_OP, _shaped_like_query)
 
 
-def _varlen(
+def _masked(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seq_len: int,
+    pieces: Pieces[torch.Tensor],
     scale: float,
+    rows: torch.Tensor,
+    is_packed: torch.Tensor,
+) -> torch.Tensor:
+    """Everything at once, under a mask of which rows are of one sequence."""
+    # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
+    # rows see each other: a softmax over nothing would be NaN.
+    key, value = (torch.where(is_packed.view(-1, 1, 1), tensor, 0.0) for tensor in (key, value))
+    piece = torch.searchsorted(pieces.query_ends, rows, right=True) - 1
+    sequence = torch.where(is_packed, pieces.key_starts[piece], -1)
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    mask = sequence.unsqueeze(1) == sequence.unsqueeze(0)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pieces: Pieces[torch.Tensor],
+    scale: float,
+    *_: torch.Tensor,
 ) -> torch.Tensor:
     """Torch's kernel, which does not write rows that belong to no sequence."""
     head_dim = query.shape[-1]
     missing = -head_dim % _HEAD_ALIGNMENT
     if missing:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seq_len, max_seq_len, scale=scale)
-    assert isinstance(attended, torch.Tensor)  # a pair only with return_aux
-    return attended[..., :head_dim]
+    return compat.flash_attention(query, key, value, *pieces, PIECE_LENGTH, scale=scale)[..., :head_dim]
+
+
+@functools.cache
+def _attends_in_pieces(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernel gives pieces of a sequence all its keys.
+
+    Torch documents keys that lie one behind the other; those of pieces are the same ones again. A kernel that does not
+    do that would answer wrongly, so it is tried.
+    """
+    lengths = np.array([PIECE_LENGTH + 3, 5, 2 * PIECE_LENGTH])
+    seeded = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(int(lengths.sum()), 1, head_dim, generator=seeded, device="cpu").to(device, dtype) for _ in range(3)
+    )
+    pieces = Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(lengths)))
+    expected = packed_attention(query.float(), key.float(), value.float(), pieces, scale=head_dim**-0.5)
+    try:
+        found = packed_attention(query, key, value, pieces, scale=head_dim**-0.5, is_flash=True)
+    except RuntimeError as error:
+        reason = str(error)
+    else:
+        if (found.float() - expected).norm() < _TOLERANCE * expected.norm():
+            return True
+        reason = "it does not attend to the keys that it is given"
+    _log.warning(
+        "torch's flash attention does not serve packed images here (heads of %d, %s on %s: %s): "
+        "attention is masked, which is slower for many patches",
+        head_dim,
+        dtype,
+        device,
+        reason,
+    )
+    return False
 
 
 def register_with_hugging_face() -> None:
@@ -176,7 +225,7 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
         config._attn_implementation = name
         setattr(config, _SEQUENCE_LENGTH, seq_len)
         head_dim = config.hidden_size // config.num_attention_heads
-        setattr(config, _IS_VARLEN, serves_varlen(weight.device, weight.dtype, head_dim))
+        setattr(config, _IS_FLASH, serves_flash(weight.device, weight.dtype, head_dim))
     return own
 
 
@@ -189,8 +238,9 @@ def _packed_of_layer(
     dropout: float = 0.0,
     scaling: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
     is_causal: bool | None = None,
+    key_starts: torch.Tensor | None = None,
+    key_lengths: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Packed attention in the shape in which transformers asks for it: [1, heads, tokens, head_dim].
@@ -200,17 +250,18 @@ def _packed_of_layer(
         ShapeError: a batch of other than one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None or key_starts is None or key_lengths is None:
         raise OptionError(
             f"{PACKED_ATTENTION} attends within packed sequences",
-            expected="cu_seq_lens_q and max_length_q, as transformers passes them to flash attention",
+            expected="cu_seq_lens_q, as transformers passes it to flash attention, key_starts and key_lengths",
             found=f"none from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
     query, key, value = _one_row(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    is_varlen = getattr(module.config, _IS_VARLEN)
-    attended = packed_attention(query, key, value, cu_seq_lens_q, max_length_q, scale=scale, is_varlen=is_varlen)
+    pieces = Pieces(cu_seq_lens_q, key_starts, key_lengths)
+    is_flash = getattr(module.config, _IS_FLASH)
+    attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
     return attended.unsqueeze(0), None
 
 

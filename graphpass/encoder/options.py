@@ -10,7 +10,7 @@ from typing import Literal
 from graphpass.compile import COMPILERS
 from graphpass.encoder.budgets import checked_budgets, fine_budgets
 from graphpass.encoder.packing import PackingCosts
-from graphpass.encoder.protocol import Axes, EncoderCudaGraphConfig, EncoderGraphKey
+from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError
 
 __all__ = ["EncoderOptions", "checked_config", "keys_of"]
@@ -29,7 +29,8 @@ class EncoderOptions:
         max_graphs: how many graphs an inferred ladder may have in all. One takes about 0.1 s to capture.
         max_pool_bytes: what the pool ends at or below; keys for which there is no room are left out. None: no bound.
         max_items_per_batch: items of one replay.
-        max_frames_per_batch: frames of one replay, for models that count them.
+        max_frames_per_batch: frames of one replay, for models that count them. Budgets below the largest have room
+            for as many as for smallest items.
         compile: capture the compiled encoder. None: if the model can be compiled.
         compiler: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
         costs: ``measured``: replays and eager calls are timed after the capture, and the cheaper plan runs. None: the
@@ -164,12 +165,15 @@ def keys_of(
             minimum, maximum, max_graphs=options.max_graphs // len(combinations), multiple=config.token_multiple
         )
     most_items = options.max_items_per_batch or config.max_items or _USUAL_ITEMS
-    frames = _frames_of(options, config)
-    return tuple(
-        _key(budget, max(1, min(most_items, budget // minimum)), frames, path, axes, config)
-        for budget in reversed(budgets)
-        for path, axes in combinations
-    )
+    most_frames = _frames_of(options, config)
+    keys = []
+    for budget in reversed(budgets):
+        held = max(1, budget // minimum)  # of the smallest items
+        # A clip may have smaller frames; the largest budget leaves none out.
+        frames = most_frames if most_frames is None or budget == budgets[-1] else min(most_frames, held)
+        sizes = (budget, budget * config.patches_per_token, min(most_items, held), frames)
+        keys += [EncoderGraphKey(*sizes, path, axes) for path, axes in combinations]
+    return tuple(keys)
 
 
 def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int | None:
@@ -184,9 +188,3 @@ def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int |
             remedy="leave it out",
         )
     return asked
-
-
-def _key(
-    budget: int, items: int, frames: int | None, path: str, axes: Axes, config: EncoderCudaGraphConfig
-) -> EncoderGraphKey:
-    return EncoderGraphKey(budget, budget * config.patches_per_token, items, frames, path, axes)

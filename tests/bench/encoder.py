@@ -164,10 +164,7 @@ def one_graph(
     specs = adapter.get_encoder_cudagraph_item_specs(items)
     tokens, patches = (sum(getattr(spec, name) for spec in specs) for name in ("output_tokens", "input_size"))
     key = EncoderGraphKey(tokens, patches, len(specs), len(specs))
-    buffers = adapter.prepare_encoder_cudagraph_capture_inputs(key, setup.device, setup.dtype)
-    for name, value in adapter.prepare_encoder_cudagraph_replay_buffers(items, key).items():
-        assert value is not None
-        buffers[name].copy_(value)
+    buffers = adapter.prepare_encoder_cudagraph_replay_buffers(items, key)
 
     def body() -> tuple[torch.Tensor, ...]:
         with gp.set_forward_context():

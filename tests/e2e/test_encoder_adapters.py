@@ -197,21 +197,6 @@ def test_padding_as_declared_stays_finite(stock: Tower) -> None:
     assert all(output.isfinite().all() for output in outputs)
 
 
-@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
-def test_bounds_of_sequences_as_an_axis(stock: Tower) -> None:
-    """Images below a bound share graphs that are cheaper for them; larger ones take the others."""
-    tower = stock.build(CPU)
-    manager = captured(poisoned(stock, tower, max_seq_lens=(32, 256)), token_budgets=(16, 64), max_items_per_batch=8)
-    small: list[Grid] = [(1, 4, 8), (2, 2, 2), (3, 4, 8), (1, 2, 16)]
-    for sizes in (small, [*small, (1, 8, 16), (1, 2, 40), (1, 18, 16)]):
-        items = stock.items(tower, sizes)
-        assert_same(manager.execute(items), stock.stock(tower, items))
-        stats = manager.get_cumulative_stats()
-        used = {dict(traffic.captured.key.axes)["max_seq_len"] for traffic in stats.budgets if traffic.replays}
-        assert used == ({32} if sizes is small else {32, 256})
-    assert stats.misses == 1  # 288 patches are above both
-
-
 @pytest.mark.parametrize("stock", [SIGLIP, CLIP], ids=str)
 @pytest.mark.parametrize("output", ["last_hidden_state", "pooler_output", "both"])
 def test_what_an_image_returns(stock: Tower, output: str) -> None:

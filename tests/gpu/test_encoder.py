@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from graphpass import EncoderCudaGraphManager, EncoderOptions, PackingCosts
-from graphpass.encoder.protocol import EncoderOutput
+from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
 from tests.unit.encoder import toy
 
 pytestmark = pytest.mark.cuda
@@ -86,10 +86,19 @@ def test_two_managers_do_not_disturb_each_other() -> None:
     managers[1].clear()
 
 
+class SlowEncoder(toy.ToyEncoder):
+    """Its graphs read their buffers late."""
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        torch.cuda._sleep(20_000_000)
+        return super().encoder_cudagraph_forward(buffers, key)
+
+
 def test_streams_wait_for_each_other() -> None:
-    encoder = toy.ToyEncoder()
+    """No item runs eagerly: that would wait for the host's copies, and with them for the replay before."""
+    encoder = SlowEncoder()
     manager = made(encoder)
-    requests = [on_gpu(MIXED, seed=seed) for seed in range(6)]
+    requests = [on_gpu((4, 8, 2, 40, 64, 2, 12), seed=seed) for seed in range(6)]
     expected = [toy.one_by_one(encoder, items) for items in requests]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -100,6 +109,7 @@ def test_streams_wait_for_each_other() -> None:
     torch.cuda.synchronize()
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
+    assert manager.get_cumulative_stats().misses == 0
     manager.clear()
 
 

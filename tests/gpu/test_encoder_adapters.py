@@ -1,4 +1,4 @@
-"""Stock vision towers over real graphs on a GPU: bfloat16 through ``varlen_attn``, float32 through masked attention."""
+"""Stock vision towers over real graphs on a GPU: bfloat16 through flash attention, float32 through masked attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from graphpass.encoder import attention as att
 from graphpass.encoder.adapters import adapter_for
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
+from graphpass.encoder.pieces import Pieces
 from tests.e2e.hugging_face import CUDA, CUDA_F32, Place, difference
 from tests.e2e.photographs import cut_photographs, processor_of
 from tests.e2e.towers import EACH_TOWER, QWEN3_VL, Tower
+from tests.unit.encoder.test_encoder_attention import padded_pieces
 
 pytestmark = pytest.mark.cuda
 
@@ -48,7 +50,7 @@ def agree(found: Sequence[Any], expected: Sequence[Sequence[torch.Tensor]], tole
 
 @pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 128, 256])
 def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: torch.device) -> None:
-    lengths, padding = [1, 130, 64, 0, 7], 50
+    lengths, padding = [1, 130, 64, 0, 7, 700], 50
     real = sum(lengths)
     seeded = torch.Generator(cuda).manual_seed(0)
     packed = [
@@ -56,9 +58,9 @@ def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: tor
     ]
     for tensor in packed:
         tensor[real:] = torch.nan
-    assert att.serves_varlen(cuda, torch.bfloat16, head_dim)
-    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), real, real], dtype=torch.int32, device=cuda)
-    found = att.packed_attention(*packed, ends, 256, scale=0.2, is_varlen=True)
+    assert att.serves_flash(cuda, torch.bfloat16, head_dim)
+    pieces = Pieces(*(part.to(cuda) for part in padded_pieces(lengths, unused=2)))
+    found = att.packed_attention(*packed, pieces, scale=0.2, is_flash=True)
     assert not found[real:].any()
     start = 0
     for length in lengths:

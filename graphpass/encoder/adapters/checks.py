@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from graphpass.errors import EncoderConfigError
 
-__all__ = ["check_option", "check_rising", "refuse_tower"]
+__all__ = ["check_option", "refuse_tower"]
 
 
 def check_option(name: str, value: Any, *, at_least: int) -> None:
@@ -23,22 +21,6 @@ def check_option(name: str, value: Any, *, at_least: int) -> None:
             expected=f"an integer of at least {at_least}",
             found=repr(value),
             remedy="leave it out for the default",
-        )
-
-
-def check_rising(name: str, values: Sequence[int]) -> None:
-    """Refuse what are not integers of at least 1, each greater than the one before.
-
-    Raises:
-        EncoderConfigError: they are not.
-    """
-    is_valid = all(type(value) is int and value >= 1 for value in values)
-    if not is_valid or any(one >= following for one, following in itertools.pairwise(values)):
-        raise EncoderConfigError(
-            f"option {name} of the adapter cannot be used",
-            expected="integers of at least 1, each greater than the one before",
-            found=repr(values),
-            remedy="sort them and leave duplicates out",
         )
 
 

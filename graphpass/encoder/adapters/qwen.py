@@ -14,16 +14,16 @@ import torch
 
 from graphpass.capture.loop import steadily
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
-from graphpass.encoder.adapters.checks import check_option, check_rising
+from graphpass.encoder.adapters.checks import check_option
+from graphpass.encoder.adapters.patches import WholePatches
 from graphpass.encoder.attention import PACKED_ATTENTION
+from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces, pieces_of
 from graphpass.encoder.protocol import (
-    EncoderAxis,
     EncoderCudaGraphConfig,
     EncoderGraphKey,
     EncoderItems,
     EncoderItemSpec,
     EncoderOutput,
-    PaddingRule,
 )
 from graphpass.errors import ShapeError
 
@@ -33,12 +33,11 @@ Grid = tuple[int, int, int]
 """Temporal slices, height and width of an item, in patches."""
 Tables = Mapping[str, npt.NDArray[Any]]
 """Buffer key -> int32 or float32 values of one frame, or of a batch."""
-MAX_SEQ_LEN = "max_seq_len"
 _IMAGES, _CLIPS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
 _FRAME_TABLES_KEPT = 256
 _EXAMPLE_TOKENS_AN_IMAGE = 256
-_EXAMPLE_PATCHES, _EXAMPLE_SEQUENCES, _EXAMPLE_LENGTH = 46, 5, 29
-"""Sizes of the compiled example, all different."""
+_EXAMPLE_LENGTHS = (409,) * 5
+"""Sequences of the compiled example. Inductor chooses kernels by its sizes, so it is as large as usual batches are."""
 
 
 class GridAdapter(ABC):
@@ -54,15 +53,13 @@ class GridAdapter(ABC):
         max_tokens: output tokens of the largest.
         max_items: images and clips of a batch.
         max_frames: temporal slices of a batch. Each one that a graph allows for costs its attention a little.
-        max_seq_lens: bounds on the patches of one temporal slice, each with graphs of its own; none: the graph's size.
-            A small bound makes the attention of many small images cheaper.
 
     Raises:
         EncoderConfigError: a limit cannot be used.
     """
 
-    #: Buffers with one entry for each sequence and one more; unused ones repeat the end.
-    cumulative_keys: tuple[str, ...] = ("cu_seqlens",)
+    #: Attention sequences: each of these has three buffers, its :class:`~graphpass.encoder.pieces.Pieces`.
+    sequence_kinds: tuple[str, ...] = ("frame",)
     #: Buffers with a row for each patch; in padding zero, which as an index is always valid.
     patch_keys: tuple[str, ...]
     #: Buffers with a row for each token that holds the number of a token.
@@ -76,17 +73,14 @@ class GridAdapter(ABC):
         max_tokens: int = 4096,
         max_items: int = 32,
         max_frames: int = 32,
-        max_seq_lens: Sequence[int] = (),
     ) -> None:
         check_option("min_tokens", min_tokens, at_least=1)
         check_option("max_tokens", max_tokens, at_least=min_tokens)
         check_option("max_items", max_items, at_least=1)
         check_option("max_frames", max_frames, at_least=max_items)
-        check_rising("max_seq_lens", max_seq_lens)
         self.tower = tower
         self._merge: int = tower.spatial_merge_size
         self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
-        self._max_seq_lens = tuple(max_seq_lens)
         self._blocks = Blocks(tower.blocks, PACKED_ATTENTION)
         self._tables_of_frame = functools.lru_cache(_FRAME_TABLES_KEPT)(self._frame_tables)
 
@@ -94,14 +88,14 @@ class GridAdapter(ABC):
 
     @abstractmethod
     def _frame_tables(self, height: int, width: int) -> Tables:
-        """The tables of one temporal slice: those of ``table_keys``, and lengths under ``cumulative_keys``."""
+        """The tables of one temporal slice, and the lengths of its sequences under each of ``sequence_kinds``."""
 
     @abstractmethod
-    def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        """{cumulative key: most sequences of a batch on ``key``}."""
+    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        """{kind of sequences: the most pieces of a batch on ``key``}."""
 
     @abstractmethod
-    def _forward(self, buffers: Mapping[str, torch.Tensor], max_seq_len: int) -> tuple[torch.Tensor, ...]:
+    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tower's forward over full buffers."""
 
     @property
@@ -112,17 +106,15 @@ class GridAdapter(ABC):
     # -- the protocol
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """Images and clips; tables are padded with valid indices, cumulative lengths with the end."""
+        """Images and clips; tables are padded with valid indices, ends of sequences with the last one."""
         widths = self._output_widths
-        padding: dict[str, PaddingRule] = dict.fromkeys(self.cumulative_keys, "last")
-        axes = (EncoderAxis(MAX_SEQ_LEN, self._max_seq_lens, rounds_up=True),) if self._max_seq_lens else ()
+        pieces = [name for kind in self.sequence_kinds for name in _piece_keys(kind)]
         return EncoderCudaGraphConfig(
             modalities=("image", "video"),
-            buffer_keys=("pixel_values", *self.table_keys, *self.cumulative_keys),
+            buffer_keys=("pixel_values", *self.patch_keys, *self.token_keys, *pieces),
             output_width=widths[0] if len(widths) == 1 else widths,
-            padding=padding,
+            padding=dict.fromkeys(self._ends, "last"),
             patches_per_token=self._merge**2,
-            axes=axes,
             max_frames=self._max_frames,
             max_items=self._max_items,
         )
@@ -158,29 +150,20 @@ class GridAdapter(ABC):
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
         """The example's images, and what pads them."""
-        real = self._tables(self._example_grids(key))
-        tables = {}
-        for name in self.table_keys:
-            rows = key.patches // self._patches_a_row(name)
-            tables[name] = np.zeros((rows, *real[name].shape[1:]), real[name].dtype)
-            tables[name][: len(real[name])] = real[name]
-        for name, most in self._num_sequences(key).items():
-            tables[name] = np.full(most + 1, real[name][-1], np.int32)
-            tables[name][: len(real[name])] = real[name]
         pixels = torch.zeros(key.patches, self._patch_width, device=device, dtype=dtype)
-        return {"pixel_values": pixels, **_transferred(tables, device)}
+        return {"pixel_values": pixels, **_transferred(self._padded_tables(self._example_grids(key), key), device)}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
-        """The patches as they are, and the tables of their grids in one transfer."""
+        """The patches as they are; the tables of their grids, padded on the host, in one transfer."""
         pixels, grids = _normal(items, self._merge)
-        return {"pixel_values": pixels, **_transferred(self._tables(grids), self._device)}
+        return {"pixel_values": pixels, **_transferred(self._padded_tables(grids, key), self._device)}
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
         with steadily():
-            return self._forward(buffers, dict(key.axes).get(MAX_SEQ_LEN, key.patches))  # type: ignore[arg-type]
+            return self._forward(buffers)
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward at the items' own sizes."""
@@ -190,7 +173,7 @@ class GridAdapter(ABC):
             return tuple(weight.new_empty(0, width) for width in self._output_widths)
         with eagerly():
             buffers = {"pixel_values": pixels.to(self._device), **_transferred(self._tables(grids), self._device)}
-            return self._forward(buffers, max(height * width for _, height, width in grids))
+            return self._forward(buffers)
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
@@ -204,30 +187,31 @@ class GridAdapter(ABC):
         """Compile the block; it serves all layers and sizes."""
         weight = next(self.tower.parameters())
         config = self.tower.config
-        hidden = torch.zeros(_EXAMPLE_PATCHES, config.hidden_size, device=weight.device, dtype=weight.dtype)
+        num_patches = sum(_EXAMPLE_LENGTHS)
+        hidden = torch.zeros(num_patches, config.hidden_size, device=weight.device, dtype=weight.dtype)
         head_dim = config.hidden_size // config.num_heads
-        angles = torch.zeros(_EXAMPLE_PATCHES, head_dim, device=weight.device, dtype=torch.float32)
-        ends = torch.tensor([0, *[_EXAMPLE_LENGTH] * _EXAMPLE_SEQUENCES], dtype=torch.int32, device=weight.device)
-        self._blocks.compile(
-            compiler, runtime, hidden, _block_arguments(ends, _EXAMPLE_LENGTH, (angles, angles.clone()))
-        )
+        angles = torch.zeros(num_patches, head_dim, device=weight.device, dtype=torch.float32)
+        pieces = Pieces(*(torch.from_numpy(part).to(weight.device) for part in pieces_of(np.array(_EXAMPLE_LENGTHS))))
+        self._blocks.compile(compiler, runtime, hidden, _block_arguments(pieces, (angles, angles.clone())))
 
     # -- shared with the towers
+
+    def _embed(self, patches: torch.Tensor) -> torch.Tensor:
+        with WholePatches():
+            hidden: torch.Tensor = self.tower.patch_embed(patches)
+        return hidden
 
     def _run_block(
         self,
         index: int,
         hidden: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seq_len: int,
+        buffers: Mapping[str, torch.Tensor],
+        kind: str,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        return self._blocks(index, hidden, _block_arguments(cu_seqlens, max_seq_len, position_embeddings))
-
-    @property
-    def table_keys(self) -> tuple[str, ...]:
-        """All buffers that grids give, but for the cumulative ones."""
-        return (*self.patch_keys, *self.token_keys)
+        """One block, which attends within sequences of a kind."""
+        pieces = Pieces(*(buffers[name] for name in _piece_keys(kind)))
+        return self._blocks(index, hidden, _block_arguments(pieces, position_embeddings))
 
     @property
     def _device(self) -> torch.device:
@@ -240,16 +224,22 @@ class GridAdapter(ABC):
         kernel: torch.Tensor = self.tower.patch_embed.proj.weight
         return kernel[0].numel()
 
-    def _patches_a_row(self, name: str) -> int:
-        return 1 if name in self.patch_keys else self._merge**2
+    @property
+    def _ends(self) -> list[str]:
+        """Buffers in whose padding the last value goes on; in others it is zero, which as an index is always valid."""
+        return [_piece_keys(kind).query_ends for kind in self.sequence_kinds]
+
+    def _rows(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        """{buffer: its rows on ``key``}, for all that grids give."""
+        rows = dict.fromkeys(self.patch_keys, key.patches) | dict.fromkeys(self.token_keys, key.tokens)
+        for kind, most in self._most_pieces(key).items():
+            rows |= zip(_piece_keys(kind), (most + 1, most + 1, most), strict=True)
+        return rows
 
     def _example_grids(self, key: EncoderGraphKey) -> list[Grid]:
         """At least one grid, and at most as many as the key has items, together of at most its tokens."""
-        bound = dict(key.axes).get(MAX_SEQ_LEN, key.patches)
-        assert isinstance(bound, int)
-        most = max(1, min(_EXAMPLE_TOKENS_AN_IMAGE, bound // self._merge**2, key.tokens))
-        count = min(key.items, -(-key.tokens // most))
-        tokens = min(key.tokens // count, max(1, bound // self._merge**2))
+        count = min(key.items, -(-key.tokens // _EXAMPLE_TOKENS_AN_IMAGE))
+        tokens = key.tokens // count
         height = math.isqrt(tokens)
         return [(1, height * self._merge, tokens // height * self._merge)] * count
 
@@ -257,11 +247,12 @@ class GridAdapter(ABC):
         """Most temporal slices of a batch; each has at least one token."""
         return min(key.frames or key.items, key.tokens)
 
+    def _frame_pieces(self, key: EncoderGraphKey) -> int:
+        return most_pieces(self._frames(key), key.patches, key.patches)
+
     def _spec(self, grid: Grid) -> EncoderItemSpec:
-        frames, height, width = grid
         patches = math.prod(grid)
-        axes = ((MAX_SEQ_LEN, height * width),) if self._max_seq_lens else ()
-        return EncoderItemSpec(patches, patches // self._merge**2, frames, axes=axes)
+        return EncoderItemSpec(patches, patches // self._merge**2, grid[0])
 
     def _tables(self, grids: Sequence[Grid]) -> Tables:
         """The tables of a batch: those of its frames, one after the other."""
@@ -274,16 +265,38 @@ class GridAdapter(ABC):
         for name in self.token_keys:
             numbers = [frame[name] + np.int32(start) for frame, start in zip(frames, starts, strict=False)]
             tables[name] = np.concatenate(numbers)
-        for name in self.cumulative_keys:
-            ends = np.cumsum(np.concatenate([frame[name] for frame in frames]), dtype=np.int32)
-            tables[name] = np.concatenate([np.zeros(1, np.int32), ends])
+        for kind in self.sequence_kinds:
+            lengths = np.concatenate([frame[kind] for frame in frames])
+            tables |= zip(_piece_keys(kind), pieces_of(lengths), strict=True)
         return tables
+
+    def _padded_tables(self, grids: Sequence[Grid], key: EncoderGraphKey) -> Tables:
+        """The tables of a batch with as many rows as the buffers of ``key``."""
+        found, padded = self._tables(grids), {}
+        for name, rows in self._rows(key).items():
+            real = found[name]
+            shape = (max(rows, len(real)), *real.shape[1:])  # what has more rows than its buffer is refused there
+            padded[name] = np.full(shape, real[-1] if name in self._ends else 0, real.dtype)
+            padded[name][: len(real)] = real
+        return padded
+
+
+def _piece_keys(kind: str) -> Pieces[str]:
+    """The buffers of a kind of sequences."""
+    return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
 
 
 def _block_arguments(
-    cu_seqlens: torch.Tensor, max_seq_len: int, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    pieces: Pieces[torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, Any]:
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seq_len, "position_embeddings": position_embeddings}
+    """What a block takes: transformers calls ends of sequences ``cu_seqlens``, and hands on what it does not know."""
+    return {
+        "cu_seqlens": pieces.query_ends,
+        "max_seqlen": PIECE_LENGTH,
+        "key_starts": pieces.key_starts,
+        "key_lengths": pieces.key_lengths,
+        "position_embeddings": position_embeddings,
+    }
 
 
 def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[Grid]]:

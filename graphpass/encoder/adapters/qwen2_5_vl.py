@@ -10,6 +10,7 @@ import torch
 
 from graphpass.encoder.adapters.grids import position_ids, windows
 from graphpass.encoder.adapters.qwen import GridAdapter, Tables
+from graphpass.encoder.pieces import most_pieces
 from graphpass.encoder.protocol import EncoderGraphKey
 
 __all__ = ["Qwen25VLAdapter"]
@@ -20,7 +21,7 @@ class Qwen25VLAdapter(GridAdapter):
 
     patch_keys = ("position_ids",)
     token_keys = ("window_index", "reverse_index")
-    cumulative_keys = ("cu_seqlens", "cu_window_seqlens")
+    sequence_kinds = ("frame", "window")
 
     def __init__(self, tower: Any, **options: Any) -> None:
         super().__init__(tower, **options)
@@ -34,36 +35,27 @@ class Qwen25VLAdapter(GridAdapter):
             "position_ids": by_token[cut.order].reshape(-1, 2),
             "window_index": cut.order,
             "reverse_index": np.argsort(cut.order).astype(np.int32),
-            "cu_seqlens": np.array([height * width], dtype=np.int32),
-            "cu_window_seqlens": cut.tokens * np.int32(self._unit),
+            "frame": np.array([height * width], dtype=np.int32),
+            "window": cut.tokens * np.int32(self._unit),
         }
 
-    def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
+    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
         """A frame of n tokens has at most n / side + 1 windows: as many if it is one token high."""
-        frames = self._frames(key)
-        return {"cu_seqlens": frames, "cu_window_seqlens": key.tokens // self._tokens_a_side + frames}
-
-    @property
-    def _window_length(self) -> int:
-        """Patches of a whole window."""
-        return self._unit * self._tokens_a_side**2
+        windows = key.tokens // self._tokens_a_side + self._frames(key)
+        longest = self._unit * self._tokens_a_side**2
+        return {"frame": self._frame_pieces(key), "window": most_pieces(windows, key.patches, longest)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
         return (self.tower.merger.mlp[-1].out_features,)
 
-    def _forward(self, buffers: Mapping[str, torch.Tensor], max_seq_len: int) -> tuple[torch.Tensor, ...]:
+    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         tower = self.tower
-        hidden = tower.patch_embed(buffers["pixel_values"])
+        hidden = self._embed(buffers["pixel_values"])
         by_token = hidden.reshape(-1, self._unit, hidden.shape[-1])
         hidden = by_token.index_select(0, buffers["window_index"]).reshape(hidden.shape)
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
         whole = set(tower.fullatt_block_indexes)
         for layer in range(len(self._blocks)):
-            ends, longest = (
-                (buffers["cu_seqlens"], max_seq_len)
-                if layer in whole
-                else (buffers["cu_window_seqlens"], self._window_length)
-            )
-            hidden = self._run_block(layer, hidden, ends, longest, rotation)
+            hidden = self._run_block(layer, hidden, buffers, "frame" if layer in whole else "window", rotation)
         return (tower.merger(hidden).index_select(0, buffers["reverse_index"]),)

@@ -41,26 +41,26 @@ class Qwen3VLAdapter(GridAdapter):
             "position_ids": position_ids(height, width, self._merge),
             "interp_indices": resampled.indices,
             "interp_weights": resampled.weights,
-            "cu_seqlens": np.array([height * width], dtype=np.int32),
+            "frame": np.array([height * width], dtype=np.int32),
         }
 
-    def _num_sequences(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        return {"cu_seqlens": self._frames(key)}
+    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        return {"frame": self._frame_pieces(key)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
         mergers = [self.tower.merger, *self.tower.deepstack_merger_list]
         return tuple(merger.linear_fc2.out_features for merger in mergers)
 
-    def _forward(self, buffers: Mapping[str, torch.Tensor], max_seq_len: int) -> tuple[torch.Tensor, ...]:
+    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         tower = self.tower
-        hidden = tower.patch_embed(buffers["pixel_values"])
+        hidden = self._embed(buffers["pixel_values"])
         hidden = hidden + self._position_embeddings(buffers).to(hidden.dtype)
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
         levels = {layer: number for number, layer in enumerate(tower.deepstack_visual_indexes)}
         deepstack = {}
         for layer in range(len(self._blocks)):
-            hidden = self._run_block(layer, hidden, buffers["cu_seqlens"], max_seq_len, rotation)
+            hidden = self._run_block(layer, hidden, buffers, "frame", rotation)
             if layer in levels:
                 deepstack[levels[layer]] = tower.deepstack_merger_list[levels[layer]](hidden)
         return (tower.merger(hidden), *(deepstack[number] for number in sorted(deepstack)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 import graphpass as gp
 from graphpass.encoder import attention as att
+from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces, pieces_of
 
 HEADS, HEAD_DIM, SCALE = 2, 4, 0.3
 
@@ -25,8 +29,15 @@ def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return F.scaled_dot_product_attention(*batched, scale=SCALE)[0].transpose(0, 1)
 
 
+def padded_pieces(lengths: list[int], unused: int) -> Pieces[torch.Tensor]:
+    """As a graph's buffers hold them, with unused entries behind them."""
+    ends, starts, of = pieces_of(np.array(lengths))
+    filled = (np.append(ends, [ends[-1]] * unused), np.append(starts, [0] * unused), np.append(of, [0] * unused))
+    return Pieces(*(torch.from_numpy(part.astype(np.int32)) for part in filled))
+
+
 @given(
-    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(0, 7) | st.integers(120, 300), min_size=1, max_size=6),
     unused=st.integers(0, 3),
     padding=st.integers(0, 5),
     poison=st.sampled_from([float("nan"), float("inf"), 0.0, 1e30]),
@@ -39,10 +50,9 @@ def test_sequences_do_not_see_each_other(lengths: list[int], unused: int, paddin
     packed = tensors(real + padding)
     for tensor in packed:
         tensor[real:] = poison
-    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), *[real] * unused], dtype=torch.int32)
-    found = att.packed_attention(*packed, ends, max(real, 1), scale=SCALE)
+    found = att.packed_attention(*packed, padded_pieces(lengths, unused), scale=SCALE)
     assert not found[real:].any()
-    for start, length in zip(ends.tolist(), lengths, strict=False):
+    for start, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
         own = [tensor[start : start + length] for tensor in packed]
         torch.testing.assert_close(found[start : start + length], alone(*own))
 
@@ -58,9 +68,84 @@ def test_equal_sequences(count: int) -> None:
 
 
 def test_only_halves_on_a_gpu_go_to_the_kernel() -> None:
-    assert not att.serves_varlen(torch.device("cpu"), torch.bfloat16, 64)
-    assert not att.serves_varlen(torch.device("cuda"), torch.float32, 64)
-    assert not att.serves_varlen(torch.device("cuda"), torch.bfloat16, 264)
+    assert not att.serves_flash(torch.device("cpu"), torch.bfloat16, 64)
+    assert not att.serves_flash(torch.device("cuda"), torch.float32, 64)
+    assert not att.serves_flash(torch.device("cuda"), torch.bfloat16, 264)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_gpu_serves_what_its_kernel_answers_rightly(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(att, "_attends_in_pieces", lambda *_: is_right)
+    assert att.serves_flash(torch.device("cuda"), torch.bfloat16, 64) == is_right
+
+
+def by_the_table(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """What the kernel does, a piece at a time."""
+    found = torch.full_like(query, torch.nan)
+    for begin, end, start, length in zip(*(part.tolist() for part in (ends, ends[1:], starts, lengths)), strict=False):
+        assert end - begin <= longest
+        tensors = (query[begin:end], key[start : start + length], value[start : start + length])
+        batched = [tensor.float().transpose(0, 1).unsqueeze(0) for tensor in tensors]
+        found[begin:end] = F.scaled_dot_product_attention(*batched, scale=scale)[0].transpose(0, 1).to(query.dtype)
+    return found
+
+
+def to_own_rows(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
+    """A kernel for which keys of a sequence end where those of the next begin."""
+    query, key, value, ends, starts, _, longest = tensors
+    return by_the_table(query, key, value, ends, starts, torch.diff(starts), longest, **options)  # type: ignore[arg-type]
+
+
+def refuses(*_: object, **__: object) -> torch.Tensor:
+    raise RuntimeError("seqused_k is not supported")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (by_the_table, None),
+        (to_own_rows, "does not attend to the keys that it is given"),
+        (refuses, "seqused_k is not supported"),
+    ],
+)
+def test_the_kernel_is_tried(
+    kernel: object, reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys of pieces overlap, which torch does not promise to serve; where it does not, a mask does."""
+    monkeypatch.setattr(att.compat, "flash_attention", kernel)
+    cpu = torch.device("cpu")
+    with caplog.at_level("WARNING", "graphpass"):
+        assert att._attends_in_pieces.__wrapped__(cpu, torch.bfloat16, 20) == (reason is None)
+    assert (reason or "") in caplog.text
+    assert bool(caplog.records) == (reason is not None)
+
+
+@given(lengths=st.lists(st.integers(0, 700), min_size=1, max_size=8))
+def test_pieces(lengths: list[int]) -> None:
+    """Together they are every row once; each knows its sequence; none is longer than the kernel is told."""
+    found = [part.tolist() for part in pieces_of(np.array(lengths))]
+    begins = list(itertools.accumulate([0, *lengths]))
+    assert (found[0][0], found[0][-1]) == (0, sum(lengths))
+    assert len(found[0]) == len(found[1]) == len(found[2]) + 1 > 1
+    *pieces, unused = zip(found[0], found[0][1:], found[1], found[2], strict=False)
+    assert unused[0] == unused[1] == sum(lengths)
+    for begin, end, start, length in pieces:
+        assert 0 < end - begin <= PIECE_LENGTH
+        assert (start, length) in zip(begins, lengths, strict=False)
+        assert start <= begin < end <= start + length
+    for longest in (max(lengths), 1000):
+        assert len(found[2]) <= most_pieces(len(lengths), sum(lengths), longest)
 
 
 class Layer(torch.nn.Module):
@@ -68,7 +153,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = type("Config", (), {"graphpass_sequence_length": 3, "graphpass_is_varlen": False})()
+        self.config = type("Config", (), {"graphpass_sequence_length": 3, "graphpass_is_flash": False})()
 
 
 @pytest.mark.parametrize("name", [att.PACKED_ATTENTION, att.EQUAL_ATTENTION])
@@ -88,7 +173,8 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
         "rows": 1,
         "attention_mask": None,
         "cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32),
-        "max_length_q": 6,
+        "key_starts": torch.tensor([0, 6], dtype=torch.int32),
+        "key_lengths": torch.tensor([6], dtype=torch.int32),
     }
     rows, *_ = (named | asked).values()
     given = {name: value for name, value in (named | asked).items() if name != "rows"}

@@ -42,6 +42,12 @@ def test_what_is_given_stays() -> None:
     assert [(key.tokens, key.items, key.frames) for key in keys] == [(64, 5, 7), (16, 5, 7), (8, 5, 7)]
 
 
+def test_small_budgets_have_room_for_as_many_frames_as_items() -> None:
+    """Each one that a graph allows for costs its attention; a clip with smaller frames fits the largest budget."""
+    keys = keys_of(EncoderOptions(token_budgets=[16, 64, 128]), config(max_frames=32, max_items=32), (16, 128))
+    assert [(key.tokens, key.items, key.frames) for key in keys] == [(128, 8, 32), (64, 4, 4), (16, 1, 1)]
+
+
 def test_an_item_has_some_tokens_so_small_budgets_have_fewer_items() -> None:
     keys = keys_of(EncoderOptions(token_budgets=[16, 64, 640]), config(max_items=20), (16, 640))
     assert [key.items for key in keys] == [20, 4, 1]

@@ -1,0 +1,68 @@
+"""Sequences that lie one behind the other, cut into pieces for a kernel that attends within each of them.
+
+A kernel launches blocks for as many sequences as a graph allows for, each as long as the longest one may be; most find
+nothing to do, and starting them costs a quarter of the attention of twenty images. Queries in pieces of a fixed length
+need about one block each, whatever the lengths of images. Each piece attends to all keys of its own sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PIECE_LENGTH", "Pieces", "most_pieces", "pieces_of"]
+
+PIECE_LENGTH = 128
+"""Rows of a piece: what a block of flash attention works on for most widths of heads."""
+
+Ints = TypeVar("Ints")
+
+
+class Pieces(NamedTuple, Generic[Ints]):
+    """Where the pieces of packed sequences lie: int32, on the host or on a device.
+
+    Attributes:
+        query_ends: where pieces begin and the last one ends, [pieces + 1]; entries of unused pieces repeat the end.
+        key_starts: where the sequence of each piece begins, [pieces + 1]; the last entry is not used.
+        key_lengths: of the sequence of each piece, [pieces]; 0 for unused ones.
+    """
+
+    query_ends: Ints
+    key_starts: Ints
+    key_lengths: Ints
+
+
+def pieces_of(lengths: npt.NDArray[Any]) -> Pieces[npt.NDArray[np.int32]]:
+    """The pieces of sequences that lie one behind the other, and one that is not used.
+
+    That one keeps their number from being 1, for which a block that serves all sizes would be compiled once more.
+
+    Args:
+        lengths: of the sequences in rows, [sequences]; empty ones have no piece.
+    """
+    counts = -(-lengths // PIECE_LENGTH)
+    begins = np.cumsum(lengths) - lengths
+    first = np.cumsum(counts) - counts
+    number = np.arange(counts.sum()) - np.repeat(first, counts)
+    key_starts = np.repeat(begins, counts)
+    end = lengths.sum()
+    found = (
+        np.append(key_starts + number * PIECE_LENGTH, [end, end]),
+        np.append(key_starts, [end, end]),
+        np.append(np.repeat(lengths, counts), 0),
+    )
+    return Pieces(*(part.astype(np.int32) for part in found))
+
+
+def most_pieces(num_sequences: int, num_rows: int, longest: int) -> int:
+    """The most pieces that so many sequences can have, the unused one among them.
+
+    Args:
+        num_sequences: at most.
+        num_rows: of all sequences together, at most.
+        longest: bound on the rows of one sequence.
+    """
+    cut = 0 if longest <= PIECE_LENGTH else num_rows // PIECE_LENGTH
+    return num_sequences + cut + 1
