@@ -762,6 +762,15 @@ def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dic
     return None
 
 
+def floats_as_constants() -> contextlib.AbstractContextManager[None]:
+    """Within the body, Dynamo guards floats by value.
+
+    Symbolic ones (of a module traced for all sizes) end as constants all the same, and everything is compiled twice.
+    """
+    patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(specialize_float=True)
+    return patched
+
+
 # --- where something failed
 
 

@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MAX_FILE_LINES = 500
 # All private torch stands in one file, so that one may be long.
-MAX_LINES_OF = {"graphpass/compat.py": 840}
+MAX_LINES_OF = {"graphpass/compat.py": 860}
 # Public API of named tuples in spite of the underscore.
 TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
 

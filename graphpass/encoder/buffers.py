@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from graphpass import compat
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, PaddingRule
 from graphpass.errors import EncoderConfigError, ShapeError
 
@@ -92,17 +93,27 @@ class EncoderBuffers:
             ShapeError: a value has more rows than its buffer, or other columns, or integers for another integer type.
         """
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
+        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        pads = []
         for name, buffer in self._views[key].items():
             value = values[name]
             if value is None:
                 continue
             _check(name, value, buffer, key)
-            rows = value.shape[0] if value.dim() else 0
-            # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
-            target = buffer[:rows] if value.dim() else buffer
-            target.copy_(value, non_blocking=not value.is_pinned())
-            if value.dim() and rows < buffer.shape[0]:
-                _pad(buffer, rows, self._config.padding.get(name, 0))
+            target = buffer
+            if value.dim() and value.shape[0] < buffer.shape[0]:
+                target = buffer[: value.shape[0]]
+                pads.append((buffer, value.shape[0], self._config.padding.get(name, 0)))
+            if value.device == buffer.device and value.dtype == buffer.dtype:
+                for tensors, tensor in zip(copies.setdefault(value.dtype, ([], [])), (target, value), strict=True):
+                    tensors.append(tensor)
+            else:
+                # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
+                target.copy_(value, non_blocking=not value.is_pinned())
+        for targets, sources in copies.values():
+            compat.foreach_copy_(targets, sources)
+        for buffer, rows, rule in pads:
+            _pad(buffer, rows, rule)
 
 
 def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:

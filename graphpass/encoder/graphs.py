@@ -91,8 +91,8 @@ class EncoderGraphs:
 
     def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
         """Replay ``key``, or capture it, over what its buffers hold."""
-        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor):
-            return outputs_of(self._wrapper(key, *self.buffers.of(key).values()))
+        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor) as context:
+            return outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
         """:meth:`run` without a graph."""

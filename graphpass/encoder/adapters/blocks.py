@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphpass import compat
 from graphpass.capture.loop import steadily
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
@@ -60,7 +61,7 @@ class Blocks:
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
         self._call = torch.compile(_with_own_code(_call_block), backend="cgpass", dynamic=True, options=options)
-        with eagerly():
+        with eagerly(), compat.floats_as_constants():
             self(0, hidden, arguments)
 
     def _copy(self) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from graphpass.capture.loop import steadily
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
 from graphpass.encoder.adapters.patches import WholePatches
+from graphpass.encoder.adapters.tables import BatchTables, Tables, piece_keys
 from graphpass.encoder.attention import PACKED_ATTENTION
 from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces, pieces_of
 from graphpass.encoder.protocol import (
@@ -27,14 +27,11 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.errors import ShapeError
 
-__all__ = ["Grid", "GridAdapter", "Tables"]
+__all__ = ["Grid", "GridAdapter"]
 
 Grid = tuple[int, int, int]
 """Temporal slices, height and width of an item, in patches."""
-Tables = Mapping[str, npt.NDArray[Any]]
-"""Buffer key -> int32 or float32 values of one frame, or of a batch."""
 _IMAGES, _CLIPS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
-_FRAME_TABLES_KEPT = 256
 _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_LENGTHS = (409,) * 5
 """Sequences of the compiled example. Inductor chooses kernels by its sizes, so it is as large as usual batches are."""
@@ -82,7 +79,14 @@ class GridAdapter(ABC):
         self._merge: int = tower.spatial_merge_size
         self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
         self._blocks = Blocks(tower.blocks, PACKED_ATTENTION)
-        self._tables_of_frame = functools.lru_cache(_FRAME_TABLES_KEPT)(self._frame_tables)
+        self._tables = BatchTables(
+            self._frame_tables,
+            patch_keys=self.patch_keys,
+            token_keys=self.token_keys,
+            sequence_kinds=self.sequence_kinds,
+            smallest=(self._merge, self._merge),
+        )
+        self._rows = functools.cache(self._rows_of)
 
     # -- what each tower adds
 
@@ -108,12 +112,11 @@ class GridAdapter(ABC):
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         """Images and clips; tables are padded with valid indices, ends of sequences with the last one."""
         widths = self._output_widths
-        pieces = [name for kind in self.sequence_kinds for name in _piece_keys(kind)]
         return EncoderCudaGraphConfig(
             modalities=("image", "video"),
-            buffer_keys=("pixel_values", *self.patch_keys, *self.token_keys, *pieces),
+            buffer_keys=("pixel_values", *self._tables.names),
             output_width=widths[0] if len(widths) == 1 else widths,
-            padding=dict.fromkeys(self._ends, "last"),
+            padding=dict.fromkeys(self._tables.repeated, "last"),
             patches_per_token=self._merge**2,
             max_frames=self._max_frames,
             max_items=self._max_items,
@@ -151,14 +154,14 @@ class GridAdapter(ABC):
     ) -> Mapping[str, torch.Tensor]:
         """The example's images, and what pads them."""
         pixels = torch.zeros(key.patches, self._patch_width, device=device, dtype=dtype)
-        return {"pixel_values": pixels, **_transferred(self._padded_tables(self._example_grids(key), key), device)}
+        return {"pixel_values": pixels, **self._on_device(self._example_grids(key), key)}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
         """The patches as they are; the tables of their grids, padded on the host, in one transfer."""
         pixels, grids = _normal(items, self._merge)
-        return {"pixel_values": pixels, **_transferred(self._padded_tables(grids, key), self._device)}
+        return {"pixel_values": pixels, **self._on_device(grids, key)}
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
@@ -172,8 +175,7 @@ class GridAdapter(ABC):
             weight = next(self.tower.parameters())
             return tuple(weight.new_empty(0, width) for width in self._output_widths)
         with eagerly():
-            buffers = {"pixel_values": pixels.to(self._device), **_transferred(self._tables(grids), self._device)}
-            return self._forward(buffers)
+            return self._forward({"pixel_values": pixels.to(self._device), **self._on_device(grids)})
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
@@ -210,7 +212,7 @@ class GridAdapter(ABC):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """One block, which attends within sequences of a kind."""
-        pieces = Pieces(*(buffers[name] for name in _piece_keys(kind)))
+        pieces = Pieces(*(buffers[name] for name in piece_keys(kind)))
         return self._blocks(index, hidden, _block_arguments(pieces, position_embeddings))
 
     @property
@@ -224,16 +226,11 @@ class GridAdapter(ABC):
         kernel: torch.Tensor = self.tower.patch_embed.proj.weight
         return kernel[0].numel()
 
-    @property
-    def _ends(self) -> list[str]:
-        """Buffers in whose padding the last value goes on; in others it is zero, which as an index is always valid."""
-        return [_piece_keys(kind).query_ends for kind in self.sequence_kinds]
-
-    def _rows(self, key: EncoderGraphKey) -> Mapping[str, int]:
+    def _rows_of(self, key: EncoderGraphKey) -> Mapping[str, int]:
         """{buffer: its rows on ``key``}, for all that grids give."""
         rows = dict.fromkeys(self.patch_keys, key.patches) | dict.fromkeys(self.token_keys, key.tokens)
         for kind, most in self._most_pieces(key).items():
-            rows |= zip(_piece_keys(kind), (most + 1, most + 1, most), strict=True)
+            rows |= zip(piece_keys(kind), (most + 1, most + 1, most), strict=True)
         return rows
 
     def _example_grids(self, key: EncoderGraphKey) -> list[Grid]:
@@ -254,36 +251,10 @@ class GridAdapter(ABC):
         patches = math.prod(grid)
         return EncoderItemSpec(patches, patches // self._merge**2, grid[0])
 
-    def _tables(self, grids: Sequence[Grid]) -> Tables:
-        """The tables of a batch: those of its frames, one after the other."""
-        frames = [
-            self._tables_of_frame(height, width) for t, height, width in grids for _ in range(t) if height * width
-        ]
-        sizes = [frame[self.patch_keys[0]].shape[0] // self._merge**2 for frame in frames]
-        starts = np.cumsum([0, *sizes])
-        tables = {name: np.concatenate([frame[name] for frame in frames]) for name in self.patch_keys}
-        for name in self.token_keys:
-            numbers = [frame[name] + np.int32(start) for frame, start in zip(frames, starts, strict=False)]
-            tables[name] = np.concatenate(numbers)
-        for kind in self.sequence_kinds:
-            lengths = np.concatenate([frame[kind] for frame in frames])
-            tables |= zip(_piece_keys(kind), pieces_of(lengths), strict=True)
-        return tables
-
-    def _padded_tables(self, grids: Sequence[Grid], key: EncoderGraphKey) -> Tables:
-        """The tables of a batch with as many rows as the buffers of ``key``."""
-        found, padded = self._tables(grids), {}
-        for name, rows in self._rows(key).items():
-            real = found[name]
-            shape = (max(rows, len(real)), *real.shape[1:])  # what has more rows than its buffer is refused there
-            padded[name] = np.full(shape, real[-1] if name in self._ends else 0, real.dtype)
-            padded[name][: len(real)] = real
-        return padded
-
-
-def _piece_keys(kind: str) -> Pieces[str]:
-    """The buffers of a kind of sequences."""
-    return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
+    def _on_device(self, grids: Sequence[Grid], key: EncoderGraphKey | None = None) -> dict[str, torch.Tensor]:
+        """The tables of a batch, padded to the rows of ``key``."""
+        frames = [(height, width) for t, height, width in grids for _ in range(t) if height * width]
+        return self._tables.on_device(frames, self._device, None if key is None else self._rows(key))
 
 
 def _block_arguments(
@@ -322,18 +293,3 @@ def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[Grid]]:
             remedy="pass what the model's processor returns: pixel_values and image_grid_thw",
         )
     return pairs[0][0] if len(pairs) == 1 else torch.cat([pixels for pixels, _ in pairs]), grids
-
-
-def _transferred(tables: Tables, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tables on a device: 32-bit values in one transfer from pinned memory."""
-    sizes = [table.size for table in tables.values()]
-    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    places, end = flat.numpy(), 0
-    for table in tables.values():
-        start, end = end, end + table.size
-        places[start:end] = table.reshape(-1).view(np.int32)
-    on_device = flat.to(device, non_blocking=True).split(sizes)
-    return {
-        name: part.view(torch.float32 if table.dtype == np.float32 else torch.int32).view(table.shape)
-        for (name, table), part in zip(tables.items(), on_device, strict=True)
-    }

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from graphpass.encoder.adapters.grids import position_ids, windows
-from graphpass.encoder.adapters.qwen import GridAdapter, Tables
+from graphpass.encoder.adapters.qwen import GridAdapter
+from graphpass.encoder.adapters.tables import Tables
 from graphpass.encoder.pieces import most_pieces
 from graphpass.encoder.protocol import EncoderGraphKey
 
@@ -24,9 +25,9 @@ class Qwen25VLAdapter(GridAdapter):
     sequence_kinds = ("frame", "window")
 
     def __init__(self, tower: Any, **options: Any) -> None:
+        self._unit: int = tower.spatial_merge_size**2
+        self._tokens_a_side: int = tower.window_size // tower.spatial_merge_size // tower.patch_size
         super().__init__(tower, **options)
-        self._unit = self._merge**2
-        self._tokens_a_side: int = tower.window_size // self._merge // tower.patch_size
 
     def _frame_tables(self, height: int, width: int) -> Tables:
         cut = windows(height, width, self._merge, self._tokens_a_side)

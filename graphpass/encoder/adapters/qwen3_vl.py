@@ -10,7 +10,8 @@ import torch
 
 from graphpass.encoder.adapters.checks import refuse_tower
 from graphpass.encoder.adapters.grids import interpolation, position_ids
-from graphpass.encoder.adapters.qwen import GridAdapter, Tables
+from graphpass.encoder.adapters.qwen import GridAdapter
+from graphpass.encoder.adapters.tables import Tables
 from graphpass.encoder.protocol import EncoderGraphKey
 
 __all__ = ["Qwen3VLAdapter"]

@@ -1,0 +1,124 @@
+"""Tables that a tower computes from the grids of images: kept for each frame, put together for a batch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphpass.encoder.pieces import Pieces, pieces_of
+
+__all__ = ["BatchTables", "Frame", "Tables", "piece_keys"]
+
+Frame = tuple[int, int]
+"""Height and width of one temporal slice, in patches."""
+Tables = Mapping[str, npt.NDArray[Any]]
+"""Name -> int32 or float32 values of one frame."""
+Words = npt.NDArray[np.int32]
+_KEPT = 256
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
+
+
+class BatchTables:
+    """The tables of a batch: those of its frames, one behind the other, and the pieces of its sequences.
+
+    All values have 32 bits. They are put together in pinned memory, padded there, and transferred at once.
+
+    Args:
+        of_frame: (height, width) -> its tables, and the lengths of its sequences under the name of their kind.
+        patch_keys: tables with a row for each patch.
+        token_keys: tables with the number of a token for each token, counted from the frame's first one.
+        sequence_kinds: each has three tables, under the names of :func:`piece_keys`.
+        smallest: a frame.
+    """
+
+    def __init__(
+        self,
+        of_frame: Callable[[int, int], Tables],
+        *,
+        patch_keys: Sequence[str],
+        token_keys: Sequence[str],
+        sequence_kinds: Sequence[str],
+        smallest: Frame,
+    ) -> None:
+        self._tables_of = functools.lru_cache(_KEPT)(lambda frame: of_frame(*frame))
+        self._words_of = functools.lru_cache(_KEPT)(self._patch_words)
+        self._pieces_of = functools.lru_cache(_KEPT)(self._other_words)
+        self._patch_keys, self._token_keys, self._kinds = patch_keys, token_keys, sequence_kinds
+        tables = self._tables_of(smallest)
+        self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
+        self._columns = {name: tables[name].shape[1:] for name in patch_keys}
+        #: In whose padding the last value goes on; in others it is zero, which as an index is always valid.
+        self.repeated = frozenset(piece_keys(kind).query_ends for kind in sequence_kinds)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tables."""
+        return (*self._patch_keys, *self._token_keys, *itertools.chain(*map(piece_keys, self._kinds)))
+
+    def on_device(
+        self, frames: Sequence[Frame], device: torch.device, rows: Mapping[str, int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tables of a batch.
+
+        Args:
+            frames: in the order of their patches, none of them empty.
+            device: where to.
+            rows: to pad each table to; one that has more keeps them.
+        """
+        words = self._words(tuple(frames))
+        found = {name: sum(map(len, parts)) for name, parts in words.items()}
+        sizes = found
+        if rows is not None:
+            sizes = {name: max(length, rows[name] * self._width(name)) for name, length in found.items()}
+        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_host, start = flat.numpy(), 0
+        for name, parts in words.items():
+            end, following = start + found[name], start + sizes[name]
+            np.concatenate(parts, out=on_host[start:end])
+            on_host[end:following] = on_host[end - 1] if name in self.repeated else 0
+            start = following
+        on_device = flat.to(device, non_blocking=True).split(list(sizes.values()))
+        return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}
+
+    def _words(self, frames: tuple[Frame, ...]) -> dict[str, list[Words]]:
+        """{table: what it consists of}, flat."""
+        each = [self._words_of(frame) for frame in frames]
+        words = {name: [tables[name] for tables in each] for name in self._patch_keys}
+        return words | {name: [table] for name, table in self._pieces_of(frames).items()}
+
+    def _patch_words(self, frame: Frame) -> dict[str, Words]:
+        tables = self._tables_of(frame)
+        return {name: tables[name].reshape(-1).view(np.int32) for name in self._patch_keys}
+
+    def _other_words(self, frames: tuple[Frame, ...]) -> dict[str, Words]:
+        """Tables that are not the same for a frame wherever it lies."""
+        each = [self._tables_of(frame) for frame in frames]
+        words = {}
+        for name in self._token_keys:
+            starts = itertools.accumulate((len(tables[name]) for tables in each), initial=0)
+            words[name] = np.concatenate([tables[name] + start for tables, start in zip(each, starts, strict=False)])
+        for kind in self._kinds:
+            pieces = pieces_of(np.concatenate([tables[kind] for tables in each]))
+            words |= zip(piece_keys(kind), pieces, strict=True)
+        return words
+
+    def _width(self, name: str) -> int:
+        """Values of a row."""
+        return math.prod(self._columns.get(name, ()))
+
+    def _shaped(self, name: str, words: torch.Tensor) -> torch.Tensor:
+        if name not in self._dtypes:
+            return words
+        return words.view(self._dtypes[name]).view(-1, *self._columns[name])
+
+
+def piece_keys(kind: str) -> Pieces[str]:
+    """The names of a kind of sequences' tables."""
+    return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
