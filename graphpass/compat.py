@@ -572,7 +572,7 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    query_ends: torch.Tensor,
+    query_bounds: torch.Tensor,
     key_starts: torch.Tensor,
     key_lengths: torch.Tensor,
     max_query_len: int,
@@ -587,13 +587,13 @@ def flash_attention(
         query: [tokens, heads, head_dim] of half precision on a GPU.
         key: like ``query``.
         value: like ``query``.
-        query_ends: where the queries of each sequence begin, and the last ones end, int32 [sequences + 1].
+        query_bounds: where the queries of each sequence begin, and the last ones end, int32 [sequences + 1].
         key_starts: where its keys begin, int32 [sequences + 1]; the last entry is not used.
         key_lengths: how many they are, int32 [sequences].
         max_query_len: bound on the queries of a sequence.
         scale: of the scores.
     """
-    bounds = (query_ends, key_starts, max_query_len, key.shape[0])
+    bounds = (query_bounds, key_starts, max_query_len, key.shape[0])
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, *bounds, 0.0, False, False, scale=scale, seqused_k=key_lengths
     )[0]

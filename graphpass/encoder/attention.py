@@ -19,6 +19,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -31,9 +32,10 @@ __all__ = [
     "PACKED_ATTENTION",
     "equal_attention",
     "packed_attention",
+    "pieces_on",
     "register_with_hugging_face",
-    "serves_flash",
     "use_attention",
+    "why_not_flash",
 ]
 
 _log = logging.getLogger("graphpass")
@@ -43,19 +45,33 @@ PACKED_ATTENTION = "graphpass_flash_packed"
 EQUAL_ATTENTION = "graphpass_equal"
 _EQUAL_OP = "graphpass::equal_attention"
 _SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
-_HEAD_ALIGNMENT, _MAX_HEAD_DIM = 8, 256
+_HEAD_ALIGNMENT, _MAX_HEAD_DIM, _MIN_CAPABILITY = 8, 256, (8, 0)
 """What torch's flash attention takes."""
 _TOLERANCE = 2e-2
 """Relative norm, half precision against float32."""
 
 
-def serves_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's flash attention serves packed tensors; heads are padded to the width that it asks for."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if head_dim > _MAX_HEAD_DIM or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    return _attends_in_pieces(device, dtype, head_dim)
+def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why torch's flash attention does not serve packed tensors; None where it does, heads padded as it asks for."""
+    if device.type != "cuda":
+        return f"there is none for {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"it takes heads of at most {_MAX_HEAD_DIM}, not {head_dim}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return "it needs compute capability {}.{}, not {}.{}".format(*_MIN_CAPABILITY, *capability)
+    return _fault_of_kernel(device, dtype, head_dim)
+
+
+def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces[torch.Tensor]:
+    """The pieces of sequences of such lengths, [sequences], on a device.
+
+    Raises:
+        ShapeError: they are no lengths.
+    """
+    return Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(np.asarray(lengths))))
 
 
 def packed_attention(
@@ -75,16 +91,25 @@ def packed_attention(
         value: like ``query``.
         pieces: of the sequences, on the same device.
         scale: of the scores.
-        is_flash: by torch's kernel, where :func:`serves_flash` says so.
+        is_flash: by torch's kernel, where :func:`why_not_flash` has no reason against it.
 
     Returns:
         Shaped like ``query``; zero behind the end of the last sequence, and those rows are not read by others, whatever
         they hold.
     """
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
-    is_packed = rows < pieces.query_ends[-1]
-    attend = _flash if is_flash else _masked
-    return torch.where(is_packed.view(-1, 1, 1), attend(query, key, value, pieces, scale, rows, is_packed), 0.0)
+    is_packed = (rows < pieces.query_bounds[-1]).view(-1, 1, 1)
+    if is_flash:
+        return torch.where(is_packed, _flash(query, key, value, pieces, scale), 0.0)
+    # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
+    # rows see each other: a softmax over nothing would be NaN.
+    key, value = (torch.where(is_packed, tensor, 0.0) for tensor in (key, value))
+    piece = torch.searchsorted(pieces.query_bounds, rows, right=True) - 1
+    sequence = torch.where(is_packed.view(-1), pieces.key_starts[piece], -1)
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    mask = sequence.unsqueeze(1) == sequence.unsqueeze(0)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
+    return torch.where(is_packed, attended, 0.0)
 
 
 def equal_attention(
@@ -133,33 +158,8 @@ def _shaped_like_query(
 torch.library.register_fake(_EQUAL_OP, _shaped_like_query)
 
 
-def _masked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pieces: Pieces[torch.Tensor],
-    scale: float,
-    rows: torch.Tensor,
-    is_packed: torch.Tensor,
-) -> torch.Tensor:
-    """Everything at once, under a mask of which rows are of one sequence."""
-    # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
-    # rows see each other: a softmax over nothing would be NaN.
-    key, value = (torch.where(is_packed.view(-1, 1, 1), tensor, 0.0) for tensor in (key, value))
-    piece = torch.searchsorted(pieces.query_ends, rows, right=True) - 1
-    sequence = torch.where(is_packed, pieces.key_starts[piece], -1)
-    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-    mask = sequence.unsqueeze(1) == sequence.unsqueeze(0)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0].transpose(0, 1)
-
-
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pieces: Pieces[torch.Tensor],
-    scale: float,
-    *_: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Pieces[torch.Tensor], scale: float
 ) -> torch.Tensor:
     """Torch's kernel, which does not write rows that belong to no sequence."""
     head_dim = query.shape[-1]
@@ -170,36 +170,27 @@ def _flash(
 
 
 @functools.cache
-def _attends_in_pieces(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel gives pieces of a sequence all its keys.
+def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel is not to be used, found by trying it.
 
     Torch documents keys that lie one behind the other; those of pieces are the same ones again. A kernel that does not
-    do that would answer wrongly, so it is tried.
+    do that would answer wrongly.
     """
-    lengths = np.array([PIECE_LENGTH + 3, 5, 2 * PIECE_LENGTH])
+    lengths = [PIECE_LENGTH + 3, 5, 2 * PIECE_LENGTH]
     seeded = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(int(lengths.sum()), 1, head_dim, generator=seeded, device="cpu").to(device, dtype) for _ in range(3)
+        torch.randn(sum(lengths), 1, head_dim, generator=seeded, device="cpu").to(device, dtype) for _ in range(3)
     )
-    pieces = Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(lengths)))
-    expected = packed_attention(query.float(), key.float(), value.float(), pieces, scale=head_dim**-0.5)
+    pieces, scale = pieces_on(lengths, device), head_dim**-0.5
+    expected = packed_attention(query.float(), key.float(), value.float(), pieces, scale=scale)
     try:
-        found = packed_attention(query, key, value, pieces, scale=head_dim**-0.5, is_flash=True)
+        found = packed_attention(query, key, value, pieces, scale=scale, is_flash=True)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        reason = str(error)
-    else:
-        if (found.float() - expected).norm() < _TOLERANCE * expected.norm():
-            return True
-        reason = "it does not attend to the keys that it is given"
-    _log.warning(
-        "torch's flash attention does not serve packed images here (heads of %d, %s on %s: %s): "
-        "attention is masked, which is slower for many patches",
-        head_dim,
-        dtype,
-        device,
-        reason,
-    )
-    return False
+        return str(error)
+    is_right = bool((found.float() - expected).norm() < _TOLERANCE * expected.norm())
+    return None if is_right else f"with heads of {head_dim} it does not attend to the keys that it is given"
 
 
 def register_with_hugging_face() -> None:
@@ -225,8 +216,15 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
         config._attn_implementation = name
         setattr(config, _SEQUENCE_LENGTH, seq_len)
         head_dim = config.hidden_size // config.num_attention_heads
-        setattr(config, _IS_FLASH, serves_flash(weight.device, weight.dtype, head_dim))
+        setattr(config, _IS_FLASH, name == PACKED_ATTENTION and _attends_by_flash(weight, head_dim))
     return own
+
+
+def _attends_by_flash(weight: torch.Tensor, head_dim: int) -> bool:
+    reason = why_not_flash(weight.device, weight.dtype, head_dim)
+    if reason is not None and weight.is_cuda:
+        _log.warning("packed images attend under a mask, not by torch's flash attention: %s", reason)
+    return reason is None
 
 
 def _packed_of_layer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from graphpass.errors import EncoderConfigError
 
@@ -96,29 +96,29 @@ def _worst_padding(budgets: Sequence[int]) -> float:
     return max((1 - (smaller + 1) / larger for smaller, larger in itertools.pairwise(budgets)), default=0.0)
 
 
-def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int) -> tuple[int, ...]:
+def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = None) -> tuple[int, ...]:
     """``budgets``, ascending.
 
     Args:
         budgets: as the user gave them.
         minimum: the output tokens of the smallest item of the model.
-        maximum: the largest batch that the model takes.
+        maximum: the largest batch that the model takes; None: not known yet.
 
     Raises:
         EncoderConfigError: there is none, one is no positive integer, one is there twice, one exceeds ``maximum``, or
             none holds even the smallest item.
     """
-    found = list(budgets)
+    found = list(budgets) if isinstance(budgets, Iterable) else []
     wrong = [budget for budget in found if type(budget) is not int or budget < 1]
     twice = sorted({budget for budget in found if budget not in wrong and found.count(budget) > 1})
     if not found or wrong or twice:
         raise EncoderConfigError(
             "token_budgets cannot be used",
             expected="positive integers, each once",
-            found=f"{twice[0]} {found.count(twice[0])} times" if twice else repr(wrong[0] if wrong else found),
+            found=f"{twice[0]} {found.count(twice[0])} times" if twice else repr(wrong[0] if wrong else budgets),
             remedy="leave token_budgets out to have them inferred from the model",
         )
-    if max(found) > maximum or max(found) < minimum:
+    if max(found) < minimum or (maximum is not None and max(found) > maximum):
         raise EncoderConfigError(
             "token_budgets do not fit the model",
             expected=f"a largest budget from {minimum}, its smallest item, to {maximum}, its largest batch",

@@ -130,7 +130,14 @@ def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphCo
         )
 
 
-def _check(name: str, value: torch.Tensor, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
+def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ShapeError(
+            f"buffer {name!r} is filled from a tensor",
+            expected=f"at most {tuple(buffer.shape)} of {buffer.dtype}",
+            found=type(value).__name__,
+            remedy="let the processor return tensors: return_tensors='pt'",
+        )
     casts = value.dtype == buffer.dtype or (value.is_floating_point() and buffer.is_floating_point())
     fits = value.dim() == buffer.dim() and value.shape[1:] == buffer.shape[1:]
     if fits and value.dim():

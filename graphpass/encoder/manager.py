@@ -119,8 +119,8 @@ class EncoderCudaGraphManager:
         """
         from graphpass.encoder.adapters import adapter_for
 
-        weight = next(tower.parameters())
         model = adapter_for(tower, **adapter_options)
+        weight = next(tower.parameters())
         return cls(model, options=options, device=device or weight.device, dtype=dtype or weight.dtype, group=group)
 
     # -- capturing --------------------------------------------------------------------------------------------------
@@ -155,11 +155,11 @@ class EncoderCudaGraphManager:
                 )
             if not self._options.enable:
                 return
+            self.clear()  # of a capture in which every budget failed
             self._compile()
             fits = self._what_fits()
             self._graph_pool = graph_pool
             self._graphs = self._new_graphs(self._keys, graph_pool)
-            self._failed.clear()
             try:
                 with self._graphs.runtime.capturing():
                     self._capture_all(self._graphs, fits)

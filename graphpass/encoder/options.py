@@ -29,8 +29,8 @@ class EncoderOptions:
         max_graphs: how many graphs an inferred ladder may have in all. One takes about 0.1 s to capture.
         max_pool_bytes: what the pool ends at or below; keys for which there is no room are left out. None: no bound.
         max_items_per_batch: items of one replay.
-        max_frames_per_batch: frames of one replay, for models that count them. Budgets below the largest have room
-            for as many as for smallest items.
+        max_frames_per_batch: frames of one replay, for models that count them. None: as many as the model allows, below
+            the largest budget no more than smallest items.
         compile: capture the compiled encoder. None: if the model can be compiled.
         compiler: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
         costs: ``measured``: replays and eager calls are timed after the capture, and the cheaper plan runs. None: the
@@ -60,6 +60,10 @@ class EncoderOptions:
                 self._refuse_below_one(name)
         self._refuse_below_one("max_graphs")
         self._refuse_below_one("log_every")
+        if type(self.enable) is not bool:
+            raise _unusable("enable", "True or False", self.enable)
+        if self.compile not in (True, False, None):
+            raise _unusable("compile", "True, False or None", self.compile)
         if self.compiler is not None and self.compiler not in COMPILERS:
             raise _unusable("compiler", f"one of {', '.join(COMPILERS)}", self.compiler)
         if self.compiler is not None and self.compile is False:
@@ -67,7 +71,7 @@ class EncoderOptions:
         if self.costs not in ("measured", None) and not isinstance(self.costs, PackingCosts):
             raise _unusable("costs", "'measured', None or PackingCosts", self.costs)
         if self.token_budgets is not None:
-            budgets = checked_budgets(self.token_budgets, 1, max(self.token_budgets, default=1))
+            budgets = checked_budgets(self.token_budgets, 1)
             if self.max_items_per_batch is not None and self.max_items_per_batch > budgets[0]:
                 raise EncoderConfigError(
                     "max_items_per_batch is more than the smallest budget holds",
@@ -169,8 +173,10 @@ def keys_of(
     keys = []
     for budget in reversed(budgets):
         held = max(1, budget // minimum)  # of the smallest items
-        # A clip may have smaller frames; the largest budget leaves none out.
-        frames = most_frames if most_frames is None or budget == budgets[-1] else min(most_frames, held)
+        # Frames of a clip may be smaller than items; the largest budget leaves none out.
+        frames = most_frames
+        if most_frames is not None and options.max_frames_per_batch is None and budget != budgets[-1]:
+            frames = min(most_frames, held)
         sizes = (budget, budget * config.patches_per_token, min(most_items, held), frames)
         keys += [EncoderGraphKey(*sizes, path, axes) for path, axes in combinations]
     return tuple(keys)

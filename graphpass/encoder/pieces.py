@@ -1,8 +1,9 @@
 """Sequences that lie one behind the other, cut into pieces for a kernel that attends within each of them.
 
-A kernel launches blocks for as many sequences as a graph allows for, each as long as the longest one may be; most find
-nothing to do, and starting them costs a quarter of the attention of twenty images. Queries in pieces of a fixed length
-need about one block each, whatever the lengths of images. Each piece attends to all keys of its own sequence.
+A kernel launches blocks for as many sequences as a graph allows for, each as long as the longest one may be. Most find
+nothing to do, and starting them takes a quarter of the attention of twenty images (docs/benchmarks.md, encoder graphs).
+Queries in pieces of a fixed length need about one block each, whatever the lengths of images. Each piece attends to all
+keys of its own sequence.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from graphpass.errors import ShapeError
 
 __all__ = ["PIECE_LENGTH", "Pieces", "most_pieces", "pieces_of"]
 
@@ -24,12 +27,13 @@ class Pieces(NamedTuple, Generic[Ints]):
     """Where the pieces of packed sequences lie: int32, on the host or on a device.
 
     Attributes:
-        query_ends: where pieces begin and the last one ends, [pieces + 1]; entries of unused pieces repeat the end.
-        key_starts: where the sequence of each piece begins, [pieces + 1]; the last entry is not used.
+        query_bounds: where pieces begin and the last one ends, [pieces + 1]; those of unused pieces repeat the end.
+        key_starts: where the sequence of each piece begins, [pieces + 1]. Flash attention asks for the last entry, and
+            does not use it.
         key_lengths: of the sequence of each piece, [pieces]; 0 for unused ones.
     """
 
-    query_ends: Ints
+    query_bounds: Ints
     key_starts: Ints
     key_lengths: Ints
 
@@ -41,7 +45,18 @@ def pieces_of(lengths: npt.NDArray[Any]) -> Pieces[npt.NDArray[np.int32]]:
 
     Args:
         lengths: of the sequences in rows, [sequences]; empty ones have no piece.
+
+    Raises:
+        ShapeError: they are no lengths.
     """
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
+        raise ShapeError(
+            "sequences lie one behind the other by their lengths",
+            expected="an array of integers, none below 0",
+            found=f"{lengths.tolist()!r:.100}",
+            remedy="pass the number of rows of each sequence",
+        )
     counts = -(-lengths // PIECE_LENGTH)
     begins = np.cumsum(lengths) - lengths
     first = np.cumsum(counts) - counts

@@ -7,7 +7,7 @@ import math
 import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -56,13 +56,24 @@ def assert_same(found: Sequence[EncoderOutput], expected: Sequence[Result], tole
 
 
 def poisoned(stock: Tower, tower: Any, **options: Any) -> Any:
-    """The tower's adapter, with NaN or another valid index than zero wherever it declares padding by a value."""
+    """The tower's adapter, with NaN or another valid index than zero behind the rows of a batch.
+
+    In every buffer but those of pieces, which say which rows those are.
+    """
     adapter = adapter_for(tower, **{**stock.options, **options})
-    config = adapter.get_encoder_cudagraph_config()
-    floats = {name: math.nan for name in ("pixel_values", "interp_weights") if name in config.buffer_keys}
-    others = {name: 1 for name in config.buffer_keys if name not in config.padding and name not in floats}
-    changed = replace(config, padding={**config.padding, **floats, **others})
-    adapter.get_encoder_cudagraph_config = lambda: changed  # type: ignore[method-assign]
+    fill, prepare = adapter.prepare_encoder_cudagraph_capture_inputs, adapter.prepare_encoder_cudagraph_replay_buffers
+
+    def prepared(items: Any, key: EncoderGraphKey) -> dict[str, torch.Tensor]:
+        values, full = prepare(items, key), fill(key, torch.device("cpu"), torch.float32)
+        patches = len(values["pixel_values"])
+        own = dict.fromkeys(("pixel_values", *getattr(adapter, "patch_keys", ())), patches)
+        own |= dict.fromkeys(getattr(adapter, "token_keys", ()), patches * key.tokens // key.patches)
+        for name, rows in own.items():
+            full[name][:rows] = values[name][:rows]
+            full[name][rows:] = math.nan if full[name].is_floating_point() else 1
+        return {name: full[name] if name in own else value for name, value in values.items()}
+
+    adapter.prepare_encoder_cudagraph_replay_buffers = prepared  # type: ignore[method-assign]
     return adapter
 
 
@@ -195,11 +206,13 @@ def test_padding_as_declared_stays_finite(stock: Tower) -> None:
     key = EncoderGraphKey(tokens, tokens * config.patches_per_token, 6, frames)
     buffers = adapter.prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
     values = adapter.prepare_encoder_cudagraph_replay_buffers(items, key)
+    assert "last" not in config.padding.values()
     for name, buffer in buffers.items():
         value = values[name]
         assert value is not None
+        assert len(value) == len(buffer) or name == "pixel_values"
         buffer[: len(value)] = value
-        buffer[len(value) :] = value[-1] if config.padding.get(name) == "last" else 0
+        buffer[len(value) :] = 0
     with torch.no_grad():
         outputs = flat(adapter.encoder_cudagraph_forward(buffers, key))
     assert all(output.shape == (tokens, width) for output, width in zip(outputs, config.output_widths, strict=True))
@@ -259,6 +272,22 @@ def test_no_items(stock: Tower) -> None:
     widths = adapter.get_encoder_cudagraph_config().output_widths
     empty = flat(adapter.encoder_eager_forward(none))
     assert [tuple(output.shape) for output in empty] == [(0, width) for width in widths]
+
+
+@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[(1, 0, 4)], [(1, 0, 4), (2, 4, 0), (1, 4, 4), (0, 2, 2)]], ids=["alone", "among others"]
+)
+def test_images_without_patches(stock: Tower, sizes: list[Grid]) -> None:
+    """They have results without rows."""
+    tower = stock.build(CPU)
+    adapter = poisoned(stock, tower)
+    items = {**stock.items(tower, [(1, 4, 4)] if len(sizes) > 1 else []), "image_grid_thw": torch.tensor(sizes)}
+    for manager in (captured(adapter, token_budgets=(8, 20)), captured(adapter, token_budgets=(8, 20), enable=False)):
+        results = results_of(manager.execute(items))
+        assert [len(result[0]) for result in results] == [math.prod(size) // 4 for size in sizes]
+    (full,) = stock.stock(tower, stock.items(tower, [(1, 4, 4)]))
+    assert_same([result for result in results if len(result[0])], [full] * (len(sizes) > 1))
 
 
 @EACH_TOWER

@@ -58,7 +58,7 @@ def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: tor
     ]
     for tensor in packed:
         tensor[real:] = torch.nan
-    assert att.serves_flash(cuda, torch.bfloat16, head_dim)
+    assert att.why_not_flash(cuda, torch.bfloat16, head_dim) is None
     pieces = Pieces(*(part.to(cuda) for part in padded_pieces(lengths, unused=2)))
     found = att.packed_attention(*packed, pieces, scale=0.2, is_flash=True)
     assert not found[real:].any()

@@ -51,7 +51,7 @@ class Blocks:
         """Compile the block once for all layers and all sizes.
 
         Weights are inputs of what Dynamo traces, so layers share it. What is equal in its first call it takes for equal
-        ever after: no two sizes of the example may be, and none may be 0 or 1.
+        ever after: no two sizes of the example may be that can ever differ, and none may be 0 or 1.
 
         Args:
             compiler: what compiles regions.

@@ -6,7 +6,7 @@ from typing import Any
 
 from graphpass.errors import EncoderConfigError
 
-__all__ = ["check_option", "refuse_tower"]
+__all__ = ["check_option", "unserved_tower"]
 
 
 def check_option(name: str, value: Any, *, at_least: int) -> None:
@@ -24,7 +24,7 @@ def check_option(name: str, value: Any, *, at_least: int) -> None:
         )
 
 
-def refuse_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
+def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
     """The error for a tower of a known class that does something its adapter does not."""
     return EncoderConfigError(
         f"{type(tower).__name__} does something that its adapter does not",

@@ -13,7 +13,7 @@ __all__ = ["WholePatches"]
 
 
 class WholePatches(TorchFunctionMode):
-    """Within the body, a convolution over inputs no larger than its kernel is the matrix product that it is.
+    """Within the body, a convolution over inputs of just its kernel's shape is the matrix product that it is.
 
     In bfloat16, the convolution of 1024 patches of 1536 values takes an H100 366 µs. On a GPU convolutions of float32
     stay, which torch rounds in another way than products (TF32). So does everything around them: the module that calls
@@ -45,6 +45,8 @@ def _product(
     """A convolution of [patches, *kernel] as [patches, width, 1, 1, 1]; None for any other."""
     paddings = [padding] if isinstance(padding, int | str) else padding
     if input.shape[1:] != weight.shape[1:] or groups != 1 or any(side not in (0, "valid") for side in paddings):
+        return None
+    if dilation not in (1, (1, 1, 1)):  # the kernel sees more than its shape
         return None
     if input.is_cuda and input.dtype is torch.float32:
         return None

@@ -14,10 +14,11 @@ import torch
 from graphpass.capture.loop import steadily
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
+from graphpass.encoder.adapters.items import Grid, patches_and_grids
 from graphpass.encoder.adapters.patches import WholePatches
 from graphpass.encoder.adapters.tables import BatchTables, Tables, piece_keys
-from graphpass.encoder.attention import PACKED_ATTENTION
-from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces, pieces_of
+from graphpass.encoder.attention import PACKED_ATTENTION, pieces_on
+from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -25,13 +26,9 @@ from graphpass.encoder.protocol import (
     EncoderItemSpec,
     EncoderOutput,
 )
-from graphpass.errors import ShapeError
 
 __all__ = ["Grid", "GridAdapter"]
 
-Grid = tuple[int, int, int]
-"""Temporal slices, height and width of an item, in patches."""
-_IMAGES, _CLIPS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
 _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_LENGTHS = (409,) * 5
 """Sequences of the compiled example. Inductor chooses kernels by its sizes, so it is as large as usual batches are."""
@@ -78,6 +75,7 @@ class GridAdapter(ABC):
         self.tower = tower
         self._merge: int = tower.spatial_merge_size
         self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
+        self._patch_width: int = tower.patch_embed.proj.weight[0].numel()
         self._blocks = Blocks(tower.blocks, PACKED_ATTENTION)
         self._tables = BatchTables(
             self._frame_tables,
@@ -110,13 +108,12 @@ class GridAdapter(ABC):
     # -- the protocol
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """Images and clips; tables are padded with valid indices, ends of sequences with the last one."""
+        """Images and clips. Tables come with all their rows, so that only patches are padded."""
         widths = self._output_widths
         return EncoderCudaGraphConfig(
             modalities=("image", "video"),
             buffer_keys=("pixel_values", *self._tables.names),
             output_width=widths[0] if len(widths) == 1 else widths,
-            padding=dict.fromkeys(self._tables.repeated, "last"),
             patches_per_token=self._merge**2,
             max_frames=self._max_frames,
             max_items=self._max_items,
@@ -132,11 +129,11 @@ class GridAdapter(ABC):
         Raises:
             ShapeError: grids and patches contradict each other, or a grid is no multiple of the merged block.
         """
-        return [self._spec(grid) for grid in _normal(items, self._merge)[1]]
+        return [self._spec(grid) for grid in self._normal(items)[1]]
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
         """Those images and clips, under ``pixel_values`` and ``grid_thw``."""
-        pixels, grids = _normal(items, self._merge)
+        pixels, grids = self._normal(items)
         ends = np.cumsum([math.prod(grid) for grid in grids], dtype=np.int64)
         chosen = [pixels[int(ends[i]) - math.prod(grids[i]) : int(ends[i])] for i in indices]
         one = chosen[0] if len(chosen) == 1 else torch.cat(chosen) if chosen else pixels[:0]
@@ -154,14 +151,14 @@ class GridAdapter(ABC):
     ) -> Mapping[str, torch.Tensor]:
         """The example's images, and what pads them."""
         pixels = torch.zeros(key.patches, self._patch_width, device=device, dtype=dtype)
-        return {"pixel_values": pixels, **self._on_device(self._example_grids(key), key)}
+        return {"pixel_values": pixels, **self._on_device(self._example_grids(key), device, key)}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
         """The patches as they are; the tables of their grids, padded on the host, in one transfer."""
-        pixels, grids = _normal(items, self._merge)
-        return {"pixel_values": pixels, **self._on_device(grids, key)}
+        pixels, grids = self._normal(items)
+        return {"pixel_values": pixels, **self._on_device(grids, self._device, key)}
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
@@ -170,12 +167,12 @@ class GridAdapter(ABC):
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward at the items' own sizes."""
-        pixels, grids = _normal(items, self._merge)
+        pixels, grids = self._normal(items)
         if not len(pixels):
             weight = next(self.tower.parameters())
             return tuple(weight.new_empty(0, width) for width in self._output_widths)
         with eagerly():
-            return self._forward({"pixel_values": pixels.to(self._device), **self._on_device(grids)})
+            return self._forward({"pixel_values": pixels.to(self._device), **self._on_device(grids, self._device)})
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
@@ -193,8 +190,11 @@ class GridAdapter(ABC):
         hidden = torch.zeros(num_patches, config.hidden_size, device=weight.device, dtype=weight.dtype)
         head_dim = config.hidden_size // config.num_heads
         angles = torch.zeros(num_patches, head_dim, device=weight.device, dtype=torch.float32)
-        pieces = Pieces(*(torch.from_numpy(part).to(weight.device) for part in pieces_of(np.array(_EXAMPLE_LENGTHS))))
+        pieces = pieces_on(_EXAMPLE_LENGTHS, weight.device)
         self._blocks.compile(compiler, runtime, hidden, _block_arguments(pieces, (angles, angles.clone())))
+
+    def _normal(self, items: EncoderItems) -> tuple[torch.Tensor, list[Grid]]:
+        return patches_and_grids(items, self._merge, self._patch_width)
 
     # -- shared with the towers
 
@@ -219,12 +219,6 @@ class GridAdapter(ABC):
     def _device(self) -> torch.device:
         device: torch.device = self.tower.patch_embed.proj.weight.device
         return device
-
-    @property
-    def _patch_width(self) -> int:
-        """Values of one patch."""
-        kernel: torch.Tensor = self.tower.patch_embed.proj.weight
-        return kernel[0].numel()
 
     def _rows_of(self, key: EncoderGraphKey) -> Mapping[str, int]:
         """{buffer: its rows on ``key``}, for all that grids give."""
@@ -251,45 +245,22 @@ class GridAdapter(ABC):
         patches = math.prod(grid)
         return EncoderItemSpec(patches, patches // self._merge**2, grid[0])
 
-    def _on_device(self, grids: Sequence[Grid], key: EncoderGraphKey | None = None) -> dict[str, torch.Tensor]:
+    def _on_device(
+        self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None
+    ) -> dict[str, torch.Tensor]:
         """The tables of a batch, padded to the rows of ``key``."""
         frames = [(height, width) for t, height, width in grids for _ in range(t) if height * width]
-        return self._tables.on_device(frames, self._device, None if key is None else self._rows(key))
+        return self._tables.on_device(frames, device, None if key is None else self._rows(key))
 
 
 def _block_arguments(
     pieces: Pieces[torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, Any]:
-    """What a block takes: transformers calls ends of sequences ``cu_seqlens``, and hands on what it does not know."""
+    """What a block takes: ``cu_seqlens`` is transformers' name of bounds, and it hands on what it does not know."""
     return {
-        "cu_seqlens": pieces.query_ends,
+        "cu_seqlens": pieces.query_bounds,
         "max_seqlen": PIECE_LENGTH,
         "key_starts": pieces.key_starts,
         "key_lengths": pieces.key_lengths,
         "position_embeddings": position_embeddings,
     }
-
-
-def _normal(items: EncoderItems, merge: int) -> tuple[torch.Tensor, list[Grid]]:
-    """Patches, [patches, values], and grids (frames, height, width) of all items.
-
-    Raises:
-        ShapeError: something is missing, or does not fit.
-    """
-    named = dict(items)
-    if "grid_thw" in named:
-        named["image_grid_thw"] = named.pop("grid_thw")
-    pairs = [
-        (named[p], named[g]) for p, g in (_IMAGES, _CLIPS) if named.get(p) is not None and named.get(g) is not None
-    ]
-    grids: list[Grid] = [tuple(row) for _, rows in pairs for row in torch.as_tensor(rows).tolist()]
-    found = sum(len(pixels) for pixels, _ in pairs)
-    expected = sum(math.prod(grid) for grid in grids)
-    if not pairs or found != expected or any(side % merge for grid in grids for side in grid[1:]):
-        raise ShapeError(
-            "images or clips do not fit their grids",
-            expected=f"as many patches as the grids say ({expected}), heights and widths in multiples of {merge}",
-            found=f"{found} patches, grids {grids[:8]}" if pairs else f"the keys {sorted(map(str, items))}",
-            remedy="pass what the model's processor returns: pixel_values and image_grid_thw",
-        )
-    return pairs[0][0] if len(pairs) == 1 else torch.cat([pixels for pixels, _ in pairs]), grids

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphpass.encoder.adapters.checks import refuse_tower
+from graphpass.encoder.adapters.checks import unserved_tower
 from graphpass.encoder.adapters.grids import interpolation, position_ids
 from graphpass.encoder.adapters.qwen import GridAdapter
 from graphpass.encoder.adapters.tables import Tables
@@ -30,7 +30,7 @@ class Qwen3VLAdapter(GridAdapter):
 
     def __init__(self, tower: Any, **options: Any) -> None:
         if tower.interpolation_mode != "bilinear":
-            raise refuse_tower(tower, "bilinear position embeddings", repr(tower.interpolation_mode))
+            raise unserved_tower(tower, "bilinear position embeddings", repr(tower.interpolation_mode))
         super().__init__(tower, **options)
 
     def _frame_tables(self, height: int, width: int) -> Tables:

@@ -22,6 +22,7 @@ Tables = Mapping[str, npt.NDArray[Any]]
 """Name -> int32 or float32 values of one frame."""
 Words = npt.NDArray[np.int32]
 _KEPT = 256
+_NOTHING = np.empty(0, dtype=np.int32)
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
@@ -48,14 +49,13 @@ class BatchTables:
         smallest: Frame,
     ) -> None:
         self._tables_of = functools.lru_cache(_KEPT)(lambda frame: of_frame(*frame))
-        self._words_of = functools.lru_cache(_KEPT)(self._patch_words)
-        self._pieces_of = functools.lru_cache(_KEPT)(self._other_words)
+        self._words_of_batch = functools.lru_cache(_KEPT)(self._counted_words)
         self._patch_keys, self._token_keys, self._kinds = patch_keys, token_keys, sequence_kinds
         tables = self._tables_of(smallest)
         self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
         self._columns = {name: tables[name].shape[1:] for name in patch_keys}
-        #: In whose padding the last value goes on; in others it is zero, which as an index is always valid.
-        self.repeated = frozenset(piece_keys(kind).query_ends for kind in sequence_kinds)
+        #: Where the last value goes on behind a batch's own; elsewhere it is zero, which as an index is always valid.
+        self._going_on = frozenset(piece_keys(kind).query_bounds for kind in sequence_kinds)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ class BatchTables:
         """The tables of a batch.
 
         Args:
-            frames: in the order of their patches, none of them empty.
+            frames: in the order of their patches, none of them empty; there may be none.
             device: where to.
             rows: to pad each table to; one that has more keeps them.
         """
@@ -82,30 +82,27 @@ class BatchTables:
         for name, parts in words.items():
             end, following = start + found[name], start + sizes[name]
             np.concatenate(parts, out=on_host[start:end])
-            on_host[end:following] = on_host[end - 1] if name in self.repeated else 0
+            on_host[end:following] = on_host[end - 1] if name in self._going_on else 0
             start = following
         on_device = flat.to(device, non_blocking=True).split(list(sizes.values()))
         return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}
 
     def _words(self, frames: tuple[Frame, ...]) -> dict[str, list[Words]]:
         """{table: what it consists of}, flat."""
-        each = [self._words_of(frame) for frame in frames]
-        words = {name: [tables[name] for tables in each] for name in self._patch_keys}
-        return words | {name: [table] for name, table in self._pieces_of(frames).items()}
+        each = [self._tables_of(frame) for frame in frames]
+        words = {name: [_flat(tables[name]) for tables in each] or [_NOTHING] for name in self._patch_keys}
+        return words | {name: [table] for name, table in self._words_of_batch(frames).items()}
 
-    def _patch_words(self, frame: Frame) -> dict[str, Words]:
-        tables = self._tables_of(frame)
-        return {name: tables[name].reshape(-1).view(np.int32) for name in self._patch_keys}
-
-    def _other_words(self, frames: tuple[Frame, ...]) -> dict[str, Words]:
+    def _counted_words(self, frames: tuple[Frame, ...]) -> dict[str, Words]:
         """Tables that are not the same for a frame wherever it lies."""
         each = [self._tables_of(frame) for frame in frames]
         words = {}
         for name in self._token_keys:
             starts = itertools.accumulate((len(tables[name]) for tables in each), initial=0)
-            words[name] = np.concatenate([tables[name] + start for tables, start in zip(each, starts, strict=False)])
+            numbers = [tables[name] + start for tables, start in zip(each, starts, strict=False)]
+            words[name] = np.concatenate([_NOTHING, *numbers])
         for kind in self._kinds:
-            pieces = pieces_of(np.concatenate([tables[kind] for tables in each]))
+            pieces = pieces_of(np.concatenate([_NOTHING, *(tables[kind] for tables in each)]))
             words |= zip(piece_keys(kind), pieces, strict=True)
         return words
 
@@ -122,3 +119,7 @@ class BatchTables:
 def piece_keys(kind: str) -> Pieces[str]:
     """The names of a kind of sequences' tables."""
     return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
+
+
+def _flat(table: npt.NDArray[Any]) -> Words:
+    return table.reshape(-1).view(np.int32)

@@ -15,6 +15,7 @@ from tests.e2e.towers import CLIP, QWEN2_5_VL, QWEN3_VL, SIGLIP, Tower
 
 KINDS = [(QWEN2_5_VL, Qwen25VLAdapter), (QWEN3_VL, Qwen3VLAdapter), (SIGLIP, SiglipAdapter), (CLIP, ClipAdapter)]
 GRID = torch.tensor([[1, 4, 4]])
+CLIP_OF_16 = {"pixel_values_videos": torch.ones(16, 96), "video_grid_thw": GRID}
 
 
 @pytest.mark.parametrize(("stock", "kind"), KINDS)
@@ -63,13 +64,22 @@ def test_another_interpolation_is_refused() -> None:
 @pytest.mark.parametrize(
     ("items", "found"),
     [
-        ({"pixel_values": torch.ones(15, 96), "image_grid_thw": GRID}, r"\(16\).*found 15 patches"),
+        ({"pixel_values": torch.ones(15, 96), "image_grid_thw": GRID}, "the grids say, 16; found 15 patches"),
         ({"pixel_values": torch.ones(12, 96), "image_grid_thw": torch.tensor([[1, 3, 4]])}, "multiples of 2"),
         ({"pixel_values": torch.ones(16, 96)}, "pixel_values"),
         ({}, "the keys"),
+        ({"pixel_values": torch.ones(16, 96), **CLIP_OF_16}, "the keys.*'pixel_values', 'pixel_values_videos'"),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": GRID, "grid_thw": GRID}, "the keys.*'grid_thw'"),
+        ({"pixel_values": torch.ones(16, 95), "image_grid_thw": GRID}, r"\[patches, 96\]; found \(16, 95\)"),
+        ({"pixel_values": torch.ones(16, 96).numpy(), "image_grid_thw": GRID}, "as a tensor.*found ndarray"),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[1, -4, -4]]}, "none below 0"),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[4, 4]]}, r"\[items, 3\]"),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": torch.tensor([1, 4, 4])}, r"\[items, 3\]"),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": torch.tensor([[1.0, 4.0, 4.0]])}, "integers"),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": "1 4 4"}, "found '1 4 4'"),
     ],
 )
-def test_items_that_do_not_fit_their_grids(items: dict[str, torch.Tensor], found: str) -> None:
+def test_items_that_do_not_fit_their_grids(items: dict[str, Any], found: str) -> None:
     with pytest.raises(gp.ShapeError, match=found):
         adapter_for(QWEN3_VL.build(CPU)).get_encoder_cudagraph_item_specs(items)
 

@@ -67,17 +67,29 @@ def test_equal_sequences(count: int) -> None:
         torch.testing.assert_close(found[6 * part : 6 * part + 6], alone(*own))
 
 
-def test_only_halves_on_a_gpu_go_to_the_kernel() -> None:
-    assert not att.serves_flash(torch.device("cpu"), torch.bfloat16, 64)
-    assert not att.serves_flash(torch.device("cuda"), torch.float32, 64)
-    assert not att.serves_flash(torch.device("cuda"), torch.bfloat16, 264)
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_gpu_serves_what_its_kernel_answers_rightly(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(att, "_attends_in_pieces", lambda *_: is_right)
-    assert att.serves_flash(torch.device("cuda"), torch.bfloat16, 64) == is_right
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "reason"),
+    [
+        ("cpu", torch.bfloat16, 64, (9, 0), "there is none for cpu"),
+        ("cuda", torch.float32, 64, (9, 0), "it takes float16 and bfloat16, not float32"),
+        ("cuda", torch.bfloat16, 264, (9, 0), "it takes heads of at most 256, not 264"),
+        ("cuda", torch.bfloat16, 64, (7, 5), "it needs compute capability 8.0, not 7.5"),
+        ("cuda", torch.float16, 256, (8, 0), None),
+    ],
+)
+@pytest.mark.parametrize("fault", [None, "a fault"])
+def test_what_the_kernel_does_not_serve(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    reason: str | None,
+    fault: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(att, "_fault_of_kernel", lambda *_: fault)
+    assert att.why_not_flash(torch.device(device), dtype, head_dim) == (reason or fault)
 
 
 def by_the_table(
@@ -111,24 +123,28 @@ def refuses(*_: object, **__: object) -> torch.Tensor:
     raise RuntimeError("seqused_k is not supported")
 
 
+def runs_out(*_: object, **__: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("for now")
+
+
 @pytest.mark.parametrize(
-    ("kernel", "reason"),
+    ("kernel", "fault"),
     [
         (by_the_table, None),
-        (to_own_rows, "does not attend to the keys that it is given"),
+        (to_own_rows, "with heads of 20 it does not attend to the keys that it is given"),
         (refuses, "seqused_k is not supported"),
     ],
 )
-def test_the_kernel_is_tried(
-    kernel: object, reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_kernel_is_tried(kernel: object, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of pieces overlap, which torch does not promise to serve; where it does not, a mask does."""
     monkeypatch.setattr(att.compat, "flash_attention", kernel)
-    cpu = torch.device("cpu")
-    with caplog.at_level("WARNING", "graphpass"):
-        assert att._attends_in_pieces.__wrapped__(cpu, torch.bfloat16, 20) == (reason is None)
-    assert (reason or "") in caplog.text
-    assert bool(caplog.records) == (reason is not None)
+    assert att._fault_of_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16, 20) == fault
+
+
+def test_too_little_memory_says_nothing_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(att.compat, "flash_attention", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        att._fault_of_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16, 20)
 
 
 @given(lengths=st.lists(st.integers(0, 700), min_size=1, max_size=8))
@@ -146,6 +162,21 @@ def test_pieces(lengths: list[int]) -> None:
         assert start <= begin < end <= start + length
     for longest in (max(lengths), 1000):
         assert len(found[2]) <= most_pieces(len(lengths), sum(lengths), longest)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest"), [([129, 1, 1], 131), ([128], 128), ([1, 1], 2), ([257, 255], 512), ([128, 128], 128)]
+)
+def test_graphs_have_room_for_no_more_pieces_than_there_may_be(lengths: list[int], longest: int) -> None:
+    """As many as the worst of so many sequences in so many rows has, and the unused one."""
+    num_rows, used = sum(lengths), len(pieces_of(np.array(lengths)).key_lengths) - 1
+    assert used + 1 <= most_pieces(len(lengths), num_rows, longest) <= used + 1 + (num_rows % PIECE_LENGTH == 0)
+
+
+@pytest.mark.parametrize("lengths", [[[1, 2]], [1.5], [-1], ["a"], []])
+def test_what_are_no_lengths(lengths: object) -> None:
+    with pytest.raises(gp.ShapeError, match=r"integers, none below 0"):
+        att.pieces_on(lengths, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 class Layer(torch.nn.Module):
@@ -183,9 +214,13 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
         interface()[name](Layer(), row, row, row, **given)
 
 
-def test_packed_attention_asks_for_bounds() -> None:
+@pytest.mark.parametrize("missing", ["cu_seq_lens_q", "key_starts", "key_lengths"])
+def test_packed_attention_asks_for_pieces(missing: str) -> None:
     interface = pytest.importorskip("transformers").AttentionInterface
     att.register_with_hugging_face()
     row = torch.ones(1, HEADS, 6, HEAD_DIM)
-    with pytest.raises(gp.OptionError, match="cu_seq_lens_q"):
-        interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None)
+    names = ("cu_seq_lens_q", "key_starts", "key_lengths")
+    given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
+    interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **given)
+    with pytest.raises(gp.OptionError, match=missing):
+        interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **{**given, missing: None})

@@ -84,6 +84,7 @@ def with_(name: str, change: Callable[[Any], Any]) -> Callable[[Values], Values]
         (with_("positions", lambda p: p.int()), ShapeError, r"int64.*int32"),
         (with_("positions", lambda p: p.float()), ShapeError, r"int64.*float32"),
         (with_("scale", lambda _: torch.ones(1)), ShapeError, r"found \(1,\)"),
+        (with_("patches", lambda p: p.numpy()), ShapeError, r"a tensor.*\(8, 6\).*found ndarray"),
     ],
 )
 def test_what_does_not_fit_a_buffer_is_refused(

@@ -46,6 +46,8 @@ def test_small_budgets_have_room_for_as_many_frames_as_items() -> None:
     """Each one that a graph allows for costs its attention; a clip with smaller frames fits the largest budget."""
     keys = keys_of(EncoderOptions(token_budgets=[16, 64, 128]), config(max_frames=32, max_items=32), (16, 128))
     assert [(key.tokens, key.items, key.frames) for key in keys] == [(128, 8, 32), (64, 4, 4), (16, 1, 1)]
+    asked = EncoderOptions(token_budgets=[16, 64, 128], max_frames_per_batch=20)
+    assert {key.frames for key in keys_of(asked, config(max_frames=32), (16, 128))} == {20}
 
 
 def test_an_item_has_some_tokens_so_small_budgets_have_fewer_items() -> None:
@@ -76,6 +78,10 @@ def test_each_path_and_axis_value_has_graphs_and_shares_the_allowance() -> None:
         ({"max_eager_tokens": 0}, "max_eager_tokens=0"),
         ({"max_graphs": 0}, "max_graphs=0"),
         ({"log_every": 0}, "log_every=0"),
+        ({"token_budgets": 8}, "integers, each once; found 8"),
+        ({"token_budgets": ["8", 16]}, "found '8'"),
+        ({"enable": "no"}, "enable='no'"),
+        ({"compile": "yes"}, "compile='yes'"),
         ({"compiler": "tvm"}, "inductor.*compiler='tvm'"),
         ({"compiler": "eager", "compile": False}, "compile=False.*compiler='eager'"),
         ({"costs": "guessed"}, "costs='guessed'"),

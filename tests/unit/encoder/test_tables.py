@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,19 +50,26 @@ def test_frames_one_behind_the_other(frames: list[Frame], missing: int) -> None:
     rows = {name: len(table) + missing for name, table in expected.items()}
     found = made.on_device(frames, CPU, rows)
     assert tuple(found) == made.names == tuple(expected)
-    assert made.repeated == {"row_query_ends"}
     for name, table in found.items():
         real = torch.from_numpy(np.ascontiguousarray(expected[name]))
         assert table.dtype == (torch.float32 if name == "weights" else torch.int32)
         assert len(table) == len(real) + max(missing, 0)
         assert torch.equal(table[: len(real)], real.to(table.dtype))
-        assert torch.equal(table[len(real) :], torch.full_like(table[len(real) :], count if "ends" in name else 0))
+        assert torch.equal(table[len(real) :], torch.full_like(table[len(real) :], count if "bounds" in name else 0))
     for name, table in made.on_device(frames, CPU).items():
         assert torch.equal(table, found[name][: len(expected[name])])
 
 
-@pytest.mark.parametrize("again", [0, 1])
-def test_a_frame_is_computed_once(again: int) -> None:
+def test_no_frames() -> None:
+    found = tables().on_device([], CPU, dict.fromkeys(tables().names, 3))
+    assert {name: tuple(table.shape) for name, table in found.items()} == {
+        "places": (3, 2),
+        **dict.fromkeys(("weights", "order", *piece_keys("row")), (3,)),
+    }
+    assert not any(table.any() for table in found.values())
+
+
+def test_a_frame_is_computed_once() -> None:
     calls = []
 
     def counted(height: int, width: int) -> Tables:
@@ -71,6 +77,6 @@ def test_a_frame_is_computed_once(again: int) -> None:
         return of_frame(height, width)
 
     made = BatchTables(counted, patch_keys=("places",), token_keys=(), sequence_kinds=("row",), smallest=(1, 1))
-    for _ in range(1 + again):
+    for _ in range(2):
         made.on_device([(2, 3), (2, 3), (3, 2)], CPU)
     assert calls == [(1, 1), (2, 3), (3, 2)]
