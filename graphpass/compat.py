@@ -565,6 +565,14 @@ def aot_eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
     return compiled
 
 
+# --- modules
+
+
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """The dicts in which a module and those within it keep their hooks of all kinds."""
+    return [kept for part in module.modules() for name, kept in vars(part).items() if "_hooks" in name]
+
+
 # --- attention
 
 
@@ -581,7 +589,8 @@ def flash_attention(
 ) -> torch.Tensor:
     """Torch's flash attention with a place for the keys of each sequence that does not follow from the one before.
 
-    ``varlen_attn`` of torch 2.11 cannot say how many keys of a sequence are used; the operator behind it can.
+    The operator behind ``varlen_attn``: it takes the number of keys in use on torch 2.11, too, and fills no tensor for
+    random numbers that nobody draws.
 
     Args:
         query: [tokens, heads, head_dim] of half precision on a GPU.

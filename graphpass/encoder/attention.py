@@ -201,7 +201,9 @@ def register_with_hugging_face() -> None:
 
 
 def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = None) -> torch.nn.Module:
-    """A copy of ``module`` that attends in one of the forms, over the same weights and with a configuration of its own.
+    """A copy of ``module`` that attends in one of the forms, with a configuration of its own.
+
+    Weights and hooks are those of ``module``, also such hooks as come later.
 
     Args:
         module: layers of a stock tower.
@@ -210,8 +212,8 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
     """
     register_with_hugging_face()
     weight = next(module.parameters())
-    shared = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
-    own = copy.deepcopy(module, memo=dict(shared))
+    kept = [*module.parameters(), *module.buffers(), *compat.hooks_of(module)]
+    own = copy.deepcopy(module, memo={id(shared): shared for shared in kept})
     for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
         config._attn_implementation = name
         setattr(config, _SEQUENCE_LENGTH, seq_len)
@@ -237,7 +239,7 @@ def _packed_of_layer(
     scaling: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    key_starts: torch.Tensor | None = None,
+    query_bounds: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -248,16 +250,16 @@ def _packed_of_layer(
         ShapeError: a batch of other than one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
-    if cu_seq_lens_q is None or key_starts is None or key_lengths is None:
+    if cu_seq_lens_q is None or query_bounds is None or key_lengths is None:
         raise OptionError(
             f"{PACKED_ATTENTION} attends within packed sequences",
-            expected="cu_seq_lens_q, as transformers passes it to flash attention, key_starts and key_lengths",
+            expected="cu_seq_lens_q, as transformers passes it to flash attention, query_bounds and key_lengths",
             found=f"none from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
     query, key, value = _one_row(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    pieces = Pieces(cu_seq_lens_q, key_starts, key_lengths)
+    pieces = Pieces(query_bounds, cu_seq_lens_q, key_lengths)
     is_flash = getattr(module.config, _IS_FLASH)
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
     return attended.unsqueeze(0), None

@@ -314,7 +314,10 @@ class EncoderCudaGraphManager:
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The memory of each buffer, flat, which all budgets share; empty before the capture."""
+        """The memory of each buffer, flat, which all budgets share; empty before the capture.
+
+        Every replay writes it: items that lie in it are overwritten before they are read.
+        """
         return {} if self._graphs is None else self._graphs.buffers.tensors
 
     def get_cumulative_stats(self) -> EncoderStats:

@@ -28,8 +28,8 @@ class Pieces(NamedTuple, Generic[Ints]):
 
     Attributes:
         query_bounds: where pieces begin and the last one ends, [pieces + 1]; those of unused pieces repeat the end.
-        key_starts: where the sequence of each piece begins, [pieces + 1]. Flash attention asks for the last entry, and
-            does not use it.
+        key_starts: where the sequence of each piece begins, and the last one ends, [pieces + 1]; those of unused pieces
+            repeat the end. So they are bounds of the sequences, with an empty one for every other piece of a sequence.
         key_lengths: of the sequence of each piece, [pieces]; 0 for unused ones.
     """
 

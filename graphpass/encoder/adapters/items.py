@@ -4,51 +4,80 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from graphpass.encoder.protocol import EncoderItems
 from graphpass.errors import ShapeError
 
-__all__ = ["Grid", "patches_and_grids"]
+__all__ = ["Grid", "GridItems"]
 
 Grid = tuple[int, int, int]
 """Temporal slices, height and width of an item, in patches."""
 _KINDS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
 
-def patches_and_grids(items: EncoderItems, merge: int, width: int) -> tuple[torch.Tensor, list[Grid]]:
-    """The patches of all items, images before clips, and their grids.
+@dataclass(frozen=True, slots=True)
+class GridItems:
+    """Images, then clips.
 
-    Args:
-        items: as a processor returns them; ``grid_thw`` is another name of ``image_grid_thw``.
-        merge: patches a side of what becomes one token.
-        width: values of a patch.
-
-    Returns:
-        Patches, [patches, width], and grids.
-
-    Raises:
-        ShapeError: something is missing, or does not fit.
+    Attributes:
+        parts: the patches of images, [patches, width], and those of clips; at least one of the two.
+        grids: of all items.
     """
-    named = {name: value for name, value in items.items() if value is not None}
-    if "grid_thw" in named and "image_grid_thw" not in named:
-        named["image_grid_thw"] = named.pop("grid_thw")
-    pairs = [(named.get(pixels), named.get(grids)) for pixels, grids in _KINDS]
-    found = [(pixels, grids) for pixels, grids in pairs if pixels is not None and grids is not None]
-    if not found or "grid_thw" in named or any((pixels is None) != (grids is None) for pixels, grids in pairs):
-        raise _unfit(
-            "pixel_values with image_grid_thw (or grid_thw), pixel_values_videos with video_grid_thw, or both",
-            f"the keys {sorted(map(str, named))}",
-        )
-    parts = [(_checked_patches(pixels, width), _checked_grids(grids, merge)) for pixels, grids in found]
-    for patches, grids in parts:
-        expected = sum(map(math.prod, grids))
-        if len(patches) != expected:
-            raise _unfit(f"as many patches as the grids say, {expected}", f"{len(patches)} patches, grids {grids[:8]}")
-    patches = parts[0][0] if len(parts) == 1 else torch.cat([patches for patches, _ in parts])
-    return patches, [grid for _, grids in parts for grid in grids]
+
+    parts: tuple[torch.Tensor, ...]
+    grids: tuple[Grid, ...]
+
+    @classmethod
+    def of(cls, items: EncoderItems, merge: int, width: int) -> Self:
+        """Those of a processor's mapping.
+
+        Args:
+            items: as a processor returns them; ``grid_thw`` is another name of ``image_grid_thw``.
+            merge: patches a side of what becomes one token.
+            width: values of a patch.
+
+        Raises:
+            ShapeError: something is missing, or does not fit.
+        """
+        named = {name: value for name, value in items.items() if value is not None}
+        if "grid_thw" in named and "image_grid_thw" not in named:
+            named["image_grid_thw"] = named.pop("grid_thw")
+        pairs = [(named.get(pixels), named.get(grids)) for pixels, grids in _KINDS]
+        found = [(pixels, grids) for pixels, grids in pairs if pixels is not None and grids is not None]
+        if not found or "grid_thw" in named or any((pixels is None) != (grids is None) for pixels, grids in pairs):
+            raise _unfit(
+                "pixel_values with image_grid_thw (or grid_thw), pixel_values_videos with video_grid_thw, or both",
+                f"the keys {sorted(map(str, named))}",
+            )
+        checked = [(_checked_patches(pixels, width), _checked_grids(grids, merge)) for pixels, grids in found]
+        for patches, of_part in checked:
+            expected = sum(map(math.prod, of_part))
+            if len(patches) != expected:
+                raise _unfit(
+                    f"as many patches as the grids say, {expected}", f"{len(patches)} patches, grids {of_part[:8]}"
+                )
+        return cls(tuple(patches for patches, _ in checked), tuple(grid for _, of_part in checked for grid in of_part))
+
+    def patches(self) -> torch.Tensor:
+        """Of all items, [patches, width]."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def selected(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Some items, as a processor's mapping."""
+        places, part, start = [], 0, 0
+        for grid in self.grids:
+            while start == len(self.parts[part]) and part + 1 < len(self.parts):
+                part, start = part + 1, 0
+            places.append((part, start))
+            start += math.prod(grid)
+        rows = [self.parts[p][at : at + math.prod(self.grids[i])] for i in indices for p, at in (places[i],)]
+        grids = torch.tensor([self.grids[i] for i in indices], dtype=torch.int64, device="cpu").view(-1, 3)
+        patches = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else self.parts[0][:0]
+        return {"pixel_values": patches, "grid_thw": grids}
 
 
 def _checked_patches(patches: Any, width: int) -> torch.Tensor:

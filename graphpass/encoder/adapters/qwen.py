@@ -8,17 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from graphpass.capture.loop import steadily
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
-from graphpass.encoder.adapters.items import Grid, patches_and_grids
+from graphpass.encoder.adapters.items import Grid, GridItems
 from graphpass.encoder.adapters.patches import WholePatches
 from graphpass.encoder.adapters.tables import BatchTables, Tables, piece_keys
 from graphpass.encoder.attention import PACKED_ATTENTION, pieces_on
-from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces
+from graphpass.encoder.pieces import Pieces, most_pieces
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -75,7 +74,8 @@ class GridAdapter(ABC):
         self.tower = tower
         self._merge: int = tower.spatial_merge_size
         self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
-        self._patch_width: int = tower.patch_embed.proj.weight[0].numel()
+        config = tower.config
+        self._patch_width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self._blocks = Blocks(tower.blocks, PACKED_ATTENTION)
         self._tables = BatchTables(
             self._frame_tables,
@@ -129,22 +129,18 @@ class GridAdapter(ABC):
         Raises:
             ShapeError: grids and patches contradict each other, or a grid is no multiple of the merged block.
         """
-        return [self._spec(grid) for grid in self._normal(items)[1]]
+        return [self._spec(grid) for grid in self._read(items).grids]
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
         """Those images and clips, under ``pixel_values`` and ``grid_thw``."""
-        pixels, grids = self._normal(items)
-        ends = np.cumsum([math.prod(grid) for grid in grids], dtype=np.int64)
-        chosen = [pixels[int(ends[i]) - math.prod(grids[i]) : int(ends[i])] for i in indices]
-        one = chosen[0] if len(chosen) == 1 else torch.cat(chosen) if chosen else pixels[:0]
-        return {"pixel_values": one, "grid_thw": torch.tensor([grids[i] for i in indices]).view(-1, 3)}
+        return self._read(items).selected(indices)
 
     def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
         """Black images of a usual size that fill ``key``, as square as their number of tokens allows."""
         grids = self._example_grids(key)
         num_patches = sum(math.prod(grid) for grid in grids)
         pixels = torch.zeros(num_patches, self._patch_width, device=device, dtype=dtype)
-        return {"pixel_values": pixels, "grid_thw": torch.tensor(grids)}
+        return {"pixel_values": pixels, "grid_thw": torch.tensor(grids, device="cpu")}
 
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
@@ -157,8 +153,8 @@ class GridAdapter(ABC):
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
         """The patches as they are; the tables of their grids, padded on the host, in one transfer."""
-        pixels, grids = self._normal(items)
-        return {"pixel_values": pixels, **self._on_device(grids, self._device, key)}
+        found = self._read(items)
+        return {"pixel_values": found.patches(), **self._on_device(found.grids, self._device, key)}
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
@@ -167,12 +163,15 @@ class GridAdapter(ABC):
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The same forward at the items' own sizes."""
-        pixels, grids = self._normal(items)
+        found = self._read(items)
+        pixels = found.patches()
         if not len(pixels):
             weight = next(self.tower.parameters())
             return tuple(weight.new_empty(0, width) for width in self._output_widths)
         with eagerly():
-            return self._forward({"pixel_values": pixels.to(self._device), **self._on_device(grids, self._device)})
+            return self._forward(
+                {"pixel_values": pixels.to(self._device), **self._on_device(found.grids, self._device)}
+            )
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
@@ -193,8 +192,8 @@ class GridAdapter(ABC):
         pieces = pieces_on(_EXAMPLE_LENGTHS, weight.device)
         self._blocks.compile(compiler, runtime, hidden, _block_arguments(pieces, (angles, angles.clone())))
 
-    def _normal(self, items: EncoderItems) -> tuple[torch.Tensor, list[Grid]]:
-        return patches_and_grids(items, self._merge, self._patch_width)
+    def _read(self, items: EncoderItems) -> GridItems:
+        return GridItems.of(items, self._merge, self._patch_width)
 
     # -- shared with the towers
 
@@ -217,8 +216,8 @@ class GridAdapter(ABC):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.tower.patch_embed.proj.weight.device
-        return device
+        weight: torch.Tensor = next(self.tower.parameters())
+        return weight.device
 
     def _rows_of(self, key: EncoderGraphKey) -> Mapping[str, int]:
         """{buffer: its rows on ``key``}, for all that grids give."""
@@ -256,11 +255,15 @@ class GridAdapter(ABC):
 def _block_arguments(
     pieces: Pieces[torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, Any]:
-    """What a block takes: ``cu_seqlens`` is transformers' name of bounds, and it hands on what it does not know."""
+    """What a block takes; transformers hands on what it does not know.
+
+    Where the keys of pieces start are bounds of the sequences, with empty ones among them: attention of a tower's own
+    reads them as such.
+    """
     return {
-        "cu_seqlens": pieces.query_bounds,
-        "max_seqlen": PIECE_LENGTH,
-        "key_starts": pieces.key_starts,
+        "cu_seqlens": pieces.key_starts,
+        "max_seqlen": len(position_embeddings[0]),
+        "query_bounds": pieces.query_bounds,
         "key_lengths": pieces.key_lengths,
         "position_embeddings": position_embeddings,
     }

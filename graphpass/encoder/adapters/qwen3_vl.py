@@ -50,21 +50,27 @@ class Qwen3VLAdapter(GridAdapter):
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
-        mergers = [self.tower.merger, *self.tower.deepstack_merger_list]
+        mergers = [self.tower.merger, *self._deepstack.values()]
         return tuple(merger.linear_fc2.out_features for merger in mergers)
+
+    @property
+    def _deepstack(self) -> Mapping[int, Any]:
+        """Layer -> the merger of what comes out of it, in the order of layers."""
+        indexes = list(self.tower.deepstack_visual_indexes)
+        mergers = self.tower.deepstack_merger_list
+        return {layer: mergers[indexes.index(layer)] for layer in range(len(self._blocks)) if layer in indexes}
 
     def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         tower = self.tower
         hidden = self._embed(buffers["pixel_values"])
         hidden = hidden + self._position_embeddings(buffers).to(hidden.dtype)
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
-        levels = {layer: number for number, layer in enumerate(tower.deepstack_visual_indexes)}
-        deepstack = {}
+        mergers, features = self._deepstack, []
         for layer in range(len(self._blocks)):
             hidden = self._run_block(layer, hidden, buffers, "frame", rotation)
-            if layer in levels:
-                deepstack[levels[layer]] = tower.deepstack_merger_list[levels[layer]](hidden)
-        return (tower.merger(hidden), *(deepstack[number] for number in sorted(deepstack)))
+            if layer in mergers:
+                features.append(mergers[layer](hidden))
+        return (tower.merger(hidden), *features)
 
     def _position_embeddings(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A tap at a time: all at once they would be the largest tensor of the whole graph."""

@@ -55,7 +55,9 @@ class BatchTables:
         self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
         self._columns = {name: tables[name].shape[1:] for name in patch_keys}
         #: Where the last value goes on behind a batch's own; elsewhere it is zero, which as an index is always valid.
-        self._going_on = frozenset(piece_keys(kind).query_bounds for kind in sequence_kinds)
+        self._going_on = frozenset(
+            name for keys in map(piece_keys, sequence_kinds) for name in (keys.query_bounds, keys.key_starts)
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ class BatchTables:
         sizes = found
         if rows is not None:
             sizes = {name: max(length, rows[name] * self._width(name)) for name, length in found.items()}
-        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, pin_memory=device.type == "cuda")
+        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         on_host, start = flat.numpy(), 0
         for name, parts in words.items():
             end, following = start + found[name], start + sizes[name]

@@ -32,7 +32,11 @@ def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 def padded_pieces(lengths: list[int], unused: int) -> Pieces[torch.Tensor]:
     """As a graph's buffers hold them, with unused entries behind them."""
     ends, starts, of = pieces_of(np.array(lengths))
-    filled = (np.append(ends, [ends[-1]] * unused), np.append(starts, [0] * unused), np.append(of, [0] * unused))
+    filled = (
+        np.append(ends, [ends[-1]] * unused),
+        np.append(starts, [starts[-1]] * unused),
+        np.append(of, [0] * unused),
+    )
     return Pieces(*(torch.from_numpy(part.astype(np.int32)) for part in filled))
 
 
@@ -154,6 +158,7 @@ def test_pieces(lengths: list[int]) -> None:
     begins = list(itertools.accumulate([0, *lengths]))
     assert (found[0][0], found[0][-1]) == (0, sum(lengths))
     assert len(found[0]) == len(found[1]) == len(found[2]) + 1 > 1
+    assert [b - a for a, b in itertools.pairwise(found[1]) if b > a] == [length for length in lengths if length]
     *pieces, unused = zip(found[0], found[0][1:], found[1], found[2], strict=False)
     assert unused[0] == unused[1] == sum(lengths)
     for begin, end, start, length in pieces:
@@ -204,7 +209,7 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
         "rows": 1,
         "attention_mask": None,
         "cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32),
-        "key_starts": torch.tensor([0, 6], dtype=torch.int32),
+        "query_bounds": torch.tensor([0, 6], dtype=torch.int32),
         "key_lengths": torch.tensor([6], dtype=torch.int32),
     }
     rows, *_ = (named | asked).values()
@@ -214,12 +219,12 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
         interface()[name](Layer(), row, row, row, **given)
 
 
-@pytest.mark.parametrize("missing", ["cu_seq_lens_q", "key_starts", "key_lengths"])
+@pytest.mark.parametrize("missing", ["query_bounds", "cu_seq_lens_q", "key_lengths"])
 def test_packed_attention_asks_for_pieces(missing: str) -> None:
     interface = pytest.importorskip("transformers").AttentionInterface
     att.register_with_hugging_face()
     row = torch.ones(1, HEADS, 6, HEAD_DIM)
-    names = ("cu_seq_lens_q", "key_starts", "key_lengths")
+    names = ("query_bounds", "cu_seq_lens_q", "key_lengths")
     given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
     interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **given)
     with pytest.raises(gp.OptionError, match=missing):

@@ -55,7 +55,9 @@ def test_frames_one_behind_the_other(frames: list[Frame], missing: int) -> None:
         assert table.dtype == (torch.float32 if name == "weights" else torch.int32)
         assert len(table) == len(real) + max(missing, 0)
         assert torch.equal(table[: len(real)], real.to(table.dtype))
-        assert torch.equal(table[len(real) :], torch.full_like(table[len(real) :], count if "bounds" in name else 0))
+        assert torch.equal(
+            table[len(real) :], torch.full_like(table[len(real) :], count if name.endswith(("bounds", "starts")) else 0)
+        )
     for name, table in made.on_device(frames, CPU).items():
         assert torch.equal(table, found[name][: len(expected[name])])
 
