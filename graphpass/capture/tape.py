@@ -76,7 +76,7 @@ class _Tape(compat.TorchDispatchMode):
         _refuse_collectives(func)
         if compat.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
-            with self:
+            with self, _HostReads():
                 return compat.call_kernel(func, "CPU", args, kwargs)
         frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
         result = func(*args, **kwargs)
@@ -93,7 +93,7 @@ class _Tape(compat.TorchDispatchMode):
         implementation = compat.composite_kernel(operator)
         if implementation is None:
             raise _refusal(str(operator))
-        with self:
+        with self, _HostReads():
             return implementation(*args, **kwargs)
 
     def call_opaque(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -77,12 +79,22 @@ def test_a_python_op_that_mutates(rig: Any, python_ops: Any) -> None:
     assert Scale.calls == 2
 
 
-def test_a_python_op_that_reads_the_host_is_refused(rig: Any) -> None:
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda x: x.sum().item(), "aten::item"),
+        (lambda x: x.sum().tolist(), "Tensor.tolist"),
+        (lambda x: float(x.detach().numpy().sum()), "Tensor.numpy"),
+        (lambda x: float(np.asarray(x).sum()), "numpy.array"),
+    ],
+    ids=["item", "tolist", "numpy", "array"],
+)
+def test_a_python_op_that_reads_the_host_is_refused(rig: Any, read: Callable[[Any], float], name: str) -> None:
     with torch.library._scoped_library("graphpass_tape_host", "FRAGMENT") as library:
         library.define("reads(Tensor x) -> Tensor")
-        library.impl("reads", lambda x: x * x.sum().item(), "CompositeExplicitAutograd")
+        library.impl("reads", lambda x: x * read(x), "CompositeExplicitAutograd")
         wrapper = rig.wrap(torch.ops.graphpass_tape_host.reads)
-        with pytest.raises(CaptureError, match="op aten::item cannot be captured"):
+        with pytest.raises(CaptureError, match=f"{re.escape(name)} cannot be captured"):
             rig.capture(wrapper, X)
 
 

@@ -1,0 +1,88 @@
+"""Towers through what they hand to flash attention, with an operator of its contract in the kernel's place.
+
+The operator reads bounds as the kernel does, leaves rows of no piece as they were (here: NaN), and is as opaque to a
+compiler: wrong tables, rows that are read though nobody wrote them, and sizes for which a block is compiled once more
+show up without a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graphpass.encoder import attention as att
+from graphpass.encoder.adapters import adapter_for
+from tests.e2e.hugging_face import CPU
+from tests.e2e.test_encoder_adapters import GRID_BUDGETS, assert_same, captured, poisoned, run_eagerly
+from tests.e2e.towers import QWEN2_5_VL, QWEN3_VL, Tower
+
+GRIDS = pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
+
+
+@torch.library.custom_op("graphpass_tests::attend_in_pieces", mutates_args=())
+def attend_in_pieces(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_bounds: torch.Tensor,
+    key_starts: torch.Tensor,
+    key_lengths: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+) -> torch.Tensor:
+    assert len(query_bounds) == len(key_starts) == len(key_lengths) + 1
+    rows = torch.arange(len(query), dtype=torch.int32)
+    at = torch.searchsorted(query_bounds, rows, right=True) - 1
+    piece = at.clamp(max=len(key_lengths) - 1)
+    is_written = (at < len(key_lengths)) & (rows - query_bounds[piece] < max_query_len)
+    first, count = key_starts[piece][:, None], key_lengths[piece][:, None]
+    is_seen = (rows >= first) & (rows < first + count)
+    is_read = (is_seen & is_written[:, None]).any(0)[:, None, None]
+    key, value = (torch.where(is_read, tensor, 0.0) for tensor in (key, value))
+    rows_last = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    attended = F.scaled_dot_product_attention(*rows_last, attn_mask=is_seen | ~is_written[:, None], scale=scale)
+    return torch.where(is_written[:, None, None], attended.transpose(0, 1), torch.nan).contiguous()
+
+
+@attend_in_pieces.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(query.shape)
+
+
+@pytest.fixture(autouse=True)
+def flash_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attention(*tensors: torch.Tensor, scale: float) -> torch.Tensor:
+        attended: torch.Tensor = attend_in_pieces(*tensors, scale)
+        return attended
+
+    monkeypatch.setattr(att, "why_not_flash", lambda *_: None)
+    monkeypatch.setattr(att.compat, "flash_attention", flash_attention)
+
+
+@GRIDS
+def test_random_sets(stock: Tower) -> None:
+    tower = stock.build(CPU)
+    manager = captured(poisoned(stock, tower), token_budgets=GRID_BUDGETS)
+    for seed in range(20):
+        items = stock.items(tower, stock.random_sizes(random.Random(seed)), seed)
+        assert_same(manager.execute(items), stock.stock(tower, items))
+    assert manager.get_cumulative_stats().hits > 20
+    manager.clear()
+
+
+@GRIDS
+def test_the_block_is_compiled_once(stock: Tower) -> None:
+    """Also where one small image is a single piece."""
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, **stock.options)
+    manager = captured(adapter, token_budgets=GRID_BUDGETS, compile=True, compiler="aot_eager")
+    for sizes in ([(1, 2, 2)], [(1, 4, 4), (2, 6, 2)], [(1, 14, 14), (3, 16, 16)], [(1, 2, 4)] * 9):
+        items = stock.items(tower, sizes)
+        assert_same(manager.execute(items), stock.stock(tower, items))
+        assert_same(run_eagerly(adapter, items), stock.stock(tower, items))
+    assert manager.runtime.compiled() == 1
+    assert len(manager.runtime.callables()) == 1
+    manager.clear()
