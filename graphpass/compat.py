@@ -481,6 +481,11 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return "forward" in kept or any(bool(value) for name, value in kept.items() if name.endswith("_hooks"))
 
 
+def hooks_of(module: torch.nn.Module) -> list[Any]:
+    """The dicts in which a module and those within it keep their hooks of all kinds."""
+    return [kept for part in module.modules() for name, kept in vars(part).items() if "_hooks" in name]
+
+
 def has_static_address(tensor: torch.Tensor) -> bool:
     """Whether torch counts the tensor's address as fixed: ``mark_static_address``, or a module's own under Dynamo."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
@@ -563,14 +568,6 @@ def aot_eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
 
     compiled: Callable[..., Any] = backend(graph_module, list(example_inputs))
     return compiled
-
-
-# --- modules
-
-
-def hooks_of(module: torch.nn.Module) -> list[Any]:
-    """The dicts in which a module and those within it keep their hooks of all kinds."""
-    return [kept for part in module.modules() for name, kept in vars(part).items() if "_hooks" in name]
 
 
 # --- attention

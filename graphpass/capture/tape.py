@@ -76,7 +76,7 @@ class _Tape(compat.TorchDispatchMode):
         _refuse_collectives(func)
         if compat.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
-            with self, _HostReads():
+            with self.recording():
                 return compat.call_kernel(func, "CPU", args, kwargs)
         frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
         result = func(*args, **kwargs)
@@ -93,7 +93,7 @@ class _Tape(compat.TorchDispatchMode):
         implementation = compat.composite_kernel(operator)
         if implementation is None:
             raise _refusal(str(operator))
-        with self, _HostReads():
+        with self.recording():
             return implementation(*args, **kwargs)
 
     def call_opaque(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -103,6 +103,12 @@ class _Tape(compat.TorchDispatchMode):
             result = runnable(*args, **kwargs)
         self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, _fresh_results(result, (args, kwargs))))
         return result
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Ops in the body go onto the tape, and host reads that call no op are refused: an op turns that off within."""
+        with _HostReads(), self:
+            yield
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
@@ -171,7 +177,7 @@ class TapeDevice(GraphDevice):
     ) -> tuple[_TapeGraph, Sequence[Any]]:
         self._tape = tape = _Tape()
         try:
-            with torch.no_grad(), _HostReads(), tape:
+            with torch.no_grad(), tape.recording():
                 outputs = body()
         finally:
             self._tape = None

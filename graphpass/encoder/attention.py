@@ -18,7 +18,6 @@ import importlib
 import logging
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
@@ -71,7 +70,7 @@ def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces[torch.Tens
     Raises:
         ShapeError: they are no lengths.
     """
-    return Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(np.asarray(lengths))))
+    return Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(lengths)))
 
 
 def packed_attention(

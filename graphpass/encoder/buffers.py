@@ -93,7 +93,7 @@ class EncoderBuffers:
             ShapeError: a value has more rows than its buffer, or other columns, or integers for another integer type.
         """
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
-        copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        copies: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         pads = []
         for name, buffer in self._views[key].items():
             value = values[name]
@@ -105,13 +105,12 @@ class EncoderBuffers:
                 target = buffer[: value.shape[0]]
                 pads.append((buffer, value.shape[0], self._config.padding.get(name, 0)))
             if value.device == buffer.device and value.dtype == buffer.dtype:
-                for tensors, tensor in zip(copies.setdefault(value.dtype, ([], [])), (target, value), strict=True):
-                    tensors.append(tensor)
+                copies.setdefault(value.dtype, []).append((target, value))
             else:
                 # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
                 target.copy_(value, non_blocking=not value.is_pinned())
-        for targets, sources in copies.values():
-            compat.foreach_copy_(targets, sources)
+        for pairs in copies.values():
+            compat.foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
         for buffer, rows, rule in pads:
             _pad(buffer, rows, rule)
 

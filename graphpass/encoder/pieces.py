@@ -8,7 +8,7 @@ keys of its own sequence.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ class Pieces(NamedTuple, Generic[Ints]):
     key_lengths: Ints
 
 
-def pieces_of(lengths: npt.NDArray[Any]) -> Pieces[npt.NDArray[np.int32]]:
+def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
     """The pieces of sequences that lie one behind the other, and one that is not used.
 
     That one keeps their number from being 1, for which a block that serves all sizes would be compiled once more.

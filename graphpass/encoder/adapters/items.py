@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +25,10 @@ class GridItems:
     """Images, then clips.
 
     Attributes:
-        parts: the patches of images, [patches, width], and those of clips; at least one of the two.
-        grids: of all items.
+        parts: the patches of images, [patches, width], with their grids, and those of clips; at least one of the two.
     """
 
-    parts: tuple[torch.Tensor, ...]
-    grids: tuple[Grid, ...]
+    parts: tuple[tuple[torch.Tensor, list[Grid]], ...]
 
     @classmethod
     def of(cls, items: EncoderItems, merge: int, width: int) -> Self:
@@ -53,31 +52,35 @@ class GridItems:
                 "pixel_values with image_grid_thw (or grid_thw), pixel_values_videos with video_grid_thw, or both",
                 f"the keys {sorted(map(str, named))}",
             )
-        checked = [(_checked_patches(pixels, width), _checked_grids(grids, merge)) for pixels, grids in found]
-        for patches, of_part in checked:
+        parts = tuple((_checked_patches(pixels, width), _checked_grids(grids, merge)) for pixels, grids in found)
+        for patches, of_part in parts:
             expected = sum(map(math.prod, of_part))
             if len(patches) != expected:
                 raise _unfit(
                     f"as many patches as the grids say, {expected}", f"{len(patches)} patches, grids {of_part[:8]}"
                 )
-        return cls(tuple(patches for patches, _ in checked), tuple(grid for _, of_part in checked for grid in of_part))
+        return cls(parts)
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Of all items."""
+        return [grid for _, grids in self.parts for grid in grids]
 
     def patches(self) -> torch.Tensor:
         """Of all items, [patches, width]."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        return self.parts[0][0] if len(self.parts) == 1 else torch.cat([patches for patches, _ in self.parts])
 
     def selected(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """Some items, as a processor's mapping."""
-        places, part, start = [], 0, 0
-        for grid in self.grids:
-            while start == len(self.parts[part]) and part + 1 < len(self.parts):
-                part, start = part + 1, 0
-            places.append((part, start))
-            start += math.prod(grid)
-        rows = [self.parts[p][at : at + math.prod(self.grids[i])] for i in indices for p, at in (places[i],)]
-        grids = torch.tensor([self.grids[i] for i in indices], dtype=torch.int64, device="cpu").view(-1, 3)
-        patches = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else self.parts[0][:0]
-        return {"pixel_values": patches, "grid_thw": grids}
+        bounds = [
+            (patches, start, end)
+            for patches, grids in self.parts
+            for start, end in itertools.pairwise(itertools.accumulate(map(math.prod, grids), initial=0))
+        ]
+        rows = [patches[start:end] for patches, start, end in map(bounds.__getitem__, indices)]
+        chosen = torch.tensor(list(map(self.grids.__getitem__, indices)), dtype=torch.int64, device="cpu").view(-1, 3)
+        patches = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else self.parts[0][0][:0]
+        return {"pixel_values": patches, "grid_thw": chosen}
 
 
 def _checked_patches(patches: Any, width: int) -> torch.Tensor:

@@ -202,17 +202,12 @@ class GridAdapter(ABC):
             hidden: torch.Tensor = self.tower.patch_embed(patches)
         return hidden
 
-    def _run_block(
-        self,
-        index: int,
-        hidden: torch.Tensor,
-        buffers: Mapping[str, torch.Tensor],
-        kind: str,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """One block, which attends within sequences of a kind."""
-        pieces = Pieces(*(buffers[name] for name in piece_keys(kind)))
-        return self._blocks(index, hidden, _block_arguments(pieces, position_embeddings))
+    @staticmethod
+    def _within(
+        kind: str, buffers: Mapping[str, torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> dict[str, Any]:
+        """What blocks are called with that attend within sequences of a kind."""
+        return _block_arguments(Pieces(*(buffers[name] for name in piece_keys(kind))), position_embeddings)
 
     @property
     def _device(self) -> torch.device:

@@ -56,7 +56,8 @@ class Qwen25VLAdapter(GridAdapter):
         by_token = hidden.reshape(-1, self._unit, hidden.shape[-1])
         hidden = by_token.index_select(0, buffers["window_index"]).reshape(hidden.shape)
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
+        within_frames, within_windows = (self._within(kind, buffers, rotation) for kind in self.sequence_kinds)
         whole = set(tower.fullatt_block_indexes)
         for layer in range(len(self._blocks)):
-            hidden = self._run_block(layer, hidden, buffers, "frame" if layer in whole else "window", rotation)
+            hidden = self._blocks(layer, hidden, within_frames if layer in whole else within_windows)
         return (tower.merger(hidden).index_select(0, buffers["reverse_index"]),)

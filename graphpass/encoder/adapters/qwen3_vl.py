@@ -65,9 +65,10 @@ class Qwen3VLAdapter(GridAdapter):
         hidden = self._embed(buffers["pixel_values"])
         hidden = hidden + self._position_embeddings(buffers).to(hidden.dtype)
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
+        arguments = self._within("frame", buffers, rotation)
         mergers, features = self._deepstack, []
         for layer in range(len(self._blocks)):
-            hidden = self._run_block(layer, hidden, buffers, "frame", rotation)
+            hidden = self._blocks(layer, hidden, arguments)
             if layer in mergers:
                 features.append(mergers[layer](hidden))
         return (tower.merger(hidden), *features)
