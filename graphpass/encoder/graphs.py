@@ -24,7 +24,7 @@ from graphpass.errors import EncoderConfigError
 from graphpass.memory import DeviceMemory
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["EncoderGraphs", "outputs_of", "without_graphs"]
+__all__ = ["EncoderGraphs", "eager_outputs"]
 
 
 class EncoderGraphs:
@@ -92,11 +92,11 @@ class EncoderGraphs:
     def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
         """Replay ``key``, or capture it, over what its buffers hold."""
         with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor) as context:
-            return outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
+            return _outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
         """:meth:`run` without a graph."""
-        with without_graphs():
+        with _without_graphs():
             return self._model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
@@ -112,12 +112,18 @@ class EncoderGraphs:
         return self._model.encoder_cudagraph_forward(named, key)
 
 
-def outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
+def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:
+    """What the encoder returns for ``items`` without padding and graphs."""
+    with _without_graphs():
+        return _outputs_of(model.encoder_eager_forward(items))
+
+
+def _outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
     """What an encoder returned, always as several tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
-def without_graphs() -> contextlib.AbstractContextManager[Any]:
+def _without_graphs() -> contextlib.AbstractContextManager[Any]:
     """A forward context in which compiled code captures and replays nothing."""
     return set_forward_context(runtime_mode=CUDAGraphMode.NONE)
 

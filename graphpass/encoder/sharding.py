@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from graphpass.encoder.protocol import EncoderItemSpec
 from graphpass.errors import EncoderConfigError
 
-__all__ = ["Balance", "balance_items", "gather_rows"]
+__all__ = ["Balance", "balance_items", "encoded_by_all", "gather_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,47 @@ def balance_items(sizes: Sequence[int], num_ranks: int) -> Balance:
         counts=[len(share) for share in shares],
         loads=[sum(sizes[item] for item in share) for share in shares],
     )
+
+
+def encoded_by_all(
+    specs: Sequence[EncoderItemSpec],
+    like: Sequence[torch.Tensor],
+    group: Any,
+    encode: Callable[[Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]],
+) -> tuple[torch.Tensor, ...]:
+    """Encode this rank's share of the items; every rank gets the rows of all, in the order of the items.
+
+    Args:
+        specs: the sizes of all items, the same on every rank.
+        like: empty tensors [0, width], one for each output of the encoder, of its dtype and device.
+        group: the process group.
+        encode: encodes the items at these indices; yields, batch after batch, which of them it holds (places among the
+            indices) and its outputs, each with the rows of these, one after the other.
+
+    Raises:
+        EncoderConfigError: an output is of another dtype, which ranks could not exchange.
+    """
+    balance = balance_items([spec.input_size for spec in specs], dist.get_world_size(group))
+    share = balance.share(dist.get_rank(group))
+    tokens = [specs[item].output_tokens for item in share]
+    own = [output.new_empty(sum(tokens), output.shape[1]) for output in like]
+    rows = [output.split(tokens) for output in own]
+    for batch, outputs in encode(share) if share else ():
+        for target, output in zip(rows, outputs, strict=True):
+            _check_dtype(output, target[0].dtype)
+            for item, part in zip(batch, output.split([tokens[item] for item in batch]), strict=True):
+                target[item].copy_(part)
+    return gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
+
+
+def _check_dtype(output: torch.Tensor, dtype: torch.dtype) -> None:
+    if output.dtype != dtype:
+        raise EncoderConfigError(
+            "the encoder returns another dtype than the manager was made with, so that ranks cannot exchange it",
+            expected=str(dtype),
+            found=str(output.dtype),
+            remedy=f"cast the output, or make the manager with dtype={output.dtype}",
+        )
 
 
 def gather_rows(
