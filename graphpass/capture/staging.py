@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
+from graphpass.capture.copies import copy_each
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, distinct_elements, extent, same_view, storage_id
 from graphpass.errors import ShapeError
 
@@ -135,7 +135,7 @@ class Staging:
         )
 
     def joined(self, other: Staging) -> Staging:
-        """One fused copy for both; neither may share memory among its inputs."""
+        """Both in one go; neither may share memory among its inputs."""
         first = len(self.positions)
         return Staging(
             positions=self.positions + other.positions,
@@ -180,13 +180,13 @@ class Staging:
                 )
 
     def copy_in(self, leaves: Sequence[Any]) -> None:
-        """Copy the inputs into their buffers: one fused copy."""
+        """Copy the inputs into their buffers, all in one go."""
         if not self.positions:
             return
         sources = [leaves[position] for position in self.positions]
         for index in self._expanded:
             sources[index] = distinct_elements(sources[index], name=self._names[index])
-        compat.foreach_copy_(self._targets, sources)
+        copy_each(self._targets, sources)
 
     def copy_back(self, leaves: Sequence[Any]) -> None:
         """Copy what the region mutated back into the caller's tensors."""

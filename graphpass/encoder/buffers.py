@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graphpass import compat
+from graphpass.capture.copies import copy_each
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, PaddingRule
 from graphpass.errors import EncoderConfigError, ShapeError
 
@@ -93,8 +93,7 @@ class EncoderBuffers:
             ShapeError: a value has more rows than its buffer, or other columns, or integers for another integer type.
         """
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
-        copies: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        pads = []
+        targets, sources, pads = [], [], []
         for name, buffer in self._views[key].items():
             value = values[name]
             if value is None:
@@ -105,12 +104,12 @@ class EncoderBuffers:
                 target = buffer[: value.shape[0]]
                 pads.append((buffer, value.shape[0], self._config.padding.get(name, 0)))
             if value.device == buffer.device and value.dtype == buffer.dtype:
-                copies.setdefault(value.dtype, []).append((target, value))
+                targets.append(target)
+                sources.append(value)
             else:
                 # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
                 target.copy_(value, non_blocking=not value.is_pinned())
-        for pairs in copies.values():
-            compat.foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
+        copy_each(targets, sources)
         for buffer, rows, rule in pads:
             _pad(buffer, rows, rule)
 

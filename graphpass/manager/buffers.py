@@ -12,6 +12,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture import GraphRuntime
+from graphpass.capture.copies import copy_each
 from graphpass.context import set_forward_context
 from graphpass.errors import OptionError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -68,7 +69,7 @@ class KeyInputs:
         return {**self.others, **{name: buffer.tensor for name, buffer in self.buffers.items()}}
 
     def fill(self, given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Pad a call's inputs into the buffers: one fused copy of what is real, then the padding.
+        """Pad a call's inputs into the buffers: a fused copy of what is real, then the padding.
 
         Raises:
             ShapeError: arguments are missing, new, or do not fit their buffer.
@@ -87,7 +88,7 @@ class KeyInputs:
             sources.append(value)
         if len(given) != len(buffers) + len(self.others):
             raise self._other_arguments(given)
-        compat.foreach_copy_(targets, sources)
+        copy_each(targets, sources)
         for name, buffer in buffers.items():
             if buffer.dims:
                 buffer.fill_padding(given[name], sizes)

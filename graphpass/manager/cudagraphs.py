@@ -1,6 +1,6 @@
 """The manager: persistent buffers, a graph for every key, any batch.
 
-A step is a dispatch, one fused copy into the buffers, and the replay of what was captured for the key, past Dynamo: the
+A step is a dispatch, a fused copy into the buffers, and the replay of what was captured for the key, past Dynamo: the
 arguments of the graph are the manager's own tensors and the model's parameters, held since the capture. What Dynamo's
 guards would have said about them is asked of the parameters' places and addresses and of torch's settings.
 """

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.capture.copies import copy_each
 from graphpass.capture.layout import storage_id
 from graphpass.errors import OptionError, ShapeError
 from graphpass.manager.batch import InputSpec
@@ -82,7 +83,7 @@ class StepBuffers:
             ShapeError: an input is missing, new, or does not fit; nothing has been written then.
         """
         if inputs is not None:
-            compat.foreach_copy_(*self.paired(inputs, sizes, padded))
+            copy_each(*self.paired(inputs, sizes, padded))
         for field, size in sizes.items():
             if size != self._filled[field]:
                 self._blank_behind(field, size)
@@ -245,8 +246,7 @@ class OutputBuffers:
                 if target.data_ptr() != leaf.data_ptr():
                     targets.append(target)
                     sources.append(leaf)
-        if targets:
-            compat.foreach_copy_(targets, sources)
+        copy_each(targets, sources)
 
     def num_bytes(self) -> int:
         """Bytes of all of them."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import cgpass
 import graphpass as gp
 from graphpass.capture import CapturePolicy
+from graphpass.capture.copies import copy_each
 
 pytestmark = pytest.mark.cuda
 
@@ -419,3 +421,19 @@ def test_graphed_on_the_gpu(cuda: torch.device) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert fast.runtime.stats().captured == 6
     fast.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*[Pp]rofiler:UserWarning")
+def test_copies_are_few_launches(cuda: torch.device) -> None:
+    """Whatever torch takes one by one, such as a list of two dtypes, is sorted out before."""
+    dtypes = [torch.int64, torch.int32, torch.int64, torch.bfloat16, torch.int32, torch.int64]
+    sources = [torch.full((3, 4), index, dtype=dtype, device=cuda) for index, dtype in enumerate(dtypes, 1)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_each(targets, sources)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        copy_each(targets, sources)
+        torch.cuda.synchronize()
+    launched = [event for event in prof.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 3
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
