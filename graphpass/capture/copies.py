@@ -1,4 +1,8 @@
-"""Copying many tensors in few launches."""
+"""Copying many tensors in few launches.
+
+Torch's fused copy takes a whole list tensor by tensor where two dtypes differ, or the layouts of one pair: lists are
+sorted out before.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,23 @@ import torch
 
 from graphpass import compat
 
-__all__ = ["copy_each"]
+__all__ = ["copied_together", "copy_each"]
+
+
+def copied_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Which pairs, by their indices, one launch can copy; every pair is in one group.
+
+    Args:
+        targets: what is written.
+        sources: what is read, each of its target's shape and dtype.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        groups.setdefault((target.dtype, target.is_contiguous() and source.is_contiguous()), []).append(index)
+    return tuple(map(tuple, groups.values()))
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source, of its target's shape and dtype, in about as many launches as there are dtypes.
-
-    Torch's fused copy takes a whole list tensor by tensor where two dtypes differ, or the layouts of one pair.
-    """
-    alike: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kind = (target.dtype, target.is_contiguous() and source.is_contiguous())
-        of_kind = alike.get(kind)
-        if of_kind is None:
-            of_kind = alike[kind] = ([], [])
-        of_kind[0].append(target)
-        of_kind[1].append(source)
-    for of_kind in alike.values():
-        compat.foreach_copy_(*of_kind)
+    """Copy each source, of its target's shape and dtype, in about as many launches as there are dtypes."""
+    for group in copied_together(targets, sources):
+        compat.foreach_copy_([targets[index] for index in group], [sources[index] for index in group])

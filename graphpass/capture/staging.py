@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.copies import copy_each
+from graphpass import compat
+from graphpass.capture.copies import copied_together
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, distinct_elements, extent, same_view, storage_id
 from graphpass.errors import ShapeError
 
@@ -96,6 +97,11 @@ class Staging:
     _expanded: tuple[int, ...]
     _mutated: tuple[int, ...]
     _names: tuple[str, ...]
+    _together: tuple[tuple[int, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked once: this is on the way of every replay. Inputs usually lie as the buffers do.
+        object.__setattr__(self, "_together", copied_together(self._targets, self._targets))
 
     @classmethod
     def for_inputs(
@@ -186,7 +192,8 @@ class Staging:
         sources = [leaves[position] for position in self.positions]
         for index in self._expanded:
             sources[index] = distinct_elements(sources[index], name=self._names[index])
-        copy_each(self._targets, sources)
+        for group in self._together:
+            compat.foreach_copy_([self._targets[index] for index in group], [sources[index] for index in group])
 
     def copy_back(self, leaves: Sequence[Any]) -> None:
         """Copy what the region mutated back into the caller's tensors."""
