@@ -21,6 +21,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -68,6 +69,10 @@ def quiet_shapes(fake_mode: Any) -> Iterator[None]:
             if scope is not None:
                 stack.enter_context(scope())
         yield
+
+
+python_dispatcher: Callable[[], contextlib.AbstractContextManager[Any]] = enable_python_dispatcher
+"""As Dynamo runs fake tensors: some operators in C++ take no symbolic sizes (``matmul`` of torch 2.11)."""
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:

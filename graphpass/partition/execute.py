@@ -86,6 +86,7 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
         stack.enter_context(compat.quiet_shapes(fake_mode))
         stack.enter_context(torch.no_grad())
         stack.enter_context(fake_mode)
+        stack.enter_context(compat.python_dispatcher())
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _detached(values(argument)))
         state = _fake_state(node, fake_mode)
         functions = stack.enter_context(_FunctionLog())
