@@ -23,12 +23,19 @@ def copied_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Ten
         sources: what is read, each of its target's shape and dtype.
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        groups.setdefault((target.dtype, target.is_contiguous() and source.is_contiguous()), []).append(index)
+    for index, kind in enumerate(map(_kind, targets, sources)):
+        groups.setdefault(kind, []).append(index)
     return tuple(map(tuple, groups.values()))
 
 
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source, of its target's shape and dtype, in about as many launches as there are dtypes."""
+    if len(set(map(_kind, targets, sources))) == 1:
+        compat.foreach_copy_(targets, sources)
+        return
     for group in copied_together(targets, sources):
         compat.foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
+
+
+def _kind(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.dtype, bool]:
+    return target.dtype, target.is_contiguous() and source.is_contiguous()

@@ -46,8 +46,3 @@ def test_what_lies_with_gaps_goes_by_itself(is_cut: str) -> None:
         copy_each(targets, sources)
     assert sorted(len(call.args[0]) for call in fused.call_args_list) == [1, 2]
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
-
-
-def test_pairs_must_match() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        copy_each(filled([F32, F32]), filled([F32]))
