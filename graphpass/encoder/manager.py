@@ -249,8 +249,13 @@ class EncoderCudaGraphManager:
         self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
     ) -> Iterator[tuple[EncoderBatch, tuple[torch.Tensor, ...]]]:
         """Batch after batch with its outputs, those of a replay valid until the next one."""
+        everything = tuple(range(len(specs)))
         for batch in self._planner().plan(specs):
-            yield batch, self._outputs(items, batch, specs)
+            of_batch = items
+            if batch.items != everything:
+                of_batch = self._model.select_encoder_cudagraph_items(items, batch.items)
+            num_tokens = sum(specs[item].output_tokens for item in batch.items)
+            yield batch, self._outputs(of_batch, batch, num_tokens)
 
     def _planner(self) -> BatchPlanner:
         """The captured ladder's; where its graphs would answer under settings that hold no more, the eager one."""
@@ -264,13 +269,8 @@ class EncoderCudaGraphManager:
             _log.warning("%s is not what it was when the encoder was captured: it runs eagerly; %s", setting, remedy)
         return self._eager_planner
 
-    def _outputs(
-        self, items: EncoderItems, batch: EncoderBatch, specs: Sequence[EncoderItemSpec]
-    ) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, items: EncoderItems, batch: EncoderBatch, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """The rows of a batch's items, without padding; of a replay in the pool."""
-        num_tokens = sum(specs[item].output_tokens for item in batch.items)
-        if batch.items != tuple(range(len(specs))):
-            items = self._model.select_encoder_cudagraph_items(items, batch.items)
         if batch.key is None:
             outputs = eager_outputs(self._model, items)
             self._counts.ran_eagerly(len(batch.items), num_tokens)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphpass.encoder.protocol import EncoderItems
@@ -17,6 +17,7 @@ __all__ = ["Grid", "GridItems"]
 
 Grid = tuple[int, int, int]
 """Temporal slices, height and width of an item, in patches."""
+Grids = npt.NDArray[np.int64]
 _KINDS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
 
@@ -25,10 +26,11 @@ class GridItems:
     """Images, then clips.
 
     Attributes:
-        parts: the patches of images, [patches, width], with their grids, and those of clips; at least one of the two.
+        parts: the patches of images, [patches, width], with their grids, [items, 3], and those of clips; at least one
+            of the two.
     """
 
-    parts: tuple[tuple[torch.Tensor, list[Grid]], ...]
+    parts: tuple[tuple[torch.Tensor, Grids], ...]
 
     @classmethod
     def of(cls, items: EncoderItems, merge: int, width: int) -> Self:
@@ -54,33 +56,40 @@ class GridItems:
             )
         parts = tuple((_checked_patches(pixels, width), _checked_grids(grids, merge)) for pixels, grids in found)
         for patches, of_part in parts:
-            expected = sum(map(math.prod, of_part))
+            expected = int(of_part.prod(axis=1).sum())
             if len(patches) != expected:
                 raise _unfit(
-                    f"as many patches as the grids say, {expected}", f"{len(patches)} patches, grids {of_part[:8]}"
+                    f"as many patches as the grids say, {expected}",
+                    f"{len(patches)} patches, grids {of_part[:8].tolist()}",
                 )
         return cls(parts)
 
     @property
     def grids(self) -> list[Grid]:
         """Of all items."""
-        return [grid for _, grids in self.parts for grid in grids]
+        return [(frames, height, width) for frames, height, width in self._table().tolist()]
 
     def patches(self) -> torch.Tensor:
         """Of all items, [patches, width]."""
         return self.parts[0][0] if len(self.parts) == 1 else torch.cat([patches for patches, _ in self.parts])
 
     def selected(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Some items, as a processor's mapping."""
-        bounds = [
-            (patches, start, end)
-            for patches, grids in self.parts
-            for start, end in itertools.pairwise(itertools.accumulate(map(math.prod, grids), initial=0))
-        ]
-        rows = [patches[start:end] for patches, start, end in map(bounds.__getitem__, indices)]
-        chosen = torch.tensor(list(map(self.grids.__getitem__, indices)), dtype=torch.int64, device="cpu").view(-1, 3)
+        """Some items, as a processor's mapping; those that follow one another in memory are not copied."""
+        sizes = [grids.prod(axis=1) for _, grids in self.parts]
+        ends = np.concatenate([size.cumsum() for size in sizes])
+        starts = ends - np.concatenate(sizes)
+        part_of = np.repeat(np.arange(len(self.parts)), [len(size) for size in sizes])
+        chosen = np.array(indices, dtype=np.int64)
+        part_of, starts, ends = part_of[chosen], starts[chosen], ends[chosen]
+        breaks = np.flatnonzero((part_of[1:] != part_of[:-1]) | (starts[1:] != ends[:-1])) + 1
+        runs = [run for run in np.split(np.arange(len(chosen)), breaks) if len(run)]
+        rows = [self.parts[part_of[run[0]]][0][starts[run[0]] : ends[run[-1]]] for run in runs]
         patches = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else self.parts[0][0][:0]
-        return {"pixel_values": patches, "grid_thw": chosen}
+        return {"pixel_values": patches, "grid_thw": torch.from_numpy(self._table()[chosen])}
+
+    def _table(self) -> Grids:
+        """The grids of all items, [items, 3]."""
+        return np.concatenate([grids for _, grids in self.parts])
 
 
 def _checked_patches(patches: Any, width: int) -> torch.Tensor:
@@ -90,21 +99,27 @@ def _checked_patches(patches: Any, width: int) -> torch.Tensor:
     return patches
 
 
-def _checked_grids(grids: Any, merge: int) -> list[Grid]:
-    rows: Sequence[Any] = grids.tolist() if hasattr(grids, "tolist") else grids
-    fits = isinstance(rows, list | tuple) and all(
-        isinstance(row, list | tuple)
-        and len(row) == 3
-        and all(type(side) is int and side >= 0 for side in row)
-        and not row[1] % merge
-        and not row[2] % merge
-        for row in rows
-    )
-    if not fits:
+def _checked_grids(grids: Any, merge: int) -> Grids:
+    table = _as_table(grids)
+    if table is None or (table < 0).any() or (table[:, 1:] % merge).any():
+        shown = grids.tolist() if hasattr(grids, "tolist") else grids
         raise _unfit(
-            f"grids as integers [items, 3], none below 0, heights and widths in multiples of {merge}", f"{rows!r:.100}"
+            f"grids as integers [items, 3], none below 0, heights and widths in multiples of {merge}", f"{shown!r:.100}"
         )
-    return [tuple(row) for row in rows]
+    return table
+
+
+def _as_table(grids: Any) -> Grids | None:
+    """Grids from a tensor, an array or a list; None if they are no integers [items, 3]."""
+    try:
+        table = np.asarray(grids.cpu() if isinstance(grids, torch.Tensor) else grids)
+    except ValueError:  # rows of several lengths
+        return None
+    if table.shape in ((0,), (0, 3)):  # without items, of whatever dtype
+        return np.empty((0, 3), dtype=np.int64)
+    if table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iu":
+        return None
+    return table.astype(np.int64)
 
 
 def _unfit(expected: str, found: str) -> ShapeError:

@@ -74,6 +74,11 @@ def test_another_interpolation_is_refused() -> None:
         ({"pixel_values": torch.ones(16, 96).numpy(), "image_grid_thw": GRID}, "as a tensor.*found ndarray"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[1, -4, -4]]}, "none below 0"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[4, 4]]}, r"\[items, 3\]"),
+        (
+            {"pixel_values": torch.ones(16, 96), "image_grid_thw": [[1, 4, 4], [1, 4]]},
+            r"found \[\[1, 4, 4\], \[1, 4\]\]",
+        ),
+        ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[True, True, True]]}, "integers"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": torch.tensor([1, 4, 4])}, r"\[items, 3\]"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": torch.tensor([[1.0, 4.0, 4.0]])}, "integers"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": "1 4 4"}, "found '1 4 4'"),
