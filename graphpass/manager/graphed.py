@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from graphpass import compat
 from graphpass.capture import EnteredCallable, GraphRuntime
-from graphpass.capture.loop import quietly
+from graphpass.capture.loop import capture_progress, quietly
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.context import set_forward_context
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
@@ -149,7 +148,7 @@ class GraphedModel:
             given = self._signature.bind(args, kwargs)
             self._learn(given)
             plan = [(mode, key) for mode, keys in self._dispatcher.capture_plan() for key in keys]
-            with self.runtime.capturing(), tqdm(plan, desc="capturing", unit="graph", leave=False) as progress:
+            with self.runtime.capturing(), capture_progress(plan) as progress:
                 for mode, key in progress:
                     progress.set_postfix_str(f"{mode} {key}")
                     if (mode, key) not in self._runs:
