@@ -24,7 +24,7 @@ from graphpass.errors import EncoderConfigError
 from graphpass.memory import DeviceMemory
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["EncoderGraphs", "eager_outputs"]
+__all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
 
 
 class EncoderGraphs:
@@ -74,7 +74,7 @@ class EncoderGraphs:
         """
         started, before = time.perf_counter(), self.memory.reading()
         self.fill_with_example(key)
-        _check_outputs(self.run(key), key, self._config)
+        check_outputs(self.run(key), key.tokens, self._config, f"encoder_cudagraph_forward, at {key},")
         return CapturedBudget(key, time.perf_counter() - started, self.memory.reading() - before)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
@@ -128,13 +128,20 @@ def _without_graphs() -> contextlib.AbstractContextManager[Any]:
     return set_forward_context(runtime_mode=CUDAGraphMode.NONE)
 
 
-def _check_outputs(outputs: Sequence[torch.Tensor], key: EncoderGraphKey, config: EncoderCudaGraphConfig) -> None:
+def check_outputs(
+    outputs: Sequence[torch.Tensor], num_tokens: int, config: EncoderCudaGraphConfig, method: str
+) -> None:
+    """Refuse what is not a row for each token, as wide as the configuration says, for each output.
+
+    Raises:
+        EncoderConfigError: ``method`` returned other shapes.
+    """
     found = [tuple(output.shape) for output in outputs]
-    expected = [(key.tokens, width) for width in config.output_widths]
+    expected = [(num_tokens, width) for width in config.output_widths]
     if found != expected:
         raise EncoderConfigError(
-            f"encoder_cudagraph_forward returned other shapes at {key}",
+            f"{method} returned other shapes than the configuration says",
             expected=str(expected),
             found=str(found),
-            remedy="return a row for each token of the key, and correct output_width",
+            remedy="return a row for each token, and correct output_width, or output_tokens of the item specs",
         )

@@ -18,7 +18,7 @@ from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
 from graphpass.capture.loop import steadily
 from graphpass.encoder.batches import BatchPlanner, EncoderBatch, checked_specs
-from graphpass.encoder.graphs import eager_outputs
+from graphpass.encoder.graphs import check_outputs, eager_outputs
 from graphpass.encoder.ladder import CapturedLadder, EncoderLadder
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.protocol import (
@@ -273,8 +273,8 @@ class EncoderCudaGraphManager:
         """The rows of a batch's items, without padding; of a replay in the pool."""
         if batch.key is None:
             outputs = eager_outputs(self._model, items)
+            check_outputs(outputs, num_tokens, self._config, "encoder_eager_forward")
             self._counts.ran_eagerly(len(batch.items), num_tokens)
-            _check_rows(outputs, num_tokens)
             return outputs
         assert self._captured is not None
         outputs = self._captured.graphs.replay(batch.key, items)
@@ -307,16 +307,6 @@ def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, devic
     if options.compile is False or not can_be_compiled:
         return None
     return options.compiler or ("inductor" if device.type == "cuda" else "aot_eager")
-
-
-def _check_rows(outputs: Sequence[torch.Tensor], num_tokens: int) -> None:
-    if any(len(output) != num_tokens for output in outputs):
-        raise EncoderConfigError(
-            "encoder_eager_forward returned another number of rows than the item specs say",
-            expected=f"{num_tokens} rows",
-            found=", ".join(str(tuple(output.shape)) for output in outputs),
-            remedy="correct output_tokens of the item specs",
-        )
 
 
 def _owned(result: EncoderOutput, lent: set[int]) -> EncoderOutput:

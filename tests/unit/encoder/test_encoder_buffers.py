@@ -142,9 +142,17 @@ def test_other_values_on_a_rounding_axis_are_refused() -> None:
         manager.execute(toy.images([4], axes=[(("longest", "long"),)]))
 
 
-def test_an_eager_call_that_returns_other_rows_is_refused() -> None:
-    manager = made(Spoilt("eager", lambda rows: rows[1:]))
-    with pytest.raises(EncoderConfigError, match=r"20 rows; found \(19, 8\)"):
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda rows: rows[1:], r"\(19, 8\)"),
+        (lambda rows: rows[:, 1:], r"\(20, 7\)"),
+        (lambda rows: (rows, rows), r"\(20, 8\), \(20, 8\)"),
+    ],
+)
+def test_an_eager_call_that_returns_other_shapes_is_refused(spoil: Callable[[Any], Any], found: str) -> None:
+    manager = made(Spoilt("eager", spoil))
+    with pytest.raises(EncoderConfigError, match=rf"eager_forward .*\[\(20, 8\)\]; found \[{found}\]"):
         manager.execute(toy.images([40]))
 
 
