@@ -4,6 +4,7 @@
 :class:`GraphRuntime`, a :class:`CudagraphDispatcher` and :func:`set_forward_context` are the parts it is made of.
 """
 
+from graphpass.agreement import DataParallelAgreement
 from graphpass.capture import CapturePolicy, CaptureScope, Counts, CUDAGraphWrapper, GraphRuntime, RuntimeStats
 from graphpass.capture.lookup import runtime_of
 from graphpass.context import (
@@ -72,7 +73,6 @@ from graphpass.manager import (
     CapturedGroup,
     CapturedKey,
     CudaGraphManager,
-    DataParallelAgreement,
     Drafter,
     Generation,
     GenerationStats,

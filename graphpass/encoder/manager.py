@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from graphpass.agreement import DataParallelAgreement
 from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
 from graphpass.capture.loop import steadily
@@ -48,8 +49,8 @@ class EncoderCudaGraphManager:
         options: see :class:`EncoderOptions`.
         device: where the encoder runs.
         dtype: of its inputs and outputs.
-        group: a ``torch.distributed`` process group over which items are shared out; every rank calls
-            :meth:`execute` with the same items. None: this process encodes all.
+        group: a ``torch.distributed`` process group over which items are shared out; every rank makes a manager, and
+            calls :meth:`execute` with the same items. None: this process encodes all.
 
     Attributes:
         runtime: counts what was compiled. Graphs have a runtime of their own.
@@ -78,6 +79,8 @@ class EncoderCudaGraphManager:
         self.runtime = GraphRuntime(device=self._device)
         self._is_compiled = False
         self._counts = EncoderCounts()
+        has_ranks = group is not None and dist.get_world_size(group) > 1
+        self._agreement = DataParallelAgreement(group) if has_ranks else None
         self._lock = threading.RLock()
 
     @classmethod
@@ -184,20 +187,12 @@ class EncoderCudaGraphManager:
             items: one mapping of everything, as the model's processor returns it.
 
         Raises:
+            AgreementError: another rank failed in its share, was given other items, or is gone.
             EncoderConfigError: the model does not keep to its configuration.
             ShapeError: what it prepares does not fit the buffers.
         """
         with self._lock, steadily():
-            specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
-            self._counts.requests += 1
-            if self._captured is not None and not self._captured.weights.in_place():
-                _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
-                graph_pool = self._captured.graph_pool
-                self.clear()
-                self.capture(graph_pool)
-            is_alone = self._group is None or dist.get_world_size(self._group) == 1
-            encode = self._encoded if is_alone else self._encoded_by_all
-            results = encode(items, specs) if specs else []
+            results = self._encoded(items) if self._agreement is None else self._encoded_by_all(items, self._agreement)
             if self._counts.requests % self._options.log_every == 0:
                 _log.info("%s", self.get_cumulative_stats().summary())
             return results
@@ -223,32 +218,42 @@ class EncoderCudaGraphManager:
             buffer_bytes=graphs.buffers.num_bytes(),
         )
 
-    def _encoded(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> list[EncoderOutput]:
+    def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:
+        specs = self._specs_of(items)
         results: dict[int, EncoderOutput] = {}
-        for batch, outputs in self._runs(items, specs):
+        for batch, outputs in self._runs(items, specs) if specs else ():
             found = self._postprocessed(outputs, [specs[item] for item in batch.items])
             lent = set() if batch.key is None else {storage_id(output) for output in outputs}
             for item, result in zip(batch.items, found, strict=True):
                 results[item] = _owned(result, lent)
         return [results[item] for item in range(len(specs))]
 
-    def _encoded_by_all(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> list[EncoderOutput]:
+    def _encoded_by_all(self, items: EncoderItems, agreement: DataParallelAgreement) -> list[EncoderOutput]:
         """This rank encodes its share; everybody gets everything."""
 
-        def encoded(share: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
+        def encoded(
+            specs: Sequence[EncoderItemSpec], share: Sequence[int]
+        ) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
             of_share = self._model.select_encoder_cudagraph_items(items, share)
             for batch, outputs in self._runs(of_share, [specs[item] for item in share]):
                 yield batch.items, outputs
 
         widths = self._config.output_widths
         like = [torch.empty(0, width, dtype=self._dtype, device=self._device) for width in widths]
-        outputs = encoded_by_all(specs, like, self._group, encoded)
-        return list(self._postprocessed(outputs, specs))
+        specs, outputs = encoded_by_all(lambda: self._specs_of(items), like, self._group, agreement, encoded)
+        return list(self._postprocessed(outputs, specs)) if specs else []
+
+    def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
+        """The sizes of a request's items, which counts the request."""
+        specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
+        self._counts.requests += 1
+        return specs
 
     def _runs(
         self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
     ) -> Iterator[tuple[EncoderBatch, tuple[torch.Tensor, ...]]]:
         """Batch after batch with its outputs, those of a replay valid until the next one."""
+        self._follow_weights()
         everything = tuple(range(len(specs)))
         for batch in self._planner().plan(specs):
             of_batch = items
@@ -256,6 +261,13 @@ class EncoderCudaGraphManager:
                 of_batch = self._model.select_encoder_cudagraph_items(items, batch.items)
             num_tokens = sum(specs[item].output_tokens for item in batch.items)
             yield batch, self._outputs(of_batch, batch, num_tokens)
+
+    def _follow_weights(self) -> None:
+        if self._captured is not None and not self._captured.weights.in_place():
+            _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
+            graph_pool = self._captured.graph_pool
+            self.clear()
+            self.capture(graph_pool)
 
     def _planner(self) -> BatchPlanner:
         """The captured ladder's; where its graphs would answer under settings that hold no more, the eager one."""

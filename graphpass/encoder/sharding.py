@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from graphpass.agreement import DataParallelAgreement
 from graphpass.encoder.protocol import EncoderItemSpec
-from graphpass.errors import EncoderConfigError
+from graphpass.errors import AgreementError, EncoderConfigError
 
-__all__ = ["Balance", "balance_items", "encoded_by_all", "gather_rows"]
+__all__ = ["Balance", "EncodeShare", "balance_items", "encoded_by_all", "gather_rows"]
+
+EncodeShare = Callable[
+    [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
+]
+"""Encodes, of the items of these specs, those at these indices.
+
+Yields, batch after batch, which of them it holds (places among the indices) and its outputs, each with the rows of
+these, one after the other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +83,91 @@ def balance_items(sizes: Sequence[int], num_ranks: int) -> Balance:
 
 
 def encoded_by_all(
-    specs: Sequence[EncoderItemSpec],
+    specs_of: Callable[[], Sequence[EncoderItemSpec]],
     like: Sequence[torch.Tensor],
     group: Any,
-    encode: Callable[[Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]],
-) -> tuple[torch.Tensor, ...]:
+    agreement: DataParallelAgreement,
+    encode: Callable[
+        [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
+    ],
+) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
     """Encode this rank's share of the items; every rank gets the rows of all, in the order of the items.
 
     Args:
-        specs: the sizes of all items, the same on every rank.
+        specs_of: reads the sizes of all items, the same on every rank.
         like: empty tensors [0, width], one for each output of the encoder, of its dtype and device.
-        group: the process group.
-        encode: encodes the items at these indices; yields, batch after batch, which of them it holds (places among the
-            indices) and its outputs, each with the rows of these, one after the other.
+        group: over which rows are gathered.
+        agreement: of the same ranks, over which they tell each other that their shares are encoded.
+        encode: encodes a share.
+
+    Returns:
+        The specs, and the outputs, each [rows of all items, width].
 
     Raises:
+        AgreementError: another rank failed, or encodes other items; the next request can be served on all ranks.
         EncoderConfigError: an output is of another dtype, which ranks could not exchange.
     """
-    balance = balance_items([spec.input_size for spec in specs], dist.get_world_size(group))
-    share = balance.share(dist.get_rank(group))
+    try:
+        specs = specs_of()
+        balance = balance_items([spec.input_size for spec in specs], agreement.num_ranks)
+        own = _encoded_share(specs, balance.share(agreement.rank), like, encode)
+    except BaseException as error:
+        with contextlib.suppress(AgreementError):
+            _tell(agreement, f"{type(error).__name__}: {error}", 0)
+        raise
+    _tell(agreement, "", _fingerprint(specs))
+    return specs, gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
+
+
+def _encoded_share(
+    specs: Sequence[EncoderItemSpec],
+    share: Sequence[int],
+    like: Sequence[torch.Tensor],
+    encode: Callable[
+        [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
+    ],
+) -> list[torch.Tensor]:
+    """Each output's rows of this rank's items, in the share's order."""
     tokens = [specs[item].output_tokens for item in share]
     own = [output.new_empty(sum(tokens), output.shape[1]) for output in like]
     rows = [output.split(tokens) for output in own]
-    for batch, outputs in encode(share) if share else ():
+    for batch, outputs in encode(specs, share) if share else ():
         for target, output in zip(rows, outputs, strict=True):
             _check_dtype(output, target[0].dtype)
             for item, part in zip(batch, output.split([tokens[item] for item in batch]), strict=True):
                 target[item].copy_(part)
-    return gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
+    return own
+
+
+def _tell(agreement: DataParallelAgreement, failure: str, fingerprint: int) -> None:
+    """Before rows are gathered, so that no rank waits for one that failed, or takes the rows of another request.
+
+    Raises:
+        AgreementError: a rank failed, or encodes other items.
+    """
+    rows = agreement.exchange((bool(failure), fingerprint))
+    failed = [rank for rank, (has_failed, _) in enumerate(rows) if has_failed]
+    if failed:
+        texts = agreement.exchange_objects(failure)
+        raise AgreementError(
+            f"rank {failed[0]} could not encode its share",
+            expected="a share of the items from every rank",
+            found="; ".join(f"rank {rank}: {texts[rank]}" for rank in failed),
+            remedy="mend what that rank reports; the next request can be served on all ranks",
+        )
+    others = [rank for rank, (_, of_rank) in enumerate(rows) if of_rank != fingerprint]
+    if others:
+        raise AgreementError(
+            "the ranks encode other items",
+            expected="the same items in every rank's call",
+            found=f"other sizes on rank {others[0]} than on rank {agreement.rank}",
+            remedy="call execute with the same items on every rank; each encodes a share of them",
+        )
+
+
+def _fingerprint(specs: Sequence[EncoderItemSpec]) -> int:
+    sizes = [(spec.input_size, spec.output_tokens, spec.frames) for spec in specs]
+    return zlib.crc32(np.array(sizes, dtype=np.int64).tobytes())
 
 
 def _check_dtype(output: torch.Tensor, dtype: torch.dtype) -> None:

@@ -1,6 +1,5 @@
 """Running a whole model over its graphs: dispatch, pad, replay, cut."""
 
-from graphpass.manager.agreement import DataParallelAgreement
 from graphpass.manager.attention import PagedAttention
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
@@ -22,7 +21,6 @@ __all__ = [
     "CapturedGroup",
     "CapturedKey",
     "CudaGraphManager",
-    "DataParallelAgreement",
     "Drafter",
     "Generation",
     "GenerationStats",

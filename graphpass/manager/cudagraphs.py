@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.agreement import DataParallelAgreement
 from graphpass.capture import GraphRuntime
 from graphpass.capture.loop import quietly
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
 from graphpass.keys import BatchDescriptor
-from graphpass.manager.agreement import AgreedSteps, DataParallelAgreement, RankDecision
+from graphpass.manager.agreement import AgreedSteps, RankDecision
 from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.capturedkeys import CapturedKeys
 from graphpass.manager.guards import modules_of

@@ -1,0 +1,139 @@
+"""Ranks that differ: in what they have captured, which is their own affair, and in that one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from graphpass import AgreementError, EncoderCudaGraphManager, EncoderOptions, PackingCosts
+from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from tests.unit.encoder import toy
+from tests.unit.encoder.toy import assert_same
+
+NUM_RANKS = 3
+TIMEOUT_S = 10
+PAUSE_S = 2
+SIZES = (4, 8, 2, 40, 64, 30, 2, 0, 12)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"token_budgets": [4, 8, 16, 32], "costs": None},
+    {"token_budgets": [32], "costs": PackingCosts({32: 1.0}, lambda tokens: 100.0)},
+    {"enable": False},
+)
+
+
+class FailsOnRank(toy.ToyEncoder):
+    """Its eager call finds no memory, on one rank."""
+
+    fails = False
+
+    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("no memory")
+        return super().encoder_eager_forward(items)
+
+
+def manager_of(encoder: toy.ToyEncoder, options: dict[str, Any]) -> EncoderCudaGraphManager:
+    given = {"device": "cpu", "dtype": torch.float32, "group": dist.group.WORLD}
+    return EncoderCudaGraphManager(encoder, options=EncoderOptions(**options), **given)
+
+
+def captured_apart(rank: int) -> Any:
+    """One rank captures late, in between two requests; each has other budgets, and one has none."""
+    manager, items = manager_of(toy.ToyEncoder(), OPTIONS[rank]), toy.images(SIZES)
+    found = []
+    for request in range(2):
+        if request == rank:
+            manager.capture()
+        found.append(manager.execute(items))
+    stats = manager.get_cumulative_stats()
+    return found, (stats.hits, stats.misses)
+
+
+def failed_on_one(rank: int) -> Any:
+    """The result of each request, or what the rank was told, and after how many seconds. Rank 0 fails in the first."""
+    encoder = FailsOnRank()
+    encoder.fails = rank == 0
+    manager, found = manager_of(encoder, OPTIONS[0]), []
+    for seed in range(2):
+        started = time.monotonic()
+        try:
+            result: Any = manager.execute(toy.images((8,) * NUM_RANKS, seed=seed))
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        found.append((result, time.monotonic() - started))
+        if rank == 0:
+            time.sleep(PAUSE_S)
+    return found
+
+
+def given_other_items(rank: int) -> Any:
+    """One rank is given other items in the first request."""
+    manager = manager_of(toy.ToyEncoder(), OPTIONS[0])
+    sizes = (8,) * NUM_RANKS
+    try:
+        manager.execute(toy.images((8, 8, 4) if rank == 1 else sizes))
+    except AgreementError as error:
+        return str(error), manager.execute(toy.images(sizes))
+    return "accepted", None
+
+
+def on_rank(rank: int, folder: str, of_rank: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
+    try:
+        torch.save(of_rank(rank), f"{folder}/{rank}.pt")
+        while not all(Path(f"{folder}/{other}.pt").exists() for other in range(NUM_RANKS)):
+            time.sleep(0.1)  # a rank that goes early would end the others' waiting
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def by_rank(folder: Path, of_rank: Any) -> list[Any]:
+    multiprocessing.set_forkserver_preload(["graphpass", "torch.distributed", __name__])
+    mp.start_processes(on_rank, args=(str(folder), of_rank), nprocs=NUM_RANKS, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+def test_a_capture_is_local_to_its_rank(tmp_path: Path) -> None:
+    encoder, items = toy.ToyEncoder(), toy.images(SIZES)
+    expected = toy.one_by_one(encoder, items)
+    results = by_rank(tmp_path, captured_apart)
+    for found, _ in results:
+        for one in found:
+            assert_same(one, expected)
+    hits, misses = zip(*(counts for _, counts in results), strict=True)
+    assert [count > 0 for count in hits] == [True, True, False]
+    assert sum(hits) + sum(misses) == 2 * len(SIZES)
+
+
+def test_a_rank_that_fails_leaves_none_waiting_and_none_wrong(tmp_path: Path) -> None:
+    """The others learn of it, instead of taking what it sends with the next request for its share of this one."""
+    told = by_rank(tmp_path, failed_on_one)
+    first, second = zip(*told, strict=True)
+    assert first[0][0] == "OutOfMemoryError: no memory"
+    for result, seconds in first[1:]:
+        assert "rank 0 could not encode its share" in result
+        assert "OutOfMemoryError: no memory" in result
+        assert seconds < TIMEOUT_S / 2
+    expected = toy.one_by_one(toy.ToyEncoder(), toy.images((8,) * NUM_RANKS, seed=1))
+    for result, _ in second:
+        assert_same(result, expected)
+
+
+def test_ranks_with_other_items_are_told(tmp_path: Path) -> None:
+    expected = toy.one_by_one(toy.ToyEncoder(), toy.images((8,) * NUM_RANKS))
+    for text, result in by_rank(tmp_path, given_other_items):
+        assert "the ranks encode other items" in text
+        assert_same(result, expected)
