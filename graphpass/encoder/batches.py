@@ -18,7 +18,7 @@ from graphpass.errors import EncoderConfigError
 
 __all__ = ["BatchPlanner", "EncoderBatch", "checked_specs", "group_of", "grouped"]
 
-_KEPT_PLANS = 256
+_KEPT_PLANS, _KEPT_ITEMS = 256, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class BatchPlanner:
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
         """A batch for each item; batches of items that can never share a graph are planned apart."""
-        return self._plan(tuple(specs))
+        return (self._plan if len(specs) <= _KEPT_ITEMS else self._planned)(tuple(specs))
 
     def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
         groups: dict[Hashable, list[int]] = {}
@@ -124,7 +124,7 @@ def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConf
     Raises:
         EncoderConfigError: a size is negative, a path is unknown, or an axis has no value, or one of another kind.
     """
-    names = tuple(axis.name for axis in config.axes)
+    names, specs = tuple(axis.name for axis in config.axes), list(specs)
     for item, spec in enumerate(specs):
         if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
             raise _wrong(item, spec, "sizes of at least 0")
@@ -134,7 +134,7 @@ def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConf
             raise _wrong(item, spec, f"values of the axes {list(names)}")
         if any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
             raise _wrong(item, spec, "integers on axes that round up")
-    return list(specs)
+    return specs
 
 
 def _wrong(item: int, spec: EncoderItemSpec, expected: str) -> EncoderConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,11 @@ from graphpass.encoder.protocol import EncoderGraphKey
 
 __all__ = ["EagerCurve", "EncoderCosts", "measured_costs", "spread", "timed_s"]
 
+_log = logging.getLogger("graphpass")
 _RUNS = 3
 _REPLAYED_SIZES = 12
 _EAGER_SIZES = 6
+_NEVER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,21 @@ def measured_costs(
             replay_s |= zip(ladder, known.tolist(), strict=True)
         # What bounds an axis matters little to an eager call: the ladder that reaches furthest stands for all.
         largest = spread(max(by_axes.values(), key=lambda ladder: ladder[-1].tokens), _EAGER_SIZES)
-        seconds = [timed_s(eager_call(key), device) for key in largest]
+        seconds = [_seconds_or_never(eager_call, key, device) for key in largest]
         rising = np.maximum.accumulate(seconds).tolist()
         eager[group] = EagerCurve(tuple(key.tokens for key in largest), tuple(rising))
     return EncoderCosts(replay_s, eager)
+
+
+def _seconds_or_never(
+    eager_call: Callable[[EncoderGraphKey], Callable[[], object]], key: EncoderGraphKey, device: torch.device
+) -> float:
+    """Seconds of an eager call of that size; for one that finds no memory beside the graphs, more than any replay."""
+    try:
+        return timed_s(eager_call(key), device)
+    except torch.OutOfMemoryError as error:
+        _log.warning("no memory for an eager call of %s beside the graphs: it is not chosen. %s", key, error)
+        return _NEVER_S
 
 
 def timed_s(run: Callable[[], object], device: torch.device) -> float:

@@ -74,6 +74,7 @@ class EncoderCudaGraphManager:
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
         self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype)
         self._captured: CapturedLadder | None = None
+        self._is_to_recapture, self._graph_pool = False, None
         self._eager_planner = self._ladder.planner()
         self._compiler = _compiler_of(model, self._options, self._device)
         self.runtime = GraphRuntime(device=self._device)
@@ -145,9 +146,10 @@ class EncoderCudaGraphManager:
                 )
             if not self._options.enable:
                 return
-            self.clear()  # of a capture in which every budget failed
+            self._drop_graphs()  # of a capture in which every budget failed
             self._compile()
             self._captured = self._ladder.capture(graph_pool)
+            self._is_to_recapture = False
 
     def estimate(self) -> MemoryEstimate:
         """What :meth:`capture` will take, from at most three captures in a throwaway pool.
@@ -164,9 +166,13 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Drop all graphs, buffers and the pool. Statistics go on; everything runs eagerly, or is captured again."""
         with self._lock:
-            if self._captured is not None:
-                self._captured.close()
-            self._captured = None
+            self._drop_graphs()
+            self._is_to_recapture, self._graph_pool = False, None
+
+    def _drop_graphs(self) -> None:
+        if self._captured is not None:
+            self._captured.close()
+        self._captured = None
 
     def _compile(self) -> None:
         if self._compiler is not None and not self._is_compiled:
@@ -263,14 +269,20 @@ class EncoderCudaGraphManager:
             yield batch, self._outputs(of_batch, batch, num_tokens)
 
     def _follow_weights(self) -> None:
-        if self._captured is not None and not self._captured.weights.in_place():
+        """Capture anew what was captured with other weights, as soon as the settings are those of that capture."""
+        captured = self._captured
+        if captured is not None and not captured.weights.in_place() and captured.setting_changed() is None:
             _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
-            graph_pool = self._captured.graph_pool
-            self.clear()
-            self.capture(graph_pool)
+            self._drop_graphs()
+            self._is_to_recapture, self._graph_pool = True, captured.graph_pool
+        if self._is_to_recapture:  # by this request, or an earlier one in which that failed
+            self.capture(self._graph_pool)
 
     def _planner(self) -> BatchPlanner:
-        """The captured ladder's; where its graphs would answer under settings that hold no more, the eager one."""
+        """The captured ladder's; where its graphs would answer under settings that hold no more, the eager one.
+
+        Asked after :meth:`_follow_weights`: weights that differ still differ together with a setting.
+        """
         if self._captured is None:
             return self._eager_planner
         setting = self._captured.setting_changed()

@@ -62,7 +62,7 @@ class EncoderOptions:
         self._refuse_below_one("log_every")
         if type(self.enable) is not bool:
             raise _unusable("enable", "True or False", self.enable)
-        if self.compile not in (True, False, None):
+        if not (self.compile is None or type(self.compile) is bool):
             raise _unusable("compile", "True, False or None", self.compile)
         if self.compiler is not None and self.compiler not in COMPILERS:
             raise _unusable("compiler", f"one of {', '.join(COMPILERS)}", self.compiler)

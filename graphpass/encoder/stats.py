@@ -67,7 +67,10 @@ class EncoderStats:
             cheaper so.
         eager_calls: in how many calls.
         eager_tokens: output tokens of those items.
-        budgets: the captured graphs, the largest budget first.
+        replays: of all graphs, those that were dropped since included.
+        replayed_tokens: output tokens of the items that they served.
+        computed_tokens: what they computed, padding included.
+        budgets: the graphs that there are now, the largest budget first.
         histogram: output tokens of a replayed batch → how many such batches there were, ascending; batches of no
             tokens are left out. What :func:`graphpass.plan_sizes` makes budgets of.
         other_settings: setting that was another than at the capture → requests that ran eagerly for it.
@@ -81,6 +84,9 @@ class EncoderStats:
     misses: int
     eager_calls: int
     eager_tokens: int
+    replays: int
+    replayed_tokens: int
+    computed_tokens: int
     budgets: tuple[BudgetTraffic, ...]
     histogram: Mapping[int, int]
     other_settings: Mapping[str, int]
@@ -94,15 +100,9 @@ class EncoderStats:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
     @property
-    def replays(self) -> int:
-        """Replays of all graphs."""
-        return sum(budget.replays for budget in self.budgets)
-
-    @property
     def padding_waste(self) -> float:
         """The share of the tokens computed by replays that was padding."""
-        computed = sum(budget.replays * budget.captured.key.tokens for budget in self.budgets)
-        return 1 - sum(budget.tokens for budget in self.budgets) / computed if computed else 0.0
+        return 1 - self.replayed_tokens / self.computed_tokens if self.computed_tokens else 0.0
 
     def summary(self) -> str:
         """One line, as it is logged."""
@@ -180,6 +180,9 @@ class EncoderCounts:
             misses=self.misses,
             eager_calls=self.eager_calls,
             eager_tokens=self.eager_tokens,
+            replays=self._replays.total(),
+            replayed_tokens=self._tokens.total(),
+            computed_tokens=sum(count * key.tokens for key, count in self._replays.items()),
             budgets=tuple(
                 BudgetTraffic(one, self._replays[one.key], self._items[one.key], self._tokens[one.key])
                 for one in captured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,26 +14,32 @@ from graphpass.capture.places import Places
 
 __all__ = ["EncoderWeights"]
 
+_DEPTH = 4
+"""How far from an encoder its modules may be: attributes of attributes, items of containers."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
     """Every parameter, buffer and submodule of an encoder at capture, and where it was.
 
     The weights are held, so that memory that a graph reads is never given away. Found are the modules that the encoder
-    is, or has as attributes.
+    is, that it has as attributes, and that are within other objects and containers that it has.
     """
 
     _places: Places
+    _children: tuple[dict[str, Any], ...]
+    _num_children: int
     _tensors: list[Any]
     _addresses: list[int | None]
     _positions: list[int]
+    _layouts: list[tuple[Any, Any]]
+    _has_layouts: Callable[[], bool]
     modules: tuple[torch.nn.Module, ...]
 
     @classmethod
     def of(cls, model: object) -> EncoderWeights:
         """The weights as of now."""
-        attributes = getattr(model, "__dict__", {}).values()
-        roots = [part for part in (model, *attributes) if isinstance(part, torch.nn.Module)]
+        roots = _roots_within(model, _DEPTH, set())
         modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
         places = [
             (owner, name, kept)
@@ -40,14 +47,51 @@ class EncoderWeights:
             for owner in (module._parameters, module._buffers, module._modules)
             for name, kept in owner.items()
         ]
+        children = tuple(module._modules for module in modules)
         tensors = [kept for _, _, kept in places if isinstance(kept, torch.Tensor)]
-        addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
-        return cls(Places.of(places), tensors, addresses, list(range(len(tensors))), modules)
+        return cls(
+            Places.of(places),
+            children,
+            sum(map(len, children)),
+            tensors,
+            [tensor.data_ptr() for tensor in tensors],
+            list(range(len(tensors))),
+            _layouts_of(tensors),
+            compat.layout_check(tensors) if tensors else lambda: True,
+            modules,
+        )
 
     def in_place(self) -> bool:
-        """Whether all of it is what it was, at the address where it was."""
-        return self._places.in_place() and compat.data_ptrs_equal(self._tensors, self._addresses, self._positions)
+        """Whether all of it is what it was, at the address and in the layout that it had."""
+        return (
+            self._places.in_place()
+            and sum(map(len, self._children)) == self._num_children
+            and compat.data_ptrs_equal(self._tensors, self._addresses, self._positions)
+            and (self._has_layouts() or _layouts_of(self._tensors) == self._layouts)
+        )
 
     def training(self) -> tuple[bool, ...]:
         """Whether each of the modules is in training mode now."""
         return training_of(self.modules)
+
+
+def _layouts_of(tensors: list[Any]) -> list[tuple[Any, Any]]:
+    return [(tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+def _roots_within(value: object, depth: int, seen: set[int]) -> Iterator[torch.nn.Module]:
+    """The outermost modules of an object."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        yield value
+    if depth:
+        if isinstance(value, Mapping):
+            parts = list(value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = list(value)
+        else:
+            parts = list(getattr(value, "__dict__", {}).values())
+        for part in parts:
+            yield from _roots_within(part, depth - 1, seen)

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import graphpass as gp
 from graphpass.encoder.adapters import adapter_for
 from tests.e2e.hugging_face import CPU
 from tests.e2e.test_encoder_adapters import assert_same, captured, run_eagerly
-from tests.e2e.towers import QWEN2_5_VL, QWEN3_VL, SIGLIP, Grid, Tower
+from tests.e2e.towers import CLIP, EACH_TOWER, QWEN2_5_VL, QWEN3_VL, SIGLIP, Grid, Tower
 
 GRIDS = pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
 SIZES: list[Grid] = [(1, 16, 16), (1, 4, 4), (2, 12, 14)]
@@ -132,3 +133,138 @@ def test_images_and_clips_are_not_copied_to_choose_among_them() -> None:
     width = images["pixel_values"].stride(0) * images["pixel_values"].element_size()
     first, clip = images["pixel_values"].data_ptr(), clips["pixel_values"].data_ptr()
     assert starts == [first, first + 16 * width, clip]
+
+
+class OwnImageAttention(torch.nn.Module):
+    """An attention of somebody's own, over all rows of an image."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: None = None, **_: Any) -> tuple[torch.Tensor, None]:
+        stock = self.stock
+        heads = (*hidden_states.shape[:-1], stock.num_heads, -1)
+        query, key, value = (
+            project(hidden_states).view(heads).transpose(1, 2) for project in (stock.q_proj, stock.k_proj, stock.v_proj)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(hidden_states.shape)
+        return stock.out_proj(attended), None
+
+
+def own_attention(layer: Any) -> None:
+    layer.self_attn = OwnImageAttention(layer.self_attn)
+
+
+def wrapped_forward(layer: Any) -> None:
+    inner = layer.forward
+    layer.forward = lambda *args, **named: inner(*args, **named)
+
+
+def hook_on_the_first_position(layer: Any) -> None:
+    def zero_first(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[:, 0] = 0
+        return output
+
+    layer.mlp.register_forward_hook(zero_first)
+
+
+def hook_that_averages(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("stock", [SIGLIP, CLIP], ids=str)
+@pytest.mark.parametrize(
+    "change", [own_attention, wrapped_forward, hook_on_the_first_position, hook_that_averages], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_images_of_a_changed_tower_do_not_see_each_other(stock: Tower, change: Any, compiles: bool) -> None:
+    """What somebody has put into a block may look at all rows that it is given: those of one image."""
+    tower = stock.build(CPU)
+    for layer in tower.encoder.layers:
+        change(layer)
+    items = stock.items(tower, [(1, 1, 1)] * 3)
+    adapter = adapter_for(tower, **stock.options)
+    if compiles:
+        adapter.compile_encoder("eager", gp.GraphRuntime())  # type: ignore[attr-defined]
+    assert_same(run_eagerly(adapter, items), stock.stock(tower, items))
+    manager = captured(adapter)
+    assert_same(manager.execute(items), stock.stock(tower, items))
+    assert manager.get_cumulative_stats().hits == 3
+
+
+def blocks_of(stock: Tower, tower: Any) -> tuple[Any, str]:
+    """Who has the blocks, under which name."""
+    return (tower, "blocks") if stock.has_grids else (tower.encoder, "layers")
+
+
+def pruned(owner: Any, name: str) -> None:
+    setattr(owner, name, getattr(owner, name)[:-1])
+
+
+def appended(owner: Any, name: str) -> None:
+    getattr(owner, name).append(getattr(owner, name)[0])
+
+
+def inserted(owner: Any, name: str) -> None:
+    getattr(owner, name).insert(0, getattr(owner, name)[1])
+
+
+def removed(owner: Any, name: str) -> None:
+    del getattr(owner, name)[-1]
+
+
+@EACH_TOWER
+@pytest.mark.parametrize("change", [pruned, appended, inserted, removed])
+def test_another_list_of_blocks_is_followed(stock: Tower, change: Any) -> None:
+    """Eagerly, and in graphs, which are captured anew."""
+    tower = stock.build(CPU, **({"deepstack_visual_indexes": [0]} if stock is QWEN3_VL else {}))
+    items = stock.items(tower, [(1, 4, 4), (1, 2, 6)])
+    adapter = adapter_for(tower, **stock.options)
+    manager = captured(adapter)
+    manager.execute(items)
+    change(*blocks_of(stock, tower))
+    expected = stock.stock(tower, items)
+    assert_same(run_eagerly(adapter, items), expected)
+    assert_same(manager.execute(items), expected)
+    assert manager.get_cumulative_stats().misses == 0
+
+
+def hooked(tower: Any) -> None:
+    tower.register_forward_hook(lambda module, args, output: output)
+
+
+def hooked_before(tower: Any) -> None:
+    tower.register_forward_pre_hook(lambda module, args: args)
+
+
+def derived(tower: Any) -> None:
+    tower.__class__ = type(
+        "Derived", (type(tower),), {"forward": lambda self, *args: super(type(self), self).forward()}
+    )
+
+
+def wrapped(tower: Any) -> None:
+    tower.forward = lambda *args: args
+
+
+def attends_otherwise(tower: Any) -> None:
+    tower.config._attn_implementation_internal = "somebodys_own"
+
+
+@EACH_TOWER
+@pytest.mark.parametrize("change", [hooked, hooked_before, derived, wrapped, attends_otherwise])
+def test_what_sits_on_the_tower_itself_is_refused(stock: Tower, change: Any) -> None:
+    """The adapter calls its parts, and would leave that out without a word."""
+    tower = stock.build(CPU)
+    change(tower)
+    with pytest.raises(gp.EncoderConfigError, match="does something that its adapter does not"):
+        adapter_for(tower, **stock.options)
+
+
+def test_a_hook_on_the_encoder_within_a_tower_is_refused() -> None:
+    tower = CLIP.build(CPU)
+    tower.encoder.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(gp.EncoderConfigError, match="on its encoder"):
+        adapter_for(tower, **CLIP.options)

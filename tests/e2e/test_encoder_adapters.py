@@ -147,6 +147,52 @@ def test_random_sets_packed_in_every_way(packed: Packed, seeds: range) -> None:
     assert len(used) > 1
 
 
+@EACH_TOWER
+def test_contents_of_padding_change_no_bit(stock: Tower) -> None:
+    """At one key: zero, random, and NaN or another valid index, in every buffer but those of pieces."""
+    tower = stock.build(CPU)
+    adapter = adapter_for(tower, **stock.options)
+    manager = captured(adapter, token_budgets=budgets_of(stock, adapter)[-1:])
+    prepare = adapter.prepare_encoder_cudagraph_replay_buffers
+    sizes: list[Grid] = [(1, 4, 6), (2, 2, 2), (1, 2, 10)]
+    items = stock.items(tower, sizes)
+    found, seeded, filled = [], torch.Generator().manual_seed(0), set()
+    for contents in ("zero", "random", "poison"):
+
+        def prepared(items: Any, key: EncoderGraphKey, contents: str = contents) -> dict[str, torch.Tensor]:
+            values = dict(prepare(items, key))
+            full = adapter.prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
+            patches = len(values["pixel_values"])
+            own = {"pixel_values": patches, **dict.fromkeys(getattr(adapter, "patch_keys", ()), patches)}
+            own |= dict.fromkeys(getattr(adapter, "token_keys", ()), patches * key.tokens // key.patches)
+            for name, rows in own.items():
+                buffer = full[name].clone()
+                if contents == "zero":
+                    buffer.zero_()
+                elif buffer.is_floating_point():
+                    buffer.copy_(
+                        torch.randn(buffer.shape, generator=seeded) if contents == "random" else buffer * math.nan
+                    )
+                else:
+                    buffer.copy_(
+                        torch.randint(2, buffer.shape, generator=seeded) if contents == "random" else buffer * 0 + 1
+                    )
+                assert rows < len(buffer)
+                buffer[:rows] = values[name][:rows]
+                values[name] = buffer
+                filled.add(name)
+            return values
+
+        adapter.prepare_encoder_cudagraph_replay_buffers = prepared  # type: ignore[method-assign]
+        found.append(results_of(manager.execute(items)))
+    assert {"pixel_values", *getattr(adapter, "patch_keys", ()), *getattr(adapter, "token_keys", ())} == filled
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            assert all(torch.equal(mine, again) for mine, again in zip(one, same, strict=True))
+    assert manager.get_cumulative_stats().replays == 3
+    assert_same(found[-1], stock.stock(tower, items))
+
+
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("aot_eager", marks=pytest.mark.soak)])
 @EACH_TOWER
 def test_the_block_is_compiled_once(stock: Tower, compiler: str) -> None:
@@ -161,6 +207,28 @@ def test_the_block_is_compiled_once(stock: Tower, compiler: str) -> None:
     assert manager.runtime.compiled() == 1
     assert len(manager.runtime.callables()) == 1
     assert manager.get_cumulative_stats().hits > 0
+
+
+@EACH_TOWER
+def test_graphs_are_captured_from_the_compiled_block(stock: Tower) -> None:
+    """And eager calls run it, after the capture too: the block's own Python runs no more once it is compiled."""
+    tower, by_python = stock.build(CPU), []
+
+    def seen(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            by_python.append("block")
+
+    for layer in tower.blocks if stock.has_grids else tower.encoder.layers:
+        layer.mlp.register_forward_pre_hook(seen)
+    adapter = adapter_for(tower, **stock.options)
+    adapter.compile_encoder("aot_eager", gp.GraphRuntime())  # type: ignore[attr-defined]
+    items = stock.items(tower, [(1, 4, 4), (2, 6, 2)])
+    run_eagerly(adapter, items)
+    assert by_python == []
+    captured(adapter, token_budgets=budgets_of(stock, adapter)[-1:])
+    assert by_python == []
+    run_eagerly(adapter, items)
+    assert by_python == []
 
 
 def test_the_first_call_compiles_once() -> None:

@@ -65,6 +65,17 @@ def test_photographs(stock: Tower, counts: Sequence[int]) -> None:
     assert len(shapes) > 5 or not stock.has_grids
 
 
+@EACH_TOWER
+def test_what_the_processor_returns_is_taken_as_it_is(stock: Tower) -> None:
+    """Its own mapping, which is no dict."""
+    tower = stock.build(CPU, **CONFIGS[stock.family])
+    manager, processor = captured(stock, tower), processor_of(stock, tower, max_pixels=128 * 128)
+    items = processor(images=cut_photographs(random.Random(1), 3), return_tensors="pt")
+    assert not isinstance(items, dict)
+    agree(manager.execute(items), stock.stock(tower, items))
+    assert manager.get_cumulative_stats().hits == 3
+
+
 @pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
 def test_clips_of_photographs(stock: Tower) -> None:
     """Short clips: parts of one photograph, each a little further."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from graphpass.encoder.adapters.checks import refuse_changed
 from graphpass.encoder.adapters.clip import ClipAdapter
 from graphpass.encoder.adapters.fixed import FixedSizeAdapter
 from graphpass.encoder.adapters.qwen import GridAdapter
@@ -43,10 +44,12 @@ def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
         options: of the adapter: see its class.
 
     Raises:
-        EncoderConfigError: no adapter is known for its class, or there are options for what needs none.
+        EncoderConfigError: no adapter is known for its class, the tower does more than that class says, or there are
+            options for what needs none.
     """
     for kind in type(tower).__mro__:
         if kind.__name__ in _ADAPTERS:
+            refuse_changed(tower, kind)
             return _ADAPTERS[kind.__name__](tower, **options)
     if isinstance(tower, SupportsEncoderCudaGraph) and not options:
         return tower

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,30 +21,53 @@ __all__ = ["Blocks", "eagerly"]
 class Blocks:
     """A tower's blocks over the tower's own weights, with an attention that serves packed images.
 
-    They are copies that share every tensor. Where weights or modules of the tower are exchanged, so are they, and they
-    train and evaluate as the tower does.
+    They are copies that share every tensor. Where weights, modules or the whole list are exchanged, so are they, and
+    they train and evaluate as the tower does.
 
     Args:
-        blocks: of the stock tower, all of one class and one configuration. They stay as they are.
+        tower: the stock tower. It stays as it is.
+        path: to its list of blocks, all of one class and one configuration.
         attention: the form of attention.
         seq_len: tokens of each sequence, where all are equal.
     """
 
-    def __init__(self, blocks: torch.nn.ModuleList, attention: str, *, seq_len: int | None = None) -> None:
-        self._stock = blocks
-        self._copied = partial(use_attention, blocks, attention, seq_len=seq_len)
+    def __init__(self, tower: torch.nn.Module, path: str, attention: str, *, seq_len: int | None = None) -> None:
+        self._tower, self._path = tower, path
+        self._attention, self._seq_len = attention, seq_len
         self._copy()
         self._call: Callable[..., Any] = _with_own_code(_call_block)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._stock)
 
     def __call__(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states behind one block. The first one looks whether the tower is what it was."""
-        if index == 0 and not (self._weights.in_place() and self._weights.training() == self._training):
-            self._copy()
+        """The hidden states behind one block."""
         output: torch.Tensor = self._call(self._blocks[index], hidden, arguments)
         return output
+
+    def follow(self) -> None:
+        """Once a forward, before the first block: copy anew what is not what it was."""
+        is_same = self._stock is self._copied and len(self._stock) == len(self._blocks)
+        if not (is_same and self._weights.in_place() and self._weights.training() == self._training):
+            self._copy()
+
+    def compute_rows_alone(self) -> bool:
+        """Whether rows meet in the attention function alone, so that images can lie one behind the other.
+
+        What somebody has put into a block (an attention of his own, a hook, a forward) may look at all rows.
+        """
+        return not any(map(_may_see_all_rows, self._stock.modules()))
+
+    def call_stock(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """The hidden states behind the tower's own block, which attends as the tower does."""
+        output: torch.Tensor = self._call(self._stock[index], hidden, arguments)
+        return output
+
+    @property
+    def _stock(self) -> torch.nn.ModuleList:
+        found = self._tower.get_submodule(self._path)
+        assert isinstance(found, torch.nn.ModuleList)
+        return found
 
     def compile(self, compiler: str, runtime: Any, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
         """Compile the block once for all layers and all sizes.
@@ -61,14 +83,21 @@ class Blocks:
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
         self._call = torch.compile(_with_own_code(_call_block), backend="cgpass", dynamic=True, options=options)
+        self.follow()
         with eagerly(), compat.floats_as_constants():
             self(0, hidden, arguments)
 
     def _copy(self) -> None:
-        own = self._copied()
+        self._copied = self._stock
+        own = use_attention(self._copied, self._attention, seq_len=self._seq_len)
         assert isinstance(own, torch.nn.ModuleList)
-        self._blocks, self._weights = own, EncoderWeights.of(self._stock)
+        self._blocks, self._weights = own, EncoderWeights.of(self._copied)
         self._training = self._weights.training()
+
+
+def _may_see_all_rows(module: torch.nn.Module) -> bool:
+    is_known = type(module).__module__.startswith(("torch.", "transformers."))
+    return not is_known or compat.has_hooks(module)
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ class FixedSizeAdapter(ABC):
         ]
         self._max_items = max_items
         self._image_shape = (tower.config.num_channels, embeddings.image_size, embeddings.image_size)
-        self._blocks = Blocks(tower.encoder.layers, EQUAL_ATTENTION, seq_len=self._positions)
+        self._blocks = Blocks(tower, "encoder.layers", EQUAL_ATTENTION, seq_len=self._positions)
 
     # -- what each tower adds
 
@@ -169,11 +169,19 @@ class FixedSizeAdapter(ABC):
     def _forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """[images * rows, width]."""
         hidden = self._embed(pixel_values)
+        blocks, arguments = self._blocks, {"attention_mask": None}
+        blocks.follow()
         # One image's embeddings lie transposed; blocks are compiled for one layout.
-        packed = hidden.reshape(1, -1, hidden.shape[-1]).contiguous()
-        for layer in range(len(self._blocks)):
-            packed = self._blocks(layer, packed, {"attention_mask": None})
-        last, pooled = self._finish(packed.view(hidden.shape))
+        rows = hidden.contiguous()
+        if blocks.compute_rows_alone():
+            # As one long image blocks are compiled once: a batch of one image would be compiled apart.
+            rows = rows.view(1, -1, hidden.shape[-1])
+            for layer in range(len(blocks)):
+                rows = blocks(layer, rows, arguments)
+        else:
+            for layer in range(len(blocks)):
+                rows = blocks.call_stock(layer, rows, arguments)
+        last, pooled = self._finish(rows.view(hidden.shape))
         if self._output == LAST_HIDDEN_STATE:
             return last.flatten(0, 1)
         assert pooled is not None

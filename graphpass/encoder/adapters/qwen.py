@@ -76,7 +76,7 @@ class GridAdapter(ABC):
         self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
         config = tower.config
         self._patch_width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        self._blocks = Blocks(tower.blocks, PACKED_ATTENTION)
+        self._blocks = Blocks(tower, "blocks", PACKED_ATTENTION)
         self._tables = BatchTables(
             self._frame_tables,
             patch_keys=self.patch_keys,

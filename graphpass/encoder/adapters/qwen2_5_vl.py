@@ -58,6 +58,7 @@ class Qwen25VLAdapter(GridAdapter):
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
         within_frames, within_windows = (self._within(kind, buffers, rotation) for kind in self.sequence_kinds)
         whole = set(tower.fullatt_block_indexes)
+        self._blocks.follow()
         for layer in range(len(self._blocks)):
             hidden = self._blocks(layer, hidden, within_frames if layer in whole else within_windows)
         return (tower.merger(hidden).index_select(0, buffers["reverse_index"]),)

@@ -67,6 +67,7 @@ class Qwen3VLAdapter(GridAdapter):
         rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
         arguments = self._within("frame", buffers, rotation)
         mergers, features = self._deepstack, []
+        self._blocks.follow()
         for layer in range(len(self._blocks)):
             hidden = self._blocks(layer, hidden, arguments)
             if layer in mergers:

@@ -79,6 +79,13 @@ def test_a_fine_ladder_keeps_to_its_length_and_halves_where_it_can(minimum: int,
         assert worst_padding(budgets) <= 0.5
 
 
+@pytest.mark.parametrize(("max_graphs", "most"), [(10, 0.5), (50, 0.125), (100, 0.08), (200, 0.045)])
+def test_more_graphs_pad_less(max_graphs: int, most: float) -> None:
+    budgets = fine_budgets(16, 4096, max_graphs=max_graphs)
+    assert len(budgets) <= max_graphs
+    assert worst_padding(budgets) <= most
+
+
 def test_budgets_are_multiples_of_what_items_are() -> None:
     budgets = fine_budgets(50, 1620, max_graphs=8, multiple=50)
     assert {budget % 50 for budget in budgets} == {0}

@@ -125,6 +125,7 @@ def test_a_buffer_that_shrinks_is_refused() -> None:
     [
         ({"output_tokens": -1}, "at least 0"),
         ({"input_size": -1}, "at least 0"),
+        ({"frames": -1}, "at least 0"),
         ({"path": "video"}, r"a path among \[''\]"),
         ({"axes": (("size", 1),)}, r"axes \[\]"),
     ],

@@ -42,6 +42,12 @@ def test_what_is_given_stays() -> None:
     assert [(key.tokens, key.items, key.frames) for key in keys] == [(64, 5, 7), (16, 5, 7), (8, 5, 7)]
 
 
+@pytest.mark.parametrize(("asked", "of_model", "items"), [(5, 9, 5), (9, 5, 9), (None, 5, 5), (None, None, 32)])
+def test_the_options_items_come_before_the_models(asked: int | None, of_model: int | None, items: int) -> None:
+    options = EncoderOptions(token_budgets=[64], max_items_per_batch=asked)
+    assert [key.items for key in keys_of(options, config(max_items=of_model), (1, 64))] == [items]
+
+
 def test_small_budgets_have_room_for_as_many_frames_as_items() -> None:
     """Each one that a graph allows for costs its attention; a clip with smaller frames fits the largest budget."""
     keys = keys_of(EncoderOptions(token_budgets=[16, 64, 128]), config(max_frames=32, max_items=32), (16, 128))
@@ -82,6 +88,7 @@ def test_each_path_and_axis_value_has_graphs_and_shares_the_allowance() -> None:
         ({"token_budgets": ["8", 16]}, "found '8'"),
         ({"enable": "no"}, "enable='no'"),
         ({"compile": "yes"}, "compile='yes'"),
+        ({"compile": 0}, "compile=0"),
         ({"compiler": "tvm"}, "inductor.*compiler='tvm'"),
         ({"compiler": "eager", "compile": False}, "compile=False.*compiler='eager'"),
         ({"costs": "guessed"}, "costs='guessed'"),

@@ -279,6 +279,76 @@ def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]]
             )
 
 
+@given(vector_problems())
+def test_with_several_limits_no_simple_plan_is_cheaper(problem: tuple[np.ndarray, np.ndarray, list[Rung]]) -> None:
+    """As for tokens alone: not one image a replay, not the greedy."""
+    sizes, peaks, rungs = problem
+    table = RungTable(rungs)
+
+    def eager(tokens: np.ndarray) -> np.ndarray:
+        return 5.0 + tokens
+
+    def least(items: Sequence[int]) -> float:
+        of_all, highest = sizes[:, items].sum(axis=1), peaks[0, items].max()
+        replays = [rung.cost for rung in rungs if (of_all <= np.array(rung.limits)).all() and highest <= rung.bounds[0]]
+        return min([*replays, *([5.0 + of_all[0]] if len(items) == 1 or of_all[0] <= 30 else [])])
+
+    found = sum(
+        rungs[batch.rung].cost if batch.rung is not None else 5.0 + sizes[0, list(batch.items)].sum()
+        for batch in plan_cheaply(sizes, table, eager, 30, peaks)
+    )
+    one_by_one = sum(least([item]) for item in range(sizes.shape[1]))
+    greedy = sum(least(list(batch.items)) for batch in plan_greedily(sizes, table, peaks))
+    assert found <= one_by_one * (1 + 1e-9)
+    assert found <= greedy * (1 + 1e-9)
+
+
+@given(problems(), st.integers(130, 700), st.integers(0, 1000))
+def test_with_many_items_no_simple_plan_is_cheaper(
+    problem: tuple[list[int], list[int], int, PackingCosts], count: int, seed: int
+) -> None:
+    """More than are cut as a whole: in blocks, of batches of few items, joined once."""
+    _, budgets, max_items, cost = problem
+    tokens = np.random.default_rng(seed).integers(0, 41, count).tolist()
+    batches = pack_items(tokens, budgets, max_items, cost=cost)
+    assert sorted(item for batch in batches for item in batch.items) == list(range(count))
+    found = price(batches, cost)
+    least = [min([cost.eager(one), *(cost.replay[budget] for budget in budgets if budget >= one)]) for one in tokens]
+    assert found <= sum(least) * (1 + 1e-9)
+    assert found <= price(pack_items(tokens, budgets, max_items), cost) * (1 + 1e-9)
+
+
+@given(problems())
+def test_no_batch_is_dearer_than_its_two_parts(problem: tuple[list[int], list[int], int, PackingCosts]) -> None:
+    """Smaller and larger items of a batch, in any such two replays."""
+    tokens, budgets, max_items, cost = problem
+
+    def least(items: Sequence[int]) -> float:
+        total = sum(tokens[item] for item in items)
+        fitting = [cost.replay[budget] for budget in budgets if total <= budget and len(items) <= max_items]
+        return min(fitting, default=float("inf"))
+
+    for batch in pack_items(tokens, budgets, max_items, cost=cost):
+        if batch.budget is not None:
+            items = sorted(batch.items, key=lambda item: tokens[item])
+            for place in range(1, len(items)):
+                parts = least(items[:place]) + least(items[place:])
+                assert cost.replay[batch.budget] <= parts * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 10, 11])
+@pytest.mark.parametrize("count", [50, 3000])
+def test_all_the_same(count: int, tokens: int) -> None:
+    """Ten of the smallest fit a replay, one of the largest an eager call only."""
+    cost = PackingCosts({10: 1.0}, by_tokens(1000, 1), 11)
+    batches = pack_items([tokens] * count, [10], 10, cost=cost)
+    a_batch = {0: 10, 1: 10, 7: 1, 10: 1, 11: 1}[tokens]
+    assert sorted(item for batch in batches for item in batch.items) == list(range(count))
+    assert {(len(b.items), b.tokens, b.budget) for b in batches} == {
+        (a_batch, a_batch * tokens, 10 if tokens < 11 else None)
+    }
+
+
 def test_eager_calls_keep_the_order_and_the_limit() -> None:
     assert [batch.items for batch in plan_eagerly(np.array([3, 4, 9, 1, 0, 7, 2]), 8)] == [
         (0, 1),

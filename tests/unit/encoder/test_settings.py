@@ -28,11 +28,31 @@ def double_by_default(tower: toy.ToyTower) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def reduced_products(tower: toy.ToyTower) -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def deterministic(tower: toy.ToyTower) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def autocast(tower: toy.ToyTower) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-OTHER_SETTINGS = {"autocast": autocast, "training": training, "default_dtype": double_by_default}
+OTHER_SETTINGS = {
+    "autocast": autocast,
+    "training": training,
+    "default_dtype": double_by_default,
+    "matmul_precision": reduced_products,
+    "deterministic": deterministic,
+}
 
 
 @pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.Compiled])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import Balance, EncoderConfigError, balance_items
+from graphpass import Balance, EncoderConfigError, EncoderItemSpec, balance_items
+from graphpass.encoder import sharding
+from graphpass.encoder.sharding import encoded_by_all
 
 SIZES = st.lists(st.integers(0, 100), max_size=40)
 
@@ -47,6 +51,23 @@ def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) 
     # What was given last went to a rank that had least: without its smallest item no rank has more than another.
     for share, load in zip([balance.share(rank) for rank in range(num_ranks)], balance.loads, strict=True):
         assert not share or load - min(sizes[item] for item in share) <= min(balance.loads)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what is returned: of patches one item has as many as the three others."""
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(sharding.dist, "get_rank", lambda _: rank)
+    monkeypatch.setattr(sharding, "gather_rows", lambda own, *_: tuple(own))
+    specs = [EncoderItemSpec(10, 7), EncoderItemSpec(11, 7), EncoderItemSpec(30, 1), EncoderItemSpec(9, 7)]
+    asked: list[int] = []
+
+    def encode(share: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
+        asked.extend(share)
+        yield range(len(share)), [torch.zeros(sum(specs[item].output_tokens for item in share), 3)]
+
+    encoded_by_all(specs, [torch.empty(0, 3)], None, encode)
+    assert sorted(asked) == [[2], [0, 1, 3]][rank]
 
 
 @pytest.mark.parametrize(("sizes", "num_ranks", "numbers"), [([1], 0, "num_ranks=0"), ([3, -1], 2, "smallest size -1")])

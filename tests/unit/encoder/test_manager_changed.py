@@ -1,0 +1,184 @@
+"""EncoderCudaGraphManager when something changes or fails: weights, a request, padding, a cleared ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from graphpass import EncoderGraphKey, GraphRuntime
+from graphpass.encoder import graphs
+from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from tests.unit.encoder import toy
+from tests.unit.encoder.test_manager import exchanged, moved, replaced
+from tests.unit.encoder.toy import MIXED, assert_same, made
+
+
+def test_a_shared_pool_is_shared_again_after_weights_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[Any] = []
+
+    def runtime(pool: Any = None, *, device: Any = None) -> GraphRuntime:
+        pools.append(pool)
+        return GraphRuntime(device=device)
+
+    monkeypatch.setattr(graphs, "GraphRuntime", runtime)
+    encoder, pool = toy.ToyEncoder(), (1, 0)
+    manager = made(encoder, capture=False)
+    manager.estimate()
+    manager.capture(graph_pool=pool)
+    replaced(encoder.tower)
+    manager.execute(toy.images(MIXED))
+    assert pools == [None, pool, pool], "an estimate has a pool of its own"
+
+
+class Within:
+    """An encoder that hands everything on to another one."""
+
+    def __init__(self, encoder: toy.ToyEncoder) -> None:
+        self.encoder = encoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.encoder, name)
+
+
+@pytest.mark.parametrize("change", [replaced, moved, exchanged])
+def test_weights_of_an_encoder_within_another_are_noticed(change: Callable[[toy.ToyTower], None]) -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(Within(encoder))  # type: ignore[arg-type]
+    items = toy.images(MIXED)
+    manager.execute(items)
+    change(encoder.tower)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+
+
+class FailsOnce(toy.ToyEncoder):
+    """One request finds it out of memory, when its buffers are prepared or in an eager call."""
+
+    fails_in: str | None = None
+
+    def fail(self, method: str) -> None:
+        if self.fails_in == method:
+            self.fails_in = None
+            raise torch.OutOfMemoryError("no memory")
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, items: EncoderItems, key: EncoderGraphKey
+    ) -> Mapping[str, torch.Tensor | None]:
+        self.fail("prepare")
+        return super().prepare_encoder_cudagraph_replay_buffers(items, key)
+
+    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+        self.fail("eager")
+        return super().encoder_eager_forward(items)
+
+
+@pytest.mark.parametrize("method", ["prepare", "eager"])
+def test_a_request_that_fails_leaves_the_next_ones(method: str) -> None:
+    encoder = FailsOnce()
+    manager = made(encoder)
+    items = toy.images(MIXED)
+    expected = toy.one_by_one(encoder, items)
+    encoder.fails_in = method
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.execute(items)
+    before = manager.get_cumulative_stats()
+    assert_same(manager.execute(items), expected)
+    stats = manager.get_cumulative_stats()
+    assert (stats.hits - before.hits, stats.misses - before.misses) == (len(MIXED) - 1, 1)
+
+
+def test_contents_of_padding_change_no_bit() -> None:
+    """At one key, whatever lies behind the rows of a batch."""
+    encoder = toy.ToyEncoder(padding=dict.fromkeys(toy.KEYS) | {"lengths": "last"})
+    manager = made(encoder, token_budgets=[32])
+    items = toy.images([4, 8, 2, 12])
+    found = []
+    for contents in (0.0, 1e30, -3.0, torch.inf, torch.nan):
+        for name, memory in manager.buffers.items():
+            if name not in ("scale", "lengths"):
+                memory.fill_(contents if memory.is_floating_point() else abs(hash(contents)) % 64)
+        found.append(manager.execute(items))
+    for other in found[1:]:
+        assert all(torch.equal(one, same) for one, same in zip(found[0], other, strict=True))  # type: ignore[arg-type]
+    assert manager.get_cumulative_stats().replays == 5
+
+
+def test_statistics_go_on_when_graphs_are_dropped() -> None:
+    manager = made(toy.ToyEncoder())
+    for sizes in ([6], [22], [6, 2]):
+        manager.execute(toy.images(sizes))
+    before = manager.get_cumulative_stats()
+    assert (before.hits, before.replays, before.padding_waste) == (4, 3, pytest.approx(1 - 18 / 24))
+    manager.clear()
+    after = manager.get_cumulative_stats()
+    assert (after.hits, after.histogram) == (before.hits, before.histogram)
+    assert (after.replays, after.padding_waste) == (before.replays, before.padding_waste)
+
+
+@pytest.mark.parametrize("setting", ["autocast", "training"])
+def test_weights_that_change_under_another_setting_wait_for_the_settings_of_the_capture(setting: str) -> None:
+    encoder = toy.ToyEncoder()
+    manager, items = made(encoder), toy.images([4, 8])
+    replaced(encoder.tower)
+    encoder.tower.train(setting == "training")
+    with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
+        manager.execute(items)
+    assert manager.get_cumulative_stats().misses == 2
+    encoder.tower.eval()
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    assert manager.get_cumulative_stats().hits == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()])
+def test_a_capture_of_new_weights_that_fails_is_tried_again(error: BaseException) -> None:
+    encoder = toy.ToyEncoder()
+    manager, items = made(encoder), toy.images([4, 8])
+    replaced(encoder.tower)
+    prepare, encoder.prepare_encoder_cudagraph_capture_inputs = (  # type: ignore[method-assign]
+        encoder.prepare_encoder_cudagraph_capture_inputs,
+        Mock(side_effect=error),
+    )
+    with pytest.raises(type(error)):
+        manager.execute(items)
+    assert not manager.is_captured()
+    encoder.prepare_encoder_cudagraph_capture_inputs = prepare  # type: ignore[method-assign]
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    assert manager.get_cumulative_stats().hits == 2
+
+
+class NoMemoryBesideGraphs(toy.WithExamples):
+    """Its eager calls of many patches find no memory."""
+
+    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+        if len(items["patches"]) >= 32:
+            raise torch.OutOfMemoryError("no memory")
+        return super().encoder_eager_forward(items)
+
+
+def test_eager_calls_that_find_no_memory_cost_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = NoMemoryBesideGraphs()
+    manager = made(encoder, costs="measured", token_budgets=[4, 8, 16, 32])
+    assert manager.get_cumulative_stats().failed == ()
+    assert "no memory for an eager call of 32 tokens" in caplog.text
+    items = toy.images([40, 60])
+    assert_same(manager.execute(items), toy.one_by_one(toy.ToyEncoder(encoder.tower), items))
+    assert manager.get_cumulative_stats().misses == 0
+
+
+def test_another_layout_at_the_old_address_is_noticed() -> None:
+    encoder = toy.ToyEncoder()
+    manager, items = made(encoder), toy.images(MIXED)
+    square = next(weight for weight in encoder.tower.parameters() if weight.shape == (toy.WIDTH, toy.WIDTH))
+    square.data = square.data.t()
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+
+
+def test_specs_may_come_one_by_one() -> None:
+    encoder = toy.ToyEncoder()
+    specs = encoder.get_encoder_cudagraph_item_specs
+    encoder.get_encoder_cudagraph_item_specs = lambda items: iter(specs(items))  # type: ignore[assignment,method-assign,return-value]
+    items = toy.images(MIXED)
+    assert_same(made(encoder).execute(items), toy.one_by_one(toy.ToyEncoder(encoder.tower), items))
