@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,17 +58,16 @@ def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what is returned: of patches one item has as many as the three others."""
-    monkeypatch.setattr(sharding.dist, "get_world_size", lambda _: 2)
-    monkeypatch.setattr(sharding.dist, "get_rank", lambda _: rank)
     monkeypatch.setattr(sharding, "gather_rows", lambda own, *_: tuple(own))
     specs = [EncoderItemSpec(10, 7), EncoderItemSpec(11, 7), EncoderItemSpec(30, 1), EncoderItemSpec(9, 7)]
     asked: list[int] = []
 
-    def encode(share: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
+    def encode(_: Any, share: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
         asked.extend(share)
         yield range(len(share)), [torch.zeros(sum(specs[item].output_tokens for item in share), 3)]
 
-    encoded_by_all(specs, [torch.empty(0, 3)], None, encode)
+    agreement = Mock(rank=rank, num_ranks=2, exchange=lambda row: [list(row)] * 2)
+    encoded_by_all(lambda: specs, [torch.empty(0, 3)], None, agreement, encode)
     assert sorted(asked) == [[2], [0, 1, 3]][rank]
 
 
