@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from graphpass import compat
+from graphpass.context import current_context
 
-__all__ = ["InsideCapture", "Observed"]
+__all__ = ["CompiledWithin", "InsideCapture", "Observed", "call_compiled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +63,25 @@ class InsideCapture:
         if after is not None:
             after(result)
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledWithin:
+    """What the cgpass backend compiled, announced to a capture: its graph is what is captured.
+
+    A device that records under a mode, where Dynamo would skip what it has compiled, tells it by its class.
+    """
+
+    runnable: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        return self.runnable(*args)
+
+
+def call_compiled(runnable: Callable[..., Any], *args: Any) -> Any:
+    """Call what the cgpass backend compiled, also where something around it is being captured."""
+    context = current_context()
+    if context is None or context.capture is None:
+        return runnable(*args)
+    return context.capture.call("compiled", CompiledWithin(runnable), args, {})

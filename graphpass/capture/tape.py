@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from graphpass import compat
 from graphpass.capture.device import GraphDevice
+from graphpass.capture.inside import CompiledWithin
 from graphpass.capture.layout import distinct_elements, storage_id
 from graphpass.capture.sentinel import fill_with_sentinel
 from graphpass.errors import CaptureError
@@ -63,6 +64,8 @@ class _Tape(compat.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
         self._paused = False
+        self._reads: list[_HostReads] = []
+        self._announced: list[list[torch.Tensor]] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,8 +110,49 @@ class _Tape(compat.TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Ops in the body go onto the tape, and host reads that call no op are refused: an op turns that off within."""
-        with _HostReads(), self:
-            yield
+        with _HostReads() as reads, self:
+            self._reads.append(reads)
+            try:
+                yield
+            finally:
+                self._reads.pop()
+
+    def call_compiled(self, runnable: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call what Dynamo compiled, outside of the modes under which it would be skipped: its graph comes back in."""
+        reads = self._reads[-1]
+        announced = self._announced = []
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            result = runnable(*args)
+        finally:
+            reads.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._announced = None
+        within = {storage_id(leaf) for leaf in announced[0]} if len(announced) == 1 else set()
+        if not within.issuperset(map(storage_id, _tensors(result))):
+            raise CaptureError(
+                "a compiled callable cannot be captured on the CPU tape",
+                expected="one graph of the cgpass backend that makes all of its results",
+                found="a result made outside of it" if within else f"{len(announced)} graphs",
+                remedy="remove the graph breaks (torch._logging.set_logs(graph_breaks=True)), or do not compile it",
+            )
+        return result
+
+    def come_back(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record the graph of what :meth:`call_compiled` called."""
+        announced, self._announced = self._announced, None
+        assert announced is not None
+        with self.recording():
+            result = runnable(*args, **kwargs)
+        announced.append(_tensors(result))
+        self._announced = announced
+        return result
+
+    @property
+    def is_left(self) -> bool:
+        """Whether compiled code runs outside of the tape, whose graph has to come back."""
+        return self._announced is not None
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
@@ -192,8 +236,13 @@ class TapeDevice(GraphDevice):
                 found="a torch.compile'd callable, which Dynamo skips while ops are being recorded",
                 remedy="compile with torch.compile(model, backend='cgpass') instead of wrapping the compiled callable",
             )
-        if self._tape is not None and getattr(runnable, "opaque", False):
-            return self._tape.call_opaque(runnable, tuple(args), kwargs)
+        tape, args = self._tape, tuple(args)
+        if isinstance(runnable, CompiledWithin):
+            return runnable.runnable(*args) if tape is None else tape.call_compiled(runnable.runnable, args)
+        if tape is not None and tape.is_left:
+            return tape.come_back(runnable, args, kwargs)
+        if tape is not None and getattr(runnable, "opaque", False):
+            return tape.call_opaque(runnable, args, kwargs)
         return runnable(*args, **kwargs)
 
     @override
@@ -237,6 +286,10 @@ def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], 
             # An alias: a later ``t_()`` turns the result itself, and not the memory that a replay fills.
             fresh.append((position, distinct_elements(leaf.detach(), name="a result")))
     return tuple(fresh)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in compat.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphpass import compat
+from graphpass.capture.inside import call_compiled
 from graphpass.capture.loop import steadily
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
@@ -82,7 +84,8 @@ class Blocks:
             arguments: an example.
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
-        self._call = torch.compile(_with_own_code(_call_block), backend="cgpass", dynamic=True, options=options)
+        own = _with_own_code(_call_block)
+        self._call = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=options))
         self.follow()
         with eagerly(), compat.floats_as_constants():
             self(0, hidden, arguments)
