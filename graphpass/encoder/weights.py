@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,14 @@ from graphpass import compat
 from graphpass.capture.ambient import training_of
 from graphpass.capture.places import Places
 
-__all__ = ["EncoderWeights"]
+__all__ = ["EncoderWeights", "SharesWeights"]
 
 _DEPTH = 4
 """How far from an encoder its modules may be: attributes of attributes, items of containers."""
+
+
+class SharesWeights:
+    """Base of what an encoder has for its own use: modules over weights that are watched elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,7 @@ class EncoderWeights:
     _tensors: list[Any]
     _addresses: list[int | None]
     _positions: list[int]
-    _layouts: list[tuple[Any, Any]]
-    _has_layouts: Callable[[], bool]
+    _layouts: _Layouts
     modules: tuple[torch.nn.Module, ...]
 
     @classmethod
@@ -48,7 +51,7 @@ class EncoderWeights:
             for name, kept in owner.items()
         ]
         children = tuple(module._modules for module in modules)
-        tensors = [kept for _, _, kept in places if isinstance(kept, torch.Tensor)]
+        tensors = list({id(kept): kept for _, _, kept in places if isinstance(kept, torch.Tensor)}.values())
         return cls(
             Places.of(places),
             children,
@@ -56,8 +59,7 @@ class EncoderWeights:
             tensors,
             [tensor.data_ptr() for tensor in tensors],
             list(range(len(tensors))),
-            _layouts_of(tensors),
-            compat.layout_check(tensors) if tensors else lambda: True,
+            _Layouts(tensors),
             modules,
         )
 
@@ -67,12 +69,29 @@ class EncoderWeights:
             self._places.in_place()
             and sum(map(len, self._children)) == self._num_children
             and compat.data_ptrs_equal(self._tensors, self._addresses, self._positions)
-            and (self._has_layouts() or _layouts_of(self._tensors) == self._layouts)
+            and self._layouts.hold()
         )
 
     def training(self) -> tuple[bool, ...]:
         """Whether each of the modules is in training mode now."""
         return training_of(self.modules)
+
+
+class _Layouts:
+    """Shapes and strides of tensors, and whether they hold still."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._tensors, self._expected = tensors, _layouts_of(tensors)
+        self._is_known = compat.layout_check(tensors) if tensors else None
+
+    def hold(self) -> bool:
+        """One native call, as long as autocast, and whatever else it looks at, is what it was in the last one."""
+        if self._is_known is None or self._is_known():
+            return True
+        if _layouts_of(self._tensors) != self._expected:
+            return False
+        self._is_known = compat.layout_check(self._tensors)
+        return True
 
 
 def _layouts_of(tensors: list[Any]) -> list[tuple[Any, Any]]:
@@ -81,7 +100,7 @@ def _layouts_of(tensors: list[Any]) -> list[tuple[Any, Any]]:
 
 def _roots_within(value: object, depth: int, seen: set[int]) -> Iterator[torch.nn.Module]:
     """The outermost modules of an object."""
-    if id(value) in seen:
+    if id(value) in seen or isinstance(value, SharesWeights):
         return
     seen.add(id(value))
     if isinstance(value, torch.nn.Module):

@@ -15,12 +15,12 @@ from graphpass.capture.inside import call_compiled
 from graphpass.capture.loop import steadily
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
-from graphpass.encoder.weights import EncoderWeights
+from graphpass.encoder.weights import EncoderWeights, SharesWeights
 
 __all__ = ["Blocks", "eagerly"]
 
 
-class Blocks:
+class Blocks(SharesWeights):
     """A tower's blocks over the tower's own weights, with an attention that serves packed images.
 
     They are copies that share every tensor. Where weights, modules or the whole list are exchanged, so are they, and
