@@ -203,6 +203,10 @@ def pruned(owner: Any, name: str) -> None:
     setattr(owner, name, getattr(owner, name)[:-1])
 
 
+def turned_round(owner: Any, name: str) -> None:
+    setattr(owner, name, torch.nn.ModuleList(reversed(getattr(owner, name))))
+
+
 def appended(owner: Any, name: str) -> None:
     getattr(owner, name).append(getattr(owner, name)[0])
 
@@ -216,7 +220,7 @@ def removed(owner: Any, name: str) -> None:
 
 
 @EACH_TOWER
-@pytest.mark.parametrize("change", [pruned, appended, inserted, removed])
+@pytest.mark.parametrize("change", [pruned, turned_round, appended, inserted, removed])
 def test_another_list_of_blocks_is_followed(stock: Tower, change: Any) -> None:
     """Eagerly, and in graphs, which are captured anew."""
     tower = stock.build(CPU, **({"deepstack_visual_indexes": [0]} if stock is QWEN3_VL else {}))
