@@ -99,8 +99,10 @@ class _Tape(compat.TorchDispatchMode):
         with self.recording():
             return implementation(*args, **kwargs)
 
-    def call_opaque(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record one call of a compiled artifact, whose kernels no dispatch mode sees."""
+    def call(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record a region: its ops, or one call of a compiled artifact whose kernels no dispatch mode sees."""
+        if not getattr(runnable, "opaque", False):
+            return runnable(*args, **kwargs)
         with self._pause():
             frozen_args, frozen_kwargs = _freeze_metadata((args, dict(kwargs)))
             result = runnable(*args, **kwargs)
@@ -144,7 +146,7 @@ class _Tape(compat.TorchDispatchMode):
         announced, self._announced = self._announced, None
         assert announced is not None
         with self.recording():
-            result = runnable(*args, **kwargs)
+            result = self.call(runnable, args, kwargs)
         announced.append(_tensors(result))
         self._announced = announced
         return result
@@ -239,11 +241,9 @@ class TapeDevice(GraphDevice):
         tape, args = self._tape, tuple(args)
         if isinstance(runnable, CompiledWithin):
             return runnable.runnable(*args) if tape is None else tape.call_compiled(runnable.runnable, args)
-        if tape is not None and tape.is_left:
-            return tape.come_back(runnable, args, kwargs)
-        if tape is not None and getattr(runnable, "opaque", False):
-            return tape.call_opaque(runnable, args, kwargs)
-        return runnable(*args, **kwargs)
+        if tape is None:
+            return runnable(*args, **kwargs)
+        return (tape.come_back if tape.is_left else tape.call)(runnable, args, kwargs)
 
     @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:

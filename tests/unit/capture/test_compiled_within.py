@@ -56,7 +56,7 @@ def compiled_by(function: Callable[..., Any], compiler: str) -> Callable[..., An
     return compiled
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_callable_is_captured_by_its_graph(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiled_by(double, compiler)
     seen: list[torch.Tensor] = []
