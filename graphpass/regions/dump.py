@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from graphpass import compat
-from graphpass.partition.execute import value_of
-from graphpass.partition.opnames import display_name
-from graphpass.partition.passes import is_rebuilt_output
-from graphpass.partition.regions import Region
-from graphpass.partition.symbols import GraphInput
+from graphpass.regions.execute import value_of
+from graphpass.regions.opnames import display_name
+from graphpass.regions.passes import is_rebuilt_output
+from graphpass.regions.regions import Region
+from graphpass.regions.symbols import GraphInput
 
 __all__ = ["dump_partition"]
 

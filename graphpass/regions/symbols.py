@@ -13,7 +13,7 @@ from torch import fx
 
 from graphpass import compat
 from graphpass.errors import PartitionError
-from graphpass.partition.execute import tensors_in, value_of
+from graphpass.regions.execute import tensors_in, value_of
 
 __all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
 

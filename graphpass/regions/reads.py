@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from graphpass import compat
-from graphpass.partition.analysis import CALLS, free_symbols
-from graphpass.partition.execute import tensors_in, value_of
-from graphpass.partition.opnames import names_of
-from graphpass.partition.split import Partition
+from graphpass.regions.analysis import CALLS, free_symbols
+from graphpass.regions.execute import tensors_in, value_of
+from graphpass.regions.opnames import names_of
+from graphpass.regions.split import Partition
 
 __all__ = ["is_read_by_position"]
 

@@ -12,15 +12,16 @@ from torch import fx
 
 from graphpass import compat
 from graphpass.errors import PartitionError
-from graphpass.partition.analysis import facts_of, free_symbols
-from graphpass.partition.execute import storages_of, tensors_in, value_of
-from graphpass.partition.opnames import display_name, matcher_of, names_of, packets_of
+from graphpass.regions.analysis import facts_of, free_symbols
+from graphpass.regions.execute import storages_of, tensors_in, value_of
+from graphpass.regions.opnames import display_name, matcher_of, names_of, packets_of
 
 __all__ = [
     "DEFAULT_RULES",
     "SplitReason",
     "SplitRule",
     "beyond_input",
+    "control_flow",
     "data_dependent_shape",
     "foreign_device",
     "host_read",
@@ -37,9 +38,9 @@ class SplitReason:
     """Why a node runs eagerly.
 
     Attributes:
-        kind: short and stable: "splitting op", "unsafe tag", "host read", "data-dependent shape", "host scalar",
-            "beyond an input", "beyond a region", "reshaped in place", "cpu tensor", "second device", "mode pair",
-            "nothing to capture", or a user's own.
+        kind: short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
+            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "cpu tensor", "second device",
+            "mode pair", "nothing to capture", or a user's own.
         detail: names the op or the node.
     """
 
@@ -66,6 +67,7 @@ READS = frozenset(
 READING_METHODS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
 READING_BUILTINS = (bool, int, float)
 
+BRANCHING = frozenset({"cond", "while_loop", "while_loop_stack_output"})
 STRIDING = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
@@ -145,6 +147,13 @@ def _leaves_accelerator(node: fx.Node, arguments: list[torch.Tensor]) -> bool:
     return any(r.device.type == "cpu" for r in results) and any(a.device.type not in ("cpu", "meta") for a in arguments)
 
 
+def control_flow(node: fx.Node) -> SplitReason | None:
+    """A branch or a loop that the host decides at each run, ``torch.cond`` or ``while_loop``: a graph takes one way."""
+    if compat.is_higher_order(node.target) and str(node.target) in BRANCHING:
+        return SplitReason("control flow", f"the host decides how {display_name(node)} goes on")
+    return None
+
+
 def data_dependent_shape(node: fx.Node) -> SplitReason | None:
     """A tensor whose shape only a run can tell: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask."""
     if _reads_a_size(node) or _always_data_dependent(node):
@@ -216,6 +225,7 @@ def foreign_device(node: fx.Node) -> SplitReason | None:
 DEFAULT_RULES: tuple[SplitRule, ...] = (
     unsafe_tag,
     host_read,
+    control_flow,
     data_dependent_shape,
     host_scalar,
     beyond_input,

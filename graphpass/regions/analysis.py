@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass import compat
 from graphpass.errors import DeviceError, PartitionError
-from graphpass.partition.execute import (
+from graphpass.regions.execute import (
     UNDECLARED_WRITES,
     execute,
     owner_of,
@@ -28,7 +28,7 @@ from graphpass.partition.execute import (
     tensors_in,
     value_of,
 )
-from graphpass.partition.opnames import display_name, packets_of
+from graphpass.regions.opnames import display_name, packets_of
 
 __all__ = [
     "FACTS",

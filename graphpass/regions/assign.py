@@ -10,11 +10,11 @@ from typing import Literal
 from torch import fx
 
 from graphpass import compat
-from graphpass.partition.analysis import CALLS, Analysis, is_recomputed
-from graphpass.partition.execute import storages_of, tensors_in, value_of
-from graphpass.partition.opnames import display_name, names_of
-from graphpass.partition.passes import is_rebuilt_output, unpacked_from
-from graphpass.partition.rules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
+from graphpass.regions.analysis import CALLS, Analysis, is_recomputed
+from graphpass.regions.execute import storages_of, tensors_in, value_of
+from graphpass.regions.opnames import display_name, names_of
+from graphpass.regions.passes import is_rebuilt_output, unpacked_from
+from graphpass.regions.rules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
 
 __all__ = ["NodeGroup", "assign"]
 

@@ -12,15 +12,15 @@ from torch import fx
 
 from graphpass import compat
 from graphpass.errors import PartitionError
-from graphpass.partition.analysis import annotate
-from graphpass.partition.assign import assign
-from graphpass.partition.dump import dump_partition
-from graphpass.partition.execute import value_of
-from graphpass.partition.passes import run_passes, sizes_as_symbols, tuples_stay_home, tuples_unpacked
-from graphpass.partition.regions import Region, build_regions, written_positions
-from graphpass.partition.rules import DEFAULT_RULES, SplitRule, splits_at
-from graphpass.partition.stitch import Stitching, stitch
-from graphpass.partition.symbols import GraphInput, graph_inputs, layout_inputs
+from graphpass.regions.analysis import annotate
+from graphpass.regions.assign import assign
+from graphpass.regions.dump import dump_partition
+from graphpass.regions.execute import value_of
+from graphpass.regions.passes import run_passes, sizes_as_symbols, tuples_stay_home, tuples_unpacked
+from graphpass.regions.regions import Region, build_regions, written_positions
+from graphpass.regions.rules import DEFAULT_RULES, SplitRule, splits_at
+from graphpass.regions.stitch import Stitching, stitch
+from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 
 __all__ = ["Partition", "partition"]
 
@@ -61,6 +61,20 @@ class Partition:
         """
         return self._stitching.bind(callees)
 
+    def has_symbols(self) -> bool:
+        """Whether some size or number among the inputs is symbolic."""
+        return compat.shape_env_of(given.value for given in self.inputs) is not None and any(
+            getattr(compat.expression_of(size), "free_symbols", None)
+            for given in self.inputs
+            for size in (given.value.shape if isinstance(given.value, torch.Tensor) else (given.value,))
+        )
+
+    def output_values(self) -> tuple[tuple[str, Any], ...]:
+        """(name, metadata) of each output leaf in pytree order; the name is "" for what no node computes."""
+        named: Any = fx.map_arg(self._outputs, _named_value)
+        leaves = compat.tree_flatten(named)[0]
+        return tuple((leaf.name, leaf.value) if isinstance(leaf, _NamedValue) else ("", leaf) for leaf in leaves)
+
     def dump(self) -> str:
         """Canonical text: the same for the same graph in any process, whatever its values are called."""
         return dump_partition(self.inputs, self.mutated_inputs, self.regions, self._outputs)
@@ -90,6 +104,8 @@ def partition(
     whole = _copy(gm)
     analysis = annotate(whole, example_inputs)
     run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
+    inputs = graph_inputs(whole.graph)
+    compat.forget_arguments(whole.graph)
     regions = build_regions(whole, assign(whole, rules, analysis), analysis)
     stitching = stitch(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
@@ -98,7 +114,7 @@ def partition(
     return Partition(
         regions=regions,
         stitched=stitching.bind({region.name: region.graph_module for region in regions}),
-        inputs=graph_inputs(whole.graph),
+        inputs=inputs,
         mutated_inputs=written_positions(placeholders, written),
         layout_inputs=layout_inputs(whole.graph),
         source=stitching.source,
@@ -123,6 +139,16 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     return _Uncompiled(gm, graph)
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedValue:
+    name: str
+    value: Any
+
+
+def _named_value(node: fx.Node) -> Any:
+    return _NamedValue(node.name, value_of(node))
 
 
 class _Uncompiled(fx.GraphModule):

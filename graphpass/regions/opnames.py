@@ -41,7 +41,7 @@ from torch import fx
 
 from graphpass import compat
 from graphpass.errors import PartitionError, nearest
-from graphpass.partition.execute import execute, owner_of, tensors_in, value_of
+from graphpass.regions.execute import execute, owner_of, tensors_in, value_of
 
 __all__ = ["OpMatcher", "display_name", "matcher_of", "names_of", "packets_of"]
 

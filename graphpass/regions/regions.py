@@ -9,7 +9,7 @@ from typing import Literal
 import sympy
 from torch import fx
 
-from graphpass.partition.analysis import (
+from graphpass.regions.analysis import (
     FACTS,
     RECOMPUTED,
     Analysis,
@@ -17,10 +17,10 @@ from graphpass.partition.analysis import (
     is_recomputed,
     symbol_placeholders,
 )
-from graphpass.partition.assign import NodeGroup
-from graphpass.partition.execute import storages_of, value_of
-from graphpass.partition.opnames import CALLED
-from graphpass.partition.passes import is_rebuilt_output
+from graphpass.regions.assign import NodeGroup
+from graphpass.regions.execute import storages_of, value_of
+from graphpass.regions.opnames import CALLED
+from graphpass.regions.passes import is_rebuilt_output
 
 __all__ = ["Region", "build_regions", "written_positions"]
 

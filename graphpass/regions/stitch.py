@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx
 
 from graphpass.errors import PartitionError
-from graphpass.partition.passes import is_rebuilt_output
-from graphpass.partition.regions import Region
+from graphpass.regions.passes import is_rebuilt_output
+from graphpass.regions.regions import Region
 
 __all__ = ["Stitching", "stitch"]
 

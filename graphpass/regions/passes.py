@@ -1,6 +1,6 @@
 """Passes that prepare a graph for cutting: a pass is a function that says whether it changed the graph.
 
-They run on partition's own copy of the graph, with the metadata of :mod:`graphpass.partition.analysis` in place.
+They run on partition's own copy of the graph, with the metadata of :mod:`graphpass.regions.analysis` in place.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from graphpass import compat
-from graphpass.partition.analysis import FACTS, facts_of, symbol_placeholders
-from graphpass.partition.execute import value_of
+from graphpass.regions.analysis import FACTS, facts_of, symbol_placeholders
+from graphpass.regions.execute import value_of
 
 __all__ = ["Pass", "is_rebuilt_output", "run_passes", "sizes_as_symbols", "tuples_stay_home", "tuples_unpacked"]
 

@@ -1,0 +1,91 @@
+"""Indices that stand in padding: they have to name entries that exist, or a kernel reads outside of its tensor.
+
+Padding that repeats the last real slice, and whatever works on it entry by entry, holds values that real entries have,
+so its indices are as valid as theirs. Positions counted along a padded size are not: ``arange(seq)`` names row 600 of a
+table of 512 rows once the sequence is padded to 640.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from graphpass.regions.padding.calls import OpCall, PaddingReason
+from graphpass.regions.padding.rules.indexing import is_whole, stays_real
+from graphpass.regions.padding.sizes import product
+from graphpass.regions.padding.values import Factors, PaddedValue
+
+__all__ = ["new_fields", "reads_outside"]
+
+_COUNTS = frozenset({"arange", "iota", "linspace"})
+_RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
+_BY_POSITION = frozenset({"index", "_unsafe_index", "index_put", "_unsafe_index_put", "_unsafe_masked_index"})
+_ALONG_DIM = frozenset(
+    {
+        "index_select",
+        "gather",
+        "take_along_dim",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_reduce",
+    }
+)
+
+
+def new_fields(call: OpCall, tensors: Sequence[PaddedValue], value: PaddedValue) -> frozenset[str]:
+    """The key fields along which padding of a result may hold what no real entry holds."""
+    sizes = call.sizes
+    present = frozenset(field for dim, at in sizes.places(value) for field in sizes.fields_of(value.factors[dim][at]))
+    if not present:
+        return present
+    if call.name in _COUNTS:
+        return present
+    found = frozenset[str]().union(*(given.new_fields for given in tensors))
+    if call.name in _RUNNING:
+        dim = call.dim(call.argument("dim"), value.rank)
+        found |= {field for size in value.factors[dim] for field in sizes.fields_of(size)}
+    return found & present
+
+
+def reads_outside(call: OpCall) -> PaddingReason | None:
+    """Why padded indices of an operator may name entries that do not exist; None where they do not."""
+    if not call.sizes.ordered:
+        return None
+    for index, of_dim in _picked(call):
+        if not index.new_fields or is_whole(index, of_dim) or stays_real(call, index, of_dim):
+            continue
+        for dim, at in call.sizes.places(index):
+            size = index.factors[dim][at]
+            is_new = not index.new_fields.isdisjoint(call.sizes.fields_of(size))
+            if is_new and not _exists(index.pad_at((dim, at)), of_dim):
+                return PaddingReason(f"its padding may name entries beyond the {product(of_dim)} there are", size=size)
+    return None
+
+
+def _exists(pad: object, of_dim: Factors) -> bool:
+    """Whether a known index names an entry of a dimension, at whatever size."""
+    length = product(of_dim)
+    return type(pad) is int and (pad == 0 or (isinstance(length, int) and -length <= pad < length))
+
+
+def _picked(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
+    """Each index tensor of an operator with the dimension that it indexes."""
+    if call.name == "embedding":
+        yield call.tensor("indices"), call.tensor("weight").factors[0]
+    elif call.name in _BY_POSITION:
+        value = call.tensor("self")
+        for of_dim, index in zip(value.factors, call.argument("indices"), strict=False):
+            if isinstance(index, PaddedValue) and index.dtype is not torch.bool:
+                yield index, of_dim
+    elif call.name in _ALONG_DIM:
+        value, index = call.tensor("self"), call.tensor("index", "indices")
+        dim = call.argument("dim")
+        if isinstance(dim, int) and value.rank:
+            yield index, value.factors[call.dim(dim, value.rank)]
+        else:
+            yield index, tuple(size for of_dim in value.factors for size in of_dim)

@@ -1,0 +1,318 @@
+"""Runs an aten graph over abstract values: one step for each node, one rule for each operator."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass import compat
+from graphpass.regions.padding.bounds import new_fields, reads_outside
+from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Unknown, padded_sizes_in, tensors_of
+from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape, references
+from graphpass.regions.padding.program import AtenGraph
+from graphpass.regions.padding.registry import rule_for
+from graphpass.regions.padding.rules.scalars import cast_pad
+from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
+from graphpass.regions.padding.values import IndexAlong, PaddedValue, PaddingFinding, Size
+
+__all__ = ["Interpretation", "input_values", "interpret"]
+
+_WITHOUT_EFFECT = frozenset(
+    f"aten::{name}"
+    for name in ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interpretation:
+    """What a graph does with the padding of its inputs.
+
+    Attributes:
+        outputs: for each flat output its abstract value, its expression if it is a number, or None.
+        written: input position -> the value that the graph writes to it.
+        findings: for the whole graph, whatever becomes of its outputs: random numbers, host reads.
+        assumptions: what the values rest on.
+        dependent: for each flat output whether a padded input enters it.
+    """
+
+    outputs: tuple[PaddedValue | Size | None, ...]
+    written: Mapping[int, PaddedValue]
+    findings: frozenset[PaddingFinding]
+    assumptions: frozenset[str]
+    dependent: tuple[bool, ...] = ()
+
+
+def input_values(
+    graph: AtenGraph, sizes: Sizes, declared: Mapping[int, float | int | bool | None]
+) -> tuple[PaddedValue | Size | None, ...]:
+    """The inputs of a graph by their shapes alone: one factor for each dimension.
+
+    Args:
+        graph: the graph.
+        sizes: which sizes are padded.
+        declared: input position -> the constant that its padding holds, None for contents of the caller's choice. Other
+            padding repeats real entries.
+    """
+    values: list[PaddedValue | Size | None] = []
+    for position, given in enumerate(graph.inputs):
+        if not isinstance(given, TensorShape):
+            values.append(given)
+            continue
+        value = PaddedValue(sizes.one_each(given.sizes), dtype=given.dtype)
+        if position in declared:
+            places, pad = sizes.places(value), declared[position]
+            fields = {field for dim, at in places for field in sizes.fields_of(value.factors[dim][at])}
+            value = replace(value, new_fields=frozenset(fields))
+            if pad is not None:
+                value = value.with_pads(dict.fromkeys(places, cast_pad(pad, given.dtype)))
+        values.append(value)
+    return tuple(values)
+
+
+def interpret(
+    graph: AtenGraph,
+    inputs: Sequence[PaddedValue | Size | None],
+    sizes: Sizes | Mapping[sympy.Symbol, str],
+    trusted: Collection[str] = (),
+) -> Interpretation:
+    """What the graph does with padded inputs.
+
+    Args:
+        graph: the graph.
+        inputs: one for each input of the graph: the abstract value of a tensor, the expression of a number, else None.
+            The factors of each dimension multiply to the size that the graph has there.
+        sizes: which sizes are padded, or candidate symbol -> key field. All other symbols have their real values in the
+            padded run.
+        trusted: qualified names, without overload, of operators whose results are clean whatever they read: their
+            caller vouches for them.
+    """
+    return _Run(graph, sizes if isinstance(sizes, Sizes) else Sizes(sizes), frozenset(trusted)).run(inputs)
+
+
+class _Run:
+    """One run over one graph."""
+
+    def __init__(self, graph: AtenGraph, sizes: Sizes, trusted: frozenset[str]) -> None:
+        self._graph = graph
+        self._sizes = sizes
+        self._trusted = trusted
+        self._values: list[Any] = []
+        self._depends: list[bool] = []
+        self._written: dict[int, PaddedValue] = {}
+        self._everywhere: set[PaddingFinding] = set()
+        self._assumptions: set[str] = set()
+
+    def run(self, inputs: Sequence[PaddedValue | Size | None]) -> Interpretation:
+        for position, (given, value) in enumerate(zip(self._graph.inputs, inputs, strict=True)):
+            self._values.append(self._input(position, given, value))
+            made = self._values[-1]
+            self._depends.append(isinstance(made, PaddedValue) and bool(made.findings or self._sizes.places(made)))
+        for node in self._graph.nodes:
+            self._depends.append(any(map(self._depends.__getitem__, references(node.arguments))))
+            self._values.append(self._step(node))
+        outputs = tuple(self._of(output) for output in self._graph.outputs)
+        kept = tuple(output if isinstance(output, (PaddedValue, int, sympy.Basic)) else None for output in outputs)
+        dependent = tuple(any(map(self._depends.__getitem__, references(output))) for output in self._graph.outputs)
+        return Interpretation(kept, self._written, frozenset(self._everywhere), frozenset(self._assumptions), dependent)
+
+    def _input(self, position: int, given: object, value: object) -> object:
+        if not isinstance(given, TensorShape):
+            return self._sizes.renamed(given) if isinstance(given, (int, sympy.Basic)) else value
+        if not isinstance(value, PaddedValue):
+            value = PaddedValue(self._sizes.one_each(given.sizes))
+        renamed = tuple(self._sizes.merged([self._sizes.renamed(f) for f in of_dim]) for of_dim in value.factors)
+        value = replace(value, factors=renamed, dtype=given.dtype)
+        call = self._call("input", {"input": value}, given, "")
+        if self._fits(value, given):
+            return self._checked(call, value, given)
+        why = f"input '{self._graph.input_names[position]}' has other sizes than its graph"
+        return call.reached(call.fresh(given), PaddingReason(why))
+
+    def _of(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return self._values[argument.index]
+        if isinstance(argument, tuple):
+            return tuple(self._of(part) for part in argument)
+        return self._sizes.renamed(argument) if isinstance(argument, sympy.Basic) else argument
+
+    def _call(self, op: str, arguments: Mapping[str, Any], result: Any, where: str) -> OpCall:
+        name = op.partition("::")[2].partition(".")[0] or op
+        text = op.replace("::", ".")
+        return OpCall(text, name, arguments, result, where, self._sizes, self._assumptions, self._everywhere)
+
+    # --- one node
+
+    def _step(self, node: AtenNode) -> Any:
+        if node.op == GETITEM:
+            of, at = self._of(node.arguments[0][1]), node.arguments[1][1]
+            return of[at] if isinstance(of, tuple) else None
+        if node.op == NUMBER:
+            return self._renamed(node.result)
+        result = self._renamed(node.result)
+        if node.op == CONSTANT:
+            return self._call(node.op, {}, result, node.where).fresh() if isinstance(result, TensorShape) else None
+        arguments = {name: self._of(argument) for name, argument in node.arguments}
+        own, bases = (result[: -len(node.bases)], node.bases) if node.bases else (result, ())
+        own = () if own == (None,) else own  # a functionalized op that returns nothing has a None for it
+        call = self._call(node.op, arguments, own, node.where)
+        if call.name.startswith("sym_") and not call.shapes:
+            return result
+        values, written = self._operator(node, call)
+        after = dict(zip(node.writes, written, strict=True))
+        if bases:
+            return (*(values or (None,)), *(after.get(base or "") for base in bases))
+        for name, value in after.items():
+            self._write(dict(node.arguments)[name], value)
+        made = values if isinstance(own, tuple) else values[0] if values else None
+        return (None, *values) if node.has_token else made
+
+    def _renamed(self, result: Any) -> Any:
+        if isinstance(result, TensorShape):
+            return replace(result, sizes=tuple(map(self._sizes.renamed, result.sizes)))
+        if isinstance(result, tuple):
+            return tuple(self._renamed(part) for part in result)
+        return self._sizes.renamed(as_size(result)) if isinstance(result, sympy.Basic) else result
+
+    def _write(self, argument: Any, value: PaddedValue) -> None:
+        for position in references(argument):
+            self._values[position] = value
+            self._depends[position] = self._depends[position] or self._depends[-1]
+            if position < len(self._graph.inputs):
+                self._written[position] = value
+
+    def _operator(self, node: AtenNode, call: OpCall) -> tuple[tuple[Any, ...], tuple[PaddedValue, ...]]:
+        """The results of one operator, and the values of the arguments that it wrote to."""
+        if node.op in _WITHOUT_EFFECT:
+            return (), ()
+        tensors = list(tensors_of(call.arguments.values()))
+        findings = frozenset[PaddingFinding]().union(*(value.findings for value in tensors))
+        own = call.result if isinstance(call.result, tuple) else () if call.result is None else (call.result,)
+        wanted = (*own, *(self._shape_of(call, name) for name in node.writes))
+        made = self._applied(call, node, tensors, wanted)
+        outside = reads_outside(call)
+        if outside is not None:
+            made = self._refused(call, wanted, outside)
+        if tensors and not any(isinstance(shape, TensorShape) for shape in wanted):
+            self._read_by_host(call, own, made, tensors)
+            return own, ()
+        results = tuple(
+            replace(value.with_findings(findings), new_fields=new_fields(call, tensors, value))
+            if isinstance(value, PaddedValue)
+            else shape
+            for value, shape in zip(made, wanted, strict=True)
+        )
+        self._hidden_sizes(own, results)
+        return results[: len(own)], tuple(value for value in results[len(own) :] if isinstance(value, PaddedValue))
+
+    def _shape_of(self, call: OpCall, name: str) -> TensorShape | None:
+        value = call.arguments[name]
+        if not isinstance(value, PaddedValue) or value.dtype is None:
+            return None
+        return TensorShape(tuple(product(of_dim) for of_dim in value.factors), value.dtype)
+
+    def _applied(
+        self, call: OpCall, node: AtenNode, tensors: list[PaddedValue], wanted: tuple[Any, ...]
+    ) -> tuple[PaddedValue | None, ...]:
+        """One value for each wanted tensor: what the operator's rule says, or why nothing is certain."""
+        if node.op.partition(".")[0] in self._trusted:
+            return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
+        rule = rule_for(node.op)
+        touched = self._touched(call, tensors)
+        if not self._sizes.ordered and not self._depends[-1]:
+            return tuple(self._shared(call, rule, shape) for shape in wanted)
+        if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
+            return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
+        if rule is None:
+            return self._refused(call, wanted, PaddingReason("it has no padding rule"))
+        try:
+            made = rule(call)
+        except Unknown as unknown:
+            return self._refused(call, wanted, unknown.reason)
+        except Exception as error:
+            return self._refused(call, wanted, PaddingReason(f"its padding rule failed: {error!r}"))
+        if isinstance(made, PaddingReason):
+            return self._refused(call, wanted, made)
+        made = made if isinstance(made, tuple) else (made,)
+        if len(made) != len(wanted):
+            why = f"its padding rule returned {len(made)} values for {len(wanted)} results"
+            return self._refused(call, wanted, PaddingReason(why))
+        return tuple(self._checked(call, value, shape) for value, shape in zip(made, wanted, strict=True))
+
+    def _shared(self, call: OpCall, rule: PaddingRule | None, shape: Any) -> PaddedValue | None:
+        """What no padded input enters is the same whichever entries are real; indices stay known."""
+        if not isinstance(shape, TensorShape):
+            return None
+        try:
+            made = rule(call) if rule is not None else None
+        except Exception:
+            made = None
+        value = self._checked(call, made, shape) if isinstance(made, PaddedValue) and self._fits(made, shape) else None
+        return replace(value, findings=frozenset()) if value is not None else call.fresh(shape)
+
+    def _touched(self, call: OpCall, tensors: list[PaddedValue]) -> bool:
+        """Whether padding, or the padded size, stands in an argument or in the result's shape."""
+        padded = self._sizes.padded
+        if any(padded(size) for value in tensors for of_dim in value.factors for size in of_dim):
+            return True
+        if any(padded(size) for shape in call.shapes for size in shape.sizes):
+            return True
+        return any(True for argument in call.arguments.values() for _ in padded_sizes_in(argument, self._sizes))
+
+    def _refused(self, call: OpCall, wanted: tuple[Any, ...], reason: PaddingReason) -> tuple[PaddedValue | None, ...]:
+        return tuple(
+            call.reached(call.fresh(shape), reason) if isinstance(shape, TensorShape) else None for shape in wanted
+        )
+
+    def _checked(self, call: OpCall, value: PaddedValue | None, shape: Any) -> PaddedValue | None:
+        """A rule's result in canonical form; without knowledge where its sizes are not those of the graph."""
+        if not isinstance(shape, TensorShape):
+            return None
+        if not isinstance(value, PaddedValue) or not self._fits(value, shape):
+            why = f"its padding rule says {getattr(value, 'factors', value)} of a result of sizes {shape.sizes}"
+            return call.reached(call.fresh(shape), PaddingReason(why))
+        places = set(self._sizes.places(value))
+        for size in (value.factors[dim][at] for dim, at in places):
+            if not self._sizes.grows(size):
+                why = f"its result has a dimension of size {size}, which need not grow with the padded size"
+                return call.reached(call.fresh(shape), PaddingReason(why, size=size))
+        ordered = self._sizes.ordered
+        pads = {place: cast_pad(pad, shape.dtype) for place, pad in value.padding if ordered and place in places}
+        constant = cast_pad(value.constant, shape.dtype) if value.constant is not None else None
+        exact = shape.dtype in (torch.int64, torch.int32)
+        index = value.index if exact and value.index is not None and self._is_place(value, value.index) else None
+        return replace(value.with_pads(pads), constant=constant, index=index, dtype=shape.dtype)
+
+    @staticmethod
+    def _is_place(value: PaddedValue, index: IndexAlong) -> bool:
+        return index.dim < value.rank and index.factor < len(value.factors[index.dim])
+
+    def _fits(self, value: PaddedValue, shape: TensorShape) -> bool:
+        return value.rank == len(shape.sizes) and all(
+            quotient(product(of_dim), self._sizes.renamed(size)) == 1 or product(of_dim) == size == 0
+            for of_dim, size in zip(value.factors, shape.sizes, strict=True)
+        )
+
+    # --- what leaves the graph by other ways than its outputs
+
+    def _read_by_host(
+        self, call: OpCall, own: tuple[Any, ...], made: tuple[PaddedValue | None, ...], tensors: list[PaddedValue]
+    ) -> None:
+        """An operator that returns no tensor: a number for the host, an assertion, or an effect outside the graph."""
+        findings = {finding for value in tensors for finding in value.findings}
+        if self._touched(call, tensors):
+            findings |= call.findings_for(PaddingReason("it reads padded entries"))
+        target = "a number that the host reads" if own else "an effect outside the graph"
+        self._everywhere |= {finding.reaching(target) for finding in findings}
+
+    def _hidden_sizes(self, own: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        """Sizes that contents decide: later tensors of such a size carry no findings, so the whole graph does."""
+        for shape, value in zip(own, results, strict=False):
+            if not isinstance(value, PaddedValue) or not value.findings:
+                continue
+            symbols = {symbol for size in shape.sizes if isinstance(size, sympy.Basic) for symbol in size.free_symbols}
+            if any(compat.is_unbacked(symbol) for symbol in symbols):
+                self._everywhere |= {finding.reaching("a size that contents decide") for finding in value.findings}

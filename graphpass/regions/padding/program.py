@@ -1,0 +1,221 @@
+"""An aten graph as a plain record, so that a proof can be made, shared and saved without the graph module."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape
+from graphpass.regions.padding.patterns import recognised
+from graphpass.regions.padding.sizes import as_size
+from graphpass.regions.padding.values import Size
+
+__all__ = ["AtenGraph", "where_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class AtenGraph:
+    """A graph of aten operators with symbolic sizes.
+
+    Attributes:
+        inputs: for each placeholder its shape, or its expression if it is a number; None for anything else.
+        input_names: their names.
+        nodes: the operators, in order.
+        outputs: for each flat output a :class:`Ref`, a number, or None.
+        symbols: the symbols of the inputs in order of first occurrence.
+    """
+
+    inputs: tuple[TensorShape | Size | None, ...]
+    input_names: tuple[str, ...]
+    nodes: tuple[AtenNode, ...]
+    outputs: tuple[Ref | Size | None, ...]
+    symbols: tuple[sympy.Symbol, ...]
+
+    @staticmethod
+    def of(graph_module: fx.GraphModule) -> AtenGraph:
+        """The record of a graph whose nodes have their values in ``meta["val"]``, as AOTAutograd leaves it."""
+        return _Reader(graph_module).read()
+
+
+class _Reader:
+    """Reads one graph module, node by node."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._module = graph_module
+        self._at: dict[fx.Node, Ref] = {}
+        self._nodes: list[AtenNode] = []
+
+    def read(self) -> AtenGraph:
+        nodes = list(self._module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for position, node in enumerate(placeholders):
+            self._at[node] = Ref(position)
+        inputs = tuple(_shape_of(node.meta.get("val")) for node in placeholders)
+        outputs: tuple[Any, ...] = ()
+        for node in nodes:
+            if node.op == "output":
+                outputs = tuple(self._plain(output) for output in node.args[0])
+            elif node.op != "placeholder":
+                self._nodes.extend(recognised(self._node(node), inputs, self._nodes))
+                self._at[node] = Ref(len(placeholders) + len(self._nodes) - 1)
+        kept = tuple(_only_tensor_or_size(given) for given in inputs)
+        names = tuple(str(node.name) for node in placeholders)
+        return AtenGraph(kept, names, tuple(self._nodes), outputs, _symbols_of(kept))
+
+    def _plain(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self._at[argument]
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._plain(part) for part in argument)
+        if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return as_size(compat.expression_of(argument))
+        if argument is None or isinstance(argument, (bool, int, float, complex, str, torch.dtype)):
+            return argument
+        return str(argument)
+
+    def _node(self, node: fx.Node) -> AtenNode:
+        where = where_of(node.meta.get("stack_trace"))
+        result = _shape_of(node.meta.get("val"))
+        target = node.target
+        if node.op == "get_attr":
+            attribute = functools.reduce(getattr, str(target).split("."), self._module)
+            return AtenNode(CONSTANT, (), _shape_of(attribute), where)
+        if target is operator.getitem:
+            return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
+        if target is torch.ops.aten.as_strided.default and _only_ones_change(node):
+            return self._of_operator(torch.ops.aten.view.default, node.args[:2], {}, result, where)
+        if isinstance(target, compat.OpOverload):
+            return self._of_operator(target, node.args, node.kwargs, result, where)
+        if compat.is_higher_order(target):
+            return self._of_higher_order(node, result, where)
+        is_number = isinstance(result, (int, sympy.Expr, sympy.Basic, float))
+        return AtenNode(NUMBER if is_number else str(target), self._positional(node), result, where)
+
+    def _positional(self, node: fx.Node) -> tuple[tuple[str, Any], ...]:
+        named = [(str(position), self._plain(argument)) for position, argument in enumerate(node.args)]
+        return (*named, *((name, self._plain(argument)) for name, argument in node.kwargs.items()))
+
+    def _of_operator(
+        self, op: compat.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, where: str
+    ) -> AtenNode:
+        schema = compat.schema_of(op)
+        bound = []
+        for position, argument in enumerate(schema.arguments):
+            if position < len(args) and not argument.kwarg_only:
+                value = args[position]
+            elif argument.name in kwargs:
+                value = kwargs[argument.name]
+            else:
+                value = argument.default_value
+            bound.append((argument.name, self._plain(value)))
+        return AtenNode(op.name(), tuple(bound), result, where, _written_by(schema))
+
+    def _of_higher_order(self, node: fx.Node, result: Any, where: str) -> AtenNode:
+        name = str(getattr(node.target, "__name__", node.target))
+        inner = next((argument for argument in node.args if isinstance(argument, compat.OpOverload)), None)
+        if name == "with_effects" and inner is not None and isinstance(result, tuple):
+            rest = result[1:] if len(result) != 2 else result[1]
+            made = self._of_operator(inner, node.args[2:], node.kwargs, rest, where)
+            return AtenNode(made.op, made.arguments, rest, where, made.writes, has_token=True)
+        if name.startswith("auto_functionalized") and inner is not None:
+            functional = self._functionalized(inner, node, result, where)
+            if functional is not None:
+                return functional
+        return AtenNode(f"higher_order::{name}", self._positional(node), result, where)
+
+    def _functionalized(self, op: compat.OpOverload, node: fx.Node, result: Any, where: str) -> AtenNode | None:
+        """The custom op inside ``auto_functionalized``, whose written arguments are whole tensors; None for views."""
+        kwargs: dict[str, Any] = dict(node.kwargs)
+        bases: list[str | None]
+        every: Any = kwargs.pop("_all_bases", None)
+        written = _written_by(compat.schema_of(op))
+        if every is None:
+            bases = list(written)
+        else:
+            bases = [None] * len(every)
+            for name in written:
+                position = kwargs.pop(f"_{name}_base_index", None)
+                if not isinstance(position, int) or any(key.startswith(f"_{name}_") for key in kwargs):
+                    return None
+                bases[position], kwargs[name] = name, every[position]
+        made = self._of_operator(op, (), kwargs, result, where)
+        return AtenNode(made.op, made.arguments, result, where, made.writes, bases=tuple(bases))
+
+
+def _only_ones_change(node: fx.Node) -> bool:
+    """Whether an ``as_strided`` leaves every entry where it is: it adds, drops or restrides dimensions of size 1."""
+    before, after = (given.meta.get("val") for given in (node.args[0], node) if isinstance(given, fx.Node))
+    if before is None or after is None:
+        return False
+    return compat.expression_of(before.storage_offset()) == compat.expression_of(after.storage_offset()) and _wide_dims(
+        before
+    ) == _wide_dims(after)
+
+
+def _wide_dims(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    sized = [(compat.expression_of(size), compat.expression_of(stride)) for size, stride in pairs]
+    return [(size, stride) for size, stride in sized if size != 1]
+
+
+def _written_by(schema: Any) -> tuple[str, ...]:
+    return tuple(
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorShape(tuple(as_size(compat.expression_of(size)) for size in value.shape), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_shape_of(part) for part in value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return as_size(compat.expression_of(value))
+    return value if isinstance(value, (int, float)) else None
+
+
+def _only_tensor_or_size(shape: Any) -> TensorShape | Size | None:
+    return shape if isinstance(shape, (TensorShape, int, sympy.Basic)) else None
+
+
+def _symbols_of(inputs: tuple[TensorShape | Size | None, ...]) -> tuple[sympy.Symbol, ...]:
+    found: dict[sympy.Symbol, None] = {}
+    for given in inputs:
+        for size in given.sizes if isinstance(given, TensorShape) else (given,):
+            if isinstance(size, sympy.Basic):
+                found.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
+    return tuple(found)
+
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@functools.lru_cache(maxsize=1024)
+def where_of(stack_trace: str | None) -> str:
+    """``model.py:123: x.mean(1)``: the innermost line of a stack trace that is not torch's; empty without one."""
+    best, inside_torch = "", ""
+    lines = (stack_trace or "").splitlines()
+    for number, line in enumerate(lines):
+        match = _FRAME.search(line)
+        if match is None:
+            continue
+        source = lines[number + 1].strip() if number + 1 < len(lines) and not _FRAME.search(lines[number + 1]) else ""
+        place = f"{os.path.basename(match['file'])}:{match['line']}" + (f": {source}" if source else "")
+        if match["file"].startswith(_TORCH):
+            inside_torch = place
+        else:
+            best = place
+    return best or inside_torch

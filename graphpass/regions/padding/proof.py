@@ -1,0 +1,172 @@
+"""From abstract values to a verdict for each padded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import sympy
+from torch import fx
+
+from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
+from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.program import AtenGraph
+from graphpass.regions.padding.sizes import Sizes
+from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Size, Verdict
+
+__all__ = ["PaddingProof", "decided", "findings_of_results", "padding_of"]
+
+ResultFactors = tuple[tuple[sympy.Expr, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingProof:
+    """Which sizes of a graph may be padded, and where padding reaches real entries.
+
+    Attributes:
+        verdicts: key field -> verdict. The fields with PROVED may be padded together; so may these and the ones with
+            RUNTIME, if their calls are checked.
+        output_factors: for each flat output the factors of each dimension, outermost first; None for what is no tensor.
+        findings: why fields are not PROVED.
+        assumptions: what the verdicts rest on.
+    """
+
+    verdicts: Mapping[str, Verdict]
+    output_factors: tuple[ResultFactors | None, ...]
+    findings: tuple[PaddingFinding, ...]
+    assumptions: tuple[str, ...]
+
+
+def padding_of(
+    graph: AtenGraph | fx.GraphModule,
+    symbols: Mapping[sympy.Symbol, str] | Collection[sympy.Symbol],
+    declared: Mapping[int, float | int | bool | None] | None = None,
+    *,
+    written: Mapping[int, str] | None = None,
+) -> PaddingProof:
+    """Prove which sizes of an aten graph may be padded.
+
+    Args:
+        graph: the graph, or a graph module whose nodes have their values.
+        symbols: candidate symbol -> key field; without names each symbol is its own field.
+        declared: input position -> the constant that the padding of this input holds. Other padding is finite.
+        written: input position -> its name in findings, for inputs that the graph writes to.
+    """
+    record = graph if isinstance(graph, AtenGraph) else AtenGraph.of(graph)
+    fields = dict(symbols) if isinstance(symbols, Mapping) else {symbol: str(symbol) for symbol in symbols}
+    names = {**dict(enumerate(record.input_names)), **(written or {})}
+
+    def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        sizes = Sizes(candidates)
+        inputs = input_values(record, sizes, declared or {})
+        run = interpret(record, inputs, candidates)
+        targets = {position: f"written input '{names[position]}'" for position in run.written}
+        into = {position: _as_input(record, sizes, inputs, position) for position in run.written}
+        return run, findings_of_results(run, sizes, into, targets)
+
+    return decided(fields, attempt)
+
+
+def _as_input(
+    graph: AtenGraph, sizes: Sizes, inputs: Sequence[PaddedValue | Size | None], position: int
+) -> PaddedValue:
+    value, shape = inputs[position], graph.inputs[position]
+    if isinstance(value, PaddedValue):
+        return value
+    return PaddedValue(sizes.one_each(shape.sizes) if isinstance(shape, TensorShape) else ())
+
+
+def findings_of_results(
+    run: Interpretation,
+    sizes: Sizes,
+    into: Mapping[int, PaddedValue],
+    targets: Mapping[int, str],
+) -> tuple[PaddingFinding, ...]:
+    """How padding reaches what leaves a graph: outputs, written inputs, the host, random numbers.
+
+    A size among the outputs is no finding: it is an expression, which the caller evaluates at the real sizes.
+
+    Args:
+        run: what the graph does.
+        sizes: which sizes are padded.
+        into: input position -> the value of a written input before the graph ran.
+        targets: input position -> the name of a written input in findings.
+    """
+    found = list(run.findings)
+    for position, output in enumerate(run.outputs):
+        if isinstance(output, PaddedValue):
+            target = f"output {position}"
+            found += [finding.reaching(target) for finding in output.findings]
+            found += _padding_inside(output, sizes, target)
+    for position, value in run.written.items():
+        target = targets[position]
+        found += [finding.reaching(target) for finding in value.findings]
+        for ours, theirs in zip(into[position].factors, value.factors, strict=True):
+            if sizes.unified(ours, theirs) != ours:
+                found += _cut_wrongly(sizes, theirs or ours, f"entries {list(theirs)} go to {list(ours)}", target)
+    order = {target: at for at, target in enumerate(targets.values())}
+    return tuple(sorted(set(found), key=lambda finding: (order.get(finding.target, -1), str(finding))))
+
+
+def _padding_inside(output: PaddedValue, sizes: Sizes, target: str) -> list[PaddingFinding]:
+    """An output is cut by prefix, which is right along the outermost factor of each dimension alone."""
+    found: list[PaddingFinding] = []
+    for dim, of_dim in enumerate(output.factors):
+        if not sizes.is_prefix(of_dim):
+            inside = tuple(size for size in of_dim[1:] if sizes.padded(size))
+            found += _cut_wrongly(sizes, inside, f"padding stands inside dimension {dim} of {list(of_dim)}", target)
+    return found
+
+
+def _cut_wrongly(sizes: Sizes, at_fault: Sequence[Size], why: str, target: str) -> list[PaddingFinding]:
+    fields = {field: None for size in at_fault for field in sizes.fields_of(size)}
+    return [PaddingFinding(field, "result", why, target=target) for field in fields]
+
+
+Attempt = Callable[[Mapping[sympy.Symbol, str]], tuple[Interpretation, tuple[PaddingFinding, ...]]]
+
+
+def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProof:
+    """The largest set of fields, in order, that may be padded together.
+
+    Args:
+        fields: candidate symbol -> key field.
+        attempt: runs the pass with some of the candidates, and returns the run and its findings.
+    """
+    order = tuple(dict.fromkeys(fields.values()))
+    verdicts: dict[str, Verdict] = {}
+    refused: dict[PaddingFinding, None] = {}
+
+    def padded(wanted: Collection[str]) -> dict[sympy.Symbol, str]:
+        return {symbol: field for symbol, field in fields.items() if field in wanted}
+
+    accepted = list(order)
+    run, findings = attempt(padded(accepted))
+    if findings:
+        accepted = []
+        for verdict in (Verdict.PROVED, Verdict.RUNTIME):
+            for field in (field for field in order if field not in accepted):
+                _, found = attempt(padded([*accepted, field]))
+                if _worst(found) in (Verdict.PROVED, verdict):
+                    accepted.append(field)
+                    verdicts[field] = verdict
+                if verdict is Verdict.RUNTIME or field in accepted:
+                    refused.update(dict.fromkeys(found))
+        run, _ = attempt(padded(accepted))
+    for field in order:
+        verdicts.setdefault(field, Verdict.PROVED if field in accepted else Verdict.UNPROVED)
+    ordered = {field: verdicts[field] for field in order}
+    factors = tuple(_factors_of(output) for output in run.outputs)
+    return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), tuple(sorted(run.assumptions)))
+
+
+def _worst(findings: Collection[PaddingFinding]) -> Verdict:
+    verdicts = {finding.verdict for finding in findings}
+    return next((v for v in (Verdict.UNPROVED, Verdict.RUNTIME) if v in verdicts), Verdict.PROVED)
+
+
+def _factors_of(output: PaddedValue | Size | None) -> ResultFactors | None:
+    if not isinstance(output, PaddedValue):
+        return None
+    return tuple(tuple(sympy.sympify(size) for size in of_dim) for of_dim in output.factors)

@@ -1,0 +1,106 @@
+"""Attention kept whole: padded keys need a mask, or causal order."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.randomness import draws
+from graphpass.regions.padding.rules.tables import aten
+from graphpass.regions.padding.values import (
+    ALL_FINITE,
+    LOW_SCORES,
+    VISIBLE_ENTRY,
+    Approximate,
+    Factors,
+    PaddedValue,
+    is_low,
+)
+
+__all__ = ["RULES"]
+
+
+def _attention(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; outputs besides the first serve the backward."""
+    call.no_padded_numbers()
+    if call.argument("dropout_p", default=0.0) != 0.0:
+        draws(call)
+    query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
+    for tensor in (query, key, value):
+        call.unpadded(tensor, [tensor.rank - 1], "attends with features over")
+    mask = call.argument("attn_mask", "attn_bias")
+    batches = _batches(call, query, key, value, mask if isinstance(mask, PaddedValue) else None)
+    keys = call.unify(key.factors[-2], value.factors[-2])
+    queries = query.factors[-2]
+    if isinstance(mask, PaddedValue):
+        _check_rows(call, mask, queries)
+    if call.sizes.any_padded(keys):
+        _check_keys(call, queries, keys, mask)
+        for tensor in (key, value):
+            _check_finite(call, tensor)
+    elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
+        raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
+    result = PaddedValue((*batches, queries, value.factors[-1]))
+    if not isinstance(call.result, tuple):
+        return result
+    reason = PaddingReason("the outputs for its backward are not followed")
+    sides = (call.reached(call.fresh(of), reason) if isinstance(of, TensorShape) else None for of in call.result[1:])
+    return (result, *sides)
+
+
+def _batches(
+    call: OpCall, query: PaddedValue, key: PaddedValue, value: PaddedValue, mask: PaddedValue | None
+) -> list[Factors]:
+    """The dimensions before the last two. Heads of keys and values may be fewer; they are not padded then."""
+    batches: list[Factors] = []
+    for at in range(query.rank - 2):
+        met = query.factors[at]
+        for other in (key, value, mask):
+            dim = at - query.rank + (other.rank if other is not None else 0)
+            if other is not None and dim >= 0:
+                met = call.unify(met, other.factors[dim])
+        batches.append(met)
+    return batches
+
+
+def _check_rows(call: OpCall, mask: PaddedValue, queries: Factors) -> None:
+    if mask.rank > 1 and call.sizes.unified(mask.factors[-2], queries) != queries:
+        raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
+
+
+def _check_finite(call: OpCall, tensor: PaddedValue) -> None:
+    """Refuse keys and values whose padding is known to be infinite: a weight of zero times infinity is no number."""
+    for place in call.places(tensor, [tensor.rank - 2]):
+        pad = tensor.pad_at(place)
+        if isinstance(pad, float) and math.isinf(pad):
+            raise call.refuse_place(tensor, place, "multiplies infinities by weights of zero over")
+
+
+def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> None:
+    """Refuse padded keys that a real query may see."""
+    at_fault = next(size for size in keys if call.padded(size))
+    if isinstance(mask, PaddedValue) and mask.factors[-1] == keys:
+        places = call.places(mask, [mask.rank - 1])
+        pad = mask.pad_at(places[0]) if len(places) == 1 else None
+        hides = pad is False if mask.dtype is torch.bool else is_low(pad)
+        if hides:
+            call.assumptions.update([ALL_FINITE, VISIBLE_ENTRY, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
+            return
+        held = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
+        if not call.argument("is_causal", default=False):
+            raise call.refuse(f"attends to padded keys: the mask does not hide them{held}", at_fault)
+    if call.argument("is_causal", default=False) and queries == keys and call.sizes.starts_clean(keys):
+        call.assumptions.add(ALL_FINITE)
+        return
+    raise call.refuse("attends to padded keys without a mask", at_fault)
+
+
+RULES: dict[str, PaddingRule] = aten(
+    _attention,
+    "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention"
+    " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
+    " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
+)

@@ -1,0 +1,93 @@
+"""Normalisations: row by row over features, or over the batch in training."""
+
+from __future__ import annotations
+
+from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.tables import aten
+from graphpass.regions.padding.values import PaddedValue
+
+__all__ = ["RULES"]
+
+
+def _over_features(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """``layer_norm`` and ``rms_norm``: statistics over the last dimensions."""
+    value = call.tensor("input")
+    call.no_padded_numbers()
+    last = len(call.argument("normalized_shape"))
+    call.unpadded(value, range(value.rank - last, value.rank), "normalises over")
+    _check_weights(call)
+    if not isinstance(call.result, tuple):
+        return PaddedValue(value.factors)
+    statistics = PaddedValue((*value.factors[: value.rank - last], *((),) * last))
+    sides = (statistics if isinstance(shape, TensorShape) else None for shape in call.result[1:])
+    return (PaddedValue(value.factors), *sides)
+
+
+_WEIGHTS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _check_weights(call: OpCall) -> None:
+    for name in _WEIGHTS:
+        weight = call.argument(name)
+        if isinstance(weight, PaddedValue):
+            call.unpadded(weight, range(weight.rank), f"has a {name} with")
+
+
+def _over_groups(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """``group_norm``: statistics over groups of channels and all positions of one row."""
+    value = call.tensor("input")
+    call.no_padded_numbers("N")
+    call.unpadded(value, range(1, value.rank), "normalises over")
+    _check_weights(call)
+    if not isinstance(call.result, tuple):
+        return PaddedValue(value.factors)
+    statistics = tuple(
+        PaddedValue((value.factors[0], *call.fresh(shape).factors[1:])) if isinstance(shape, TensorShape) else None
+        for shape in call.result[1:]
+    )
+    return (PaddedValue(value.factors), *statistics)
+
+
+def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """``batch_norm``: with running statistics row by row, in training over all rows and positions of a channel."""
+    value = call.tensor("input")
+    call.no_padded_numbers()
+    channels = value.factors[1]
+    for name in _WEIGHTS:
+        weight = call.argument(name)
+        if isinstance(weight, PaddedValue) and call.unify(channels, weight.factors[0]) != channels:
+            raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
+    results = call.result if isinstance(call.result, tuple) else (call.result,)
+    of_channels = PaddedValue((channels,))
+    made: list[PaddedValue | None] = [PaddedValue(value.factors)]
+    for shape in results[1:]:
+        is_statistic = isinstance(shape, TensorShape) and call.fresh(shape).factors != ((0,),)
+        made.append(of_channels if is_statistic else call.fresh(shape) if isinstance(shape, TensorShape) else None)
+    if _trains(call):
+        for place in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
+            size = value.factors[place[0]][place[1]]
+            reason = PaddingReason(f"its statistics run over the padded dimension {place[0]}", size=size)
+            made = [call.reached(result, reason) if result is not None else None for result in made]
+    return tuple(made) if isinstance(call.result, tuple) else PaddedValue(value.factors)
+
+
+def _trains(call: OpCall) -> bool:
+    """Whether the statistics are those of the batch."""
+    if "_with_update" in call.name or call.argument("running_mean") is None:
+        return True
+    if call.name.endswith(("_no_update", "_no_training")):
+        return False
+    return call.argument("training", "train", default=True) is not False
+
+
+RULES: dict[str, PaddingRule] = {
+    **aten(_over_features, "layer_norm native_layer_norm rms_norm _fused_rms_norm"),
+    **aten(_over_groups, "native_group_norm group_norm"),
+    **aten(
+        _over_batch,
+        "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"
+        " _native_batch_norm_legit_functional _native_batch_norm_legit_no_training _batch_norm_no_update"
+        " _batch_norm_with_update _batch_norm_with_update_functional",
+    ),
+}

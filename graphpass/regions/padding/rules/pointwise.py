@@ -1,0 +1,283 @@
+"""Operators that compute each entry from the entries of the same indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass.regions.padding.calls import OpCall, PaddingRule
+from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.scalars import Entry, cast_pad, evaluated
+from graphpass.regions.padding.rules.tables import aten, prims
+from graphpass.regions.padding.values import (
+    ALL_FINITE,
+    LOW_SCORES,
+    Approximate,
+    Factors,
+    IndexAlong,
+    Pad,
+    PaddedValue,
+    Place,
+    is_low,
+    is_number,
+)
+
+__all__ = ["RULES", "broadcast", "cast", "entry_by_entry"]
+
+
+def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """A pointwise operator: the factors agree, and known padding gives known padding."""
+    call.no_padded_numbers()
+    tensors = {name: value for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
+    rank = len(call.shapes[0].sizes)
+    factors = _common_factors(call, list(tensors.values()), rank)
+    aligned = {name: broadcast(call, value, factors) for name, value in tensors.items()}
+    result = PaddedValue(factors)
+    if isinstance(call.result, tuple):
+        return tuple(result if isinstance(shape, TensorShape) else None for shape in call.result)
+    pads = {place: _pad(call, aligned, place) for place in call.places(result)}
+    constant = None
+    if all(value.constant is not None for value in aligned.values()):
+        constant = _evaluated(call, {name: value.constant for name, value in aligned.items()})
+    pads |= _order_of_indices(call, aligned)
+    return replace(result.with_pads(pads), constant=constant, index=_shifted_index(call, aligned))
+
+
+def _common_factors(call: OpCall, values: Sequence[PaddedValue], rank: int) -> tuple[Factors, ...]:
+    """The factors of the result. A tensor of one known value fits any; it is asked last."""
+    factors: list[Factors] = [()] * rank
+    for value in sorted(values, key=lambda value: value.constant is not None):
+        for dim, of_dim in enumerate(value.factors, rank - value.rank):
+            if value.constant is None or not factors[dim]:
+                factors[dim] = call.unify(factors[dim], of_dim)
+    sizes = call.shapes[0].sizes
+    return tuple(
+        of_dim if call.sizes.any_padded(of_dim) else call.sizes.merged([size])
+        for of_dim, size in zip(factors, sizes, strict=True)
+    )
+
+
+def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> PaddedValue:
+    """``value`` as a tensor of ``factors``, which its own agree with."""
+    offset = len(factors) - value.rank
+    pads: dict[Place, Pad | None] = {}
+    for (dim, at), pad in value.padding:
+        target = factors[dim + offset]
+        if target == value.factors[dim] or (at == 0 and len(target) == 1):
+            pads[dim + offset, at] = pad
+    index = value.index
+    if index is not None:
+        kept = factors[index.dim + offset] == value.factors[index.dim]
+        index = index._replace(dim=index.dim + offset) if kept else None
+    return replace(value, factors=tuple(factors), index=index).with_pads(pads)
+
+
+def cast(call: OpCall) -> PaddedValue:
+    """A copy, perhaps of another type."""
+    call.no_padded_numbers()
+    return call.tensor("self", "a", "input")
+
+
+def _copy(call: OpCall) -> PaddedValue | tuple[PaddedValue, ...]:
+    """``copy`` and ``copy_``: the entries of the source, broadcast to the tensor that they replace."""
+    target, source = call.tensor("self"), call.tensor("src")
+    factors = list(target.factors)
+    for dim, of_dim in enumerate(source.factors, target.rank - source.rank):
+        if source.constant is None:
+            factors[dim] = call.unify(factors[dim], of_dim)
+    made = broadcast(call, source, factors)
+    return (made, made) if call.name == "copy_" else made
+
+
+# --- the value of the padding
+
+
+def _pad(call: OpCall, values: Mapping[str, PaddedValue], place: Place) -> Pad | None:
+    pads = {name: value.pad_at(place) for name, value in values.items()}
+    chosen = _CHOICES.get(call.name)
+    if chosen is not None:
+        known, pad = chosen(call, pads)
+        if known:
+            return pad
+    absorbed = _absorbed(call, pads)
+    return absorbed if absorbed is not None else _evaluated(call, pads)
+
+
+def _operand(call: OpCall, pads: Mapping[str, Pad | None], *names: str) -> Pad | None:
+    """What is known of one operand at a place of padding: of a tensor its pad, else the number itself."""
+    for name in names:
+        if name in pads:
+            return pads[name]
+        if name in call.arguments:
+            number = call.arguments[name]
+            return number if isinstance(number, (bool, int, float)) else None
+    return None
+
+
+def _where(call: OpCall, pads: Mapping[str, Pad | None]) -> tuple[bool, Pad | None]:
+    condition = _operand(call, pads, "condition", "pred")
+    if not is_number(condition):
+        first, second = _operand(call, pads, "self", "a"), _operand(call, pads, "other", "b")
+        return True, first if first is not None and _same(first, second) else None
+    return True, _operand(call, pads, "self", "a") if condition else _operand(call, pads, "other", "b")
+
+
+def _masked_fill(call: OpCall, pads: Mapping[str, Pad | None]) -> tuple[bool, Pad | None]:
+    mask = _operand(call, pads, "mask")
+    if not is_number(mask):
+        return True, None
+    return True, _operand(call, pads, "value") if mask else _operand(call, pads, "self")
+
+
+_CHOICES = {"where": _where, "masked_fill": _masked_fill}
+
+
+def _same(first: Pad, second: Pad | None) -> bool:
+    return type(first) is type(second) and repr(first) == repr(second)
+
+
+def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
+    """The result where one operand decides it, whatever the others are."""
+    first = _operand(call, pads, "self", "a", "input", "x")
+    second = _operand(call, pads, "other", "b", "min")
+    name = call.name
+    if name in ("mul", "div", "true_divide"):
+        return _zero_times(call, first, second, name == "mul")
+    if name in ("logical_and", "bitwise_and", "__and__"):
+        return _logical(call, first, second, absorbing=False)
+    if name in ("logical_or", "bitwise_or", "__or__"):
+        return _logical(call, first, second, absorbing=True)
+    if name in ("add", "sub"):
+        return _lowered(call, first, second, both=name == "add")
+    if name in ("exp", "exp2") and first is Approximate.MASKED:
+        return 0.0
+    if name in ("maximum", "clamp_min") and {is_low(first), is_low(second)} == {True}:
+        return Approximate.MASKED
+    return None
+
+
+def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
+    zero, other = (first, second) if is_number(first) and first == 0 else (second, first)
+    if not is_number(zero) or zero != 0 or (not is_product and zero is not first):
+        return None
+    if is_number(other):
+        return None
+    call.assumptions.add(ALL_FINITE)
+    return 0
+
+
+def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: bool) -> Pad | None:
+    truths = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]
+    if call.name.startswith("bitwise") and any(value.dtype is not torch.bool for value in truths):
+        return 0 if not absorbing and any(is_number(pad) and pad == 0 for pad in (first, second)) else None
+    return absorbing if any(is_number(pad) and bool(pad) is absorbing for pad in (first, second)) else None
+
+
+def _lowered(call: OpCall, first: Pad | None, second: Pad | None, *, both: bool) -> Pad | None:
+    """Scores plus a mask: an entry far below all others stays far below them, unless a known number raises it."""
+    low, other = (first, second) if is_low(first) else (second, first)
+    if call.argument("alpha", default=1) != 1 or not is_low(low) or (not both and low is not first):
+        return None
+    if is_number(other):
+        sinks = other <= 0 if both else other >= 0  # type: ignore[operator]
+        return Approximate.MASKED if low is Approximate.MASKED and sinks else None
+    if low == -math.inf and other is None:
+        call.assumptions.add(ALL_FINITE)
+        return low
+    if other is Approximate.MASKED and not both:
+        return None
+    call.assumptions.add(LOW_SCORES)
+    return Approximate.MASKED
+
+
+def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
+    arguments: list[tuple[str, Any]] = []
+    for name, argument in call.arguments.items():
+        if not isinstance(argument, PaddedValue):
+            if isinstance(argument, sympy.Basic):
+                return None
+            arguments.append((name, argument))
+            continue
+        pad = pads.get(name)
+        if pad is None or isinstance(pad, Approximate) or argument.dtype is None or argument.dtype.is_complex:
+            return None
+        arguments.append((name, Entry.of(pad, argument.dtype, has_dims=argument.rank > 0)))
+    return cast_pad(evaluated(call.op.replace(".", "::", 1), arguments), call.shape.dtype)
+
+
+# --- indices
+
+
+def _shifted_index(call: OpCall, values: Mapping[str, PaddedValue]) -> IndexAlong | None:
+    """Indices plus a whole number are indices with another offset."""
+    first, second = (_index_or_number(call, values, names) for names in (("self", "a"), ("other", "b")))
+    if call.name not in ("add", "sub") or call.argument("alpha", default=1) != 1:
+        return None
+    if isinstance(first, IndexAlong) and type(second) is int:
+        return first._replace(offset=first.offset + (second if call.name == "add" else -second))
+    if isinstance(second, IndexAlong) and type(first) is int and call.name == "add":
+        return second._replace(offset=second.offset + first)
+    return None
+
+
+def _index_or_number(call: OpCall, values: Mapping[str, PaddedValue], names: Sequence[str]) -> IndexAlong | Pad | None:
+    name = next((name for name in names if name in call.arguments), "")
+    value = values.get(name)
+    if value is None:
+        number = call.arguments.get(name)
+        return number if isinstance(number, (int, float)) else None
+    return value.index if value.index is not None else value.constant
+
+
+_COMPARISONS: dict[str, tuple[Callable[[int], bool], bool]] = {
+    "gt": (lambda least: least > 0, True),
+    "ge": (lambda least: least >= 0, True),
+    "ne": (lambda least: least > 0, True),
+    "lt": (lambda least: least >= 0, False),
+    "le": (lambda least: least > 0, False),
+    "eq": (lambda least: least > 0, False),
+}
+_MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
+
+
+def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[Place, Pad]:
+    """Two indices compared along factors of one size: a padded index is larger than any real one.
+
+    Where the first operand's index is padding and the second's is real, first minus second is at least one plus the
+    difference of the offsets; the other way round, by symmetry.
+    """
+    if call.name not in _COMPARISONS or len(values) != 2:
+        return {}
+    first, second = (value for value in values.values())
+    if first.index is None or second.index is None or first.index[:2] == second.index[:2]:
+        return {}
+    a, b = first.index, second.index
+    if first.factors[a.dim][a.factor] != second.factors[b.dim][b.factor]:
+        return {}
+    found: dict[Place, Pad] = {}
+    for larger, smaller, name in ((a, b, call.name), (b, a, _MIRRORED[call.name])):
+        decided, answer = _COMPARISONS[name]
+        if decided(1 + larger.offset - smaller.offset):
+            found[larger.dim, larger.factor] = answer
+    return found
+
+
+RULES: dict[str, PaddingRule] = {
+    **prims(
+        entry_by_entry,
+        "abs acos acosh asin asinh atan atan2 atanh add bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh"
+        " div eq erf erfc exp exp2 expm1 floor fmax fmin fmod ge gt isfinite le lgamma log log10 log1p log2 lt maximum"
+        " minimum mul ne neg pow reciprocal remainder round rsqrt shift_left sign signbit sin sinh sqrt sub tan tanh"
+        " trunc where",
+    ),
+    **aten(entry_by_entry, "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp"),
+    **aten(_copy, "copy copy_"),
+    **aten(cast, "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive"),
+    **prims(cast, "convert_element_type device_put view_of clone"),
+}
+"""Copies, and pointwise operators without the tag ``pointwise``."""

@@ -1,0 +1,206 @@
+"""Operators that combine the entries along dimensions: allowed over padding that changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from graphpass.regions.padding.calls import OpCall, PaddingRule
+from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.pointwise import entry_by_entry
+from graphpass.regions.padding.rules.shapes import without_dims
+from graphpass.regions.padding.rules.tables import aten, prims
+from graphpass.regions.padding.sizes import product
+from graphpass.regions.padding.values import (
+    LOW_SCORES,
+    VISIBLE_ENTRY,
+    Approximate,
+    Pad,
+    PaddedValue,
+    Place,
+    is_low,
+    is_number,
+)
+
+__all__ = ["RULES", "reduced_dims", "require_neutral"]
+
+Neutral = Callable[[Pad], bool]
+
+
+def _is_zero(pad: Pad) -> bool:
+    return is_number(pad) and pad == 0
+
+
+def _is_true(pad: Pad) -> bool:
+    return is_number(pad) and bool(pad)
+
+
+def _is_one(pad: Pad) -> bool:
+    return is_number(pad) and pad == 1
+
+
+def _is_least(pad: Pad) -> bool:
+    return pad is False or pad == -math.inf
+
+
+def _is_greatest(pad: Pad) -> bool:
+    return pad is True or pad == math.inf
+
+
+_NEUTRAL: dict[str, Neutral] = {
+    "sum": _is_zero,
+    "nansum": _is_zero,
+    "any": _is_zero,
+    "count_nonzero": _is_zero,
+    "all": _is_true,
+    "prod": _is_one,
+    "amax": _is_least,
+    "max": _is_least,
+    "amin": _is_greatest,
+    "min": _is_greatest,
+    "logsumexp": is_low,
+    "_softmax": is_low,
+    "_log_softmax": is_low,
+    "_safe_softmax": is_low,
+    "softmax": is_low,
+    "log_softmax": is_low,
+    "prepare_softmax_online": _is_least,
+    "linalg_vector_norm": _is_zero,
+    "norm": _is_zero,
+}
+
+
+def reduced_dims(call: OpCall, value: PaddedValue) -> list[int]:
+    """The dimensions that the call combines, counted from the front; all of them where it names none."""
+    dims = call.argument("dim", "dims", "axis")
+    if dims is None or dims == ():
+        return list(range(value.rank))
+    return sorted({call.dim(dim, value.rank) for dim in (dims if isinstance(dims, tuple) else (dims,))})
+
+
+def require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int]) -> list[Place]:
+    """The padded factors among ``dims``, all neutral for the call.
+
+    Raises:
+        Unknown: the padding along one is not known to be neutral, or two are padded at once.
+    """
+    places = call.places(value, dims)
+    neutral = _NEUTRAL.get(call.name)
+    for place in places:
+        pad = value.pad_at(place)
+        known = neutral is not None and pad is not None and neutral(pad)
+        if known and len(places) > 1 and value.constant is None:
+            sizes = tuple(value.factors[dim][at] for dim, at in places)
+            raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
+        if not known:
+            raise call.refuse_place(value, place, f"{call.name.strip('_')} over")
+        _assume(call, pad)
+    return places
+
+
+def _assume(call: OpCall, pad: Pad | None) -> None:
+    if is_low(pad) and pad != -math.inf:
+        call.assumptions.add(VISIBLE_ENTRY)
+        if pad is Approximate.MASKED or float(pad) > -1e30:  # type: ignore[arg-type]
+            call.assumptions.add(LOW_SCORES)
+
+
+def _reduction(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """A result without the combined dimensions. Padding along others stays known where one value gives that value."""
+    value = call.tensor("self", "inp", "x", "a", "input")
+    call.no_padded_numbers()
+    dims = reduced_dims(call, value)
+    places = require_neutral(call, value, dims)
+    rank = len(call.shapes[0].sizes)
+    rest = without_dims(PaddedValue(value.factors), dims, keepdim=rank == value.rank and rank > 0)
+    if isinstance(call.result, tuple):
+        if call.name in ("max", "min", "mode", "median", "nanmedian", "kthvalue") and places:
+            raise call.refuse_place(value, places[0], f"the index of {call.name} over")
+        return tuple(rest if isinstance(shape, TensorShape) else None for shape in call.result)
+    if places:
+        return rest
+    known = {place: _of_equal_entries(call.name, pad) for place, pad in value.padding if place[0] not in dims}
+    return without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
+
+
+def _of_equal_entries(name: str, pad: Pad) -> Pad | None:
+    """What a reduction makes of entries that all hold ``pad``."""
+    if name in ("amax", "amin", "mean", "max", "min"):
+        return pad if is_number(pad) else None
+    if name in ("any", "all"):
+        return bool(pad) if is_number(pad) else None
+    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm"):
+        return 0 if _is_zero(pad) else None
+    return None
+
+
+def _statistics(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """Reductions to which no padding is neutral; without dimensions or over unpadded ones they go row by row."""
+    value = call.tensor("self", "inp", "x", "a", "input")
+    call.unpadded(value, reduced_dims(call, value), f"{call.name} over")
+    return _reduction(call)
+
+
+def _max(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    return entry_by_entry(call) if "other" in call.arguments else _reduction(call)
+
+
+def _norm(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """Zeros are neutral to a norm of positive order."""
+    order = call.argument("ord", "p", default=2)
+    if order is not None and not (isinstance(order, (int, float)) and order > 0):
+        return _statistics(call)
+    return _reduction(call)
+
+
+def _softmax(call: OpCall) -> PaddedValue:
+    """Along a masked dimension the padding of the result is zero, but for the logarithm's."""
+    value = call.tensor("self")
+    call.no_padded_numbers()
+    places = require_neutral(call, value, reduced_dims(call, value))
+    pads = {} if "log_" in call.name else dict.fromkeys(places, 0.0)
+    return PaddedValue(value.factors).with_pads(pads)
+
+
+def _scan(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """A forward scan: an entry depends on those before it, all real where it is real."""
+    value = call.tensor("self")
+    call.no_padded_numbers()
+    dim = call.dim(call.argument("dim"), value.rank)
+    if value.rank and not call.sizes.starts_clean(value.factors[dim]):
+        of_dim = value.factors[dim]
+        raise call.refuse(f"{call.name} along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    zero = {place: 0 for place, pad in value.padding if place[0] != dim and _is_zero(pad)}
+    result = PaddedValue(value.factors).with_pads(zero if call.name == "cumsum" else {})
+    if isinstance(call.result, tuple):
+        return tuple(PaddedValue(value.factors) for _ in call.result)
+    return result
+
+
+def _sorted(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """Sorting within unpadded dimensions, row by row."""
+    value = call.tensor("self")
+    dim = call.dim(call.argument("dim", default=-1), value.rank)
+    call.unpadded(value, [dim] if value.rank else [], f"{call.name} over")
+    call.no_padded_numbers()
+    results = [
+        PaddedValue((*value.factors[:dim], *call.fresh(shape).factors[dim : dim + 1], *value.factors[dim + 1 :]))
+        for shape in call.shapes
+    ]
+    return tuple(results) if isinstance(call.result, tuple) else results[0]
+
+
+RULES: dict[str, PaddingRule] = {
+    **aten(_reduction, "sum nansum any all prod amax amin logsumexp count_nonzero"),
+    **prims(_reduction, "sum prod amax amin prepare_softmax_online"),
+    **aten(
+        _statistics,
+        "mean nanmean var std var_mean std_mean median nanmedian mode argmax argmin kthvalue aminmax",
+    ),
+    **prims(_statistics, "var xor_sum"),
+    **aten(_max, "max min"),
+    **aten(_norm, "linalg_vector_norm norm"),
+    **aten(_softmax, "_softmax _log_softmax _safe_softmax softmax log_softmax"),
+    **aten(_scan, "cumsum cumprod logcumsumexp cummax cummin"),
+    **aten(_sorted, "sort argsort topk"),
+}

@@ -1,0 +1,47 @@
+"""Other operators that work within some dimensions, row by row along all others."""
+
+from __future__ import annotations
+
+from graphpass.regions.padding.calls import OpCall, PaddingRule
+from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.reductions import reduced_dims
+from graphpass.regions.padding.rules.tables import aten, prims
+from graphpass.regions.padding.values import PaddedValue
+
+__all__ = ["RULES"]
+
+
+def _within(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """The named dimensions, one or several, are not padded; the result may have others in their place."""
+    value = call.tensor("self", "input", "a")
+    call.no_padded_numbers()
+    dims = _dims(call, value)
+    call.unpadded(value, dims, f"{call.name.strip('_')} over")
+    results = call.result if isinstance(call.result, tuple) else (call.result,)
+    made = tuple(
+        PaddedValue(
+            tuple(
+                of_fresh if dim in dims else value.factors[dim]
+                for dim, of_fresh in enumerate(call.fresh(shape).factors[: value.rank])
+            )
+            + call.fresh(shape).factors[value.rank :]
+        )
+        if isinstance(shape, TensorShape)
+        else None
+        for shape in results
+    )
+    return made if isinstance(call.result, tuple) else made[0]  # type: ignore[return-value]
+
+
+def _dims(call: OpCall, value: PaddedValue) -> list[int]:
+    if call.name == "unfold":
+        return [call.dim(call.argument("dimension"), value.rank)]
+    if call.name == "glu":
+        return [call.dim(call.argument("dim", default=-1), value.rank)]
+    return reduced_dims(call.with_arguments(dim=call.argument("dim", "dims")), value)
+
+
+RULES: dict[str, PaddingRule] = {
+    **aten(_within, "flip roll unfold glu _fft_r2c _fft_c2c _fft_c2r"),
+    **prims(_within, "rev"),
+}
