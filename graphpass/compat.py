@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import importlib
 import inspect
@@ -14,6 +13,7 @@ import re
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -232,6 +232,15 @@ def marked_dims(node: fx.Node) -> frozenset[int]:
     return frozenset[int]().union(*(getattr(example, name, ()) for name in names))
 
 
+def forget_arguments(graph: fx.Graph) -> None:
+    """Drop what Dynamo noted of each placeholder's argument: weak references, which would keep it from being swapped.
+
+    ``torch.utils.swap_tensors``, and with it ``Module.to`` on request, takes no tensor that has one.
+    """
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)
+
+
 def is_static_address(node: fx.Node) -> bool:
     """Whether the placeholder is a parameter, a buffer, or a tensor marked with ``mark_static_address``."""
     from torch._dynamo.utils import get_static_address_type
@@ -239,6 +248,25 @@ def is_static_address(node: fx.Node) -> bool:
     value = node.meta.get("example_value", node.meta.get("val"))
     marked = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
     return isinstance(value, torch.nn.Parameter) or bool(marked or get_static_address_type(value))
+
+
+def transform_over(values: Iterable[Any]) -> str | None:
+    """The transform that one of these tensors is under: a level of ``torch.func``, or forward-mode AD; else None.
+
+    Such a tensor stands for others (a batch, a tangent) that its memory does not hold.
+    """
+    functorch: Any = torch._C._functorch
+    level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    if level < 0 and functorch.maybe_current_level() is None:
+        return None
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if functorch.is_functorch_wrapped_tensor(value):
+            return "a transform of torch.func"
+        if level >= 0 and torch.autograd.forward_ad.unpack_dual(value, level=level).tangent is not None:
+            return "forward-mode AD"
+    return None
 
 
 def is_higher_order(target: Any) -> bool:
@@ -425,6 +453,21 @@ def schema_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name
 
 
+OpOverload = torch._ops.OpOverload
+"""One overload of an operator, ``torch.ops.aten.add.Tensor``."""
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""An operator with all its overloads, ``torch.ops.aten.add``."""
+
+
+def operator_name(target: Any) -> str | None:
+    """``mylib::attention`` of an overload, a packet or what ``custom_op`` returned; None for anything else."""
+    op = custom_op_overload(target) or target
+    if isinstance(op, OpOverload):
+        return schema_name(op)
+    return op._qualified_op_name if isinstance(op, OpOverloadPacket) else None
+
+
 def is_mutable(op: torch._ops.OpOverload) -> bool:
     """Whether an op's schema says that it writes to an argument."""
     return op._schema.is_mutable
@@ -533,6 +576,11 @@ def current_stream_of(device: torch.device) -> Any:
     return torch._C._cuda_getCurrentStream(device.index)
 
 
+def is_capturing_stream(device: torch.device | None) -> bool:
+    """Whether somebody else captures the current stream of a CUDA device."""
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def drop_blas_workspaces() -> None:
     """Have torch free the workspaces that it keeps for the matrix products of each stream."""
     torch._C._cuda_clearCublasWorkspaces()
@@ -558,20 +606,53 @@ foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch.
 # --- compilers
 
 
-def inductor(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Inductor without CUDA graphs of its own."""
-    from torch._inductor.compile_fx import compile_fx
+AtenHook = Callable[[fx.GraphModule], None]
+"""Called with the aten graph of what is compiled, before the compiler changes it."""
+
+
+def inductor(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
+) -> Callable[..., Any]:
+    """Inductor without CUDA graphs of its own.
+
+    Args:
+        graph_module: what to compile.
+        example_inputs: fake tensors and symbolic sizes.
+        show: called with the aten graph. AOTAutograd's cache would skip the trace, so it is off then; Inductor's own
+            cache serves all the same.
+    """
+    from torch._functorch import config as aot_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(aten: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        if show is not None:
+            show(aten)
+        return compile_fx_inner(aten, inputs, **settings)
 
     off = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
-    compiled: Callable[..., Any] = compile_fx(graph_module, list(example_inputs), config_patches=off)  # type: ignore[assignment]
+    with aot_config.patch(enable_autograd_cache=False) if show is not None else contextlib.nullcontext():
+        compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            graph_module, list(example_inputs), inner_compile=compile_inner, config_patches=off
+        )
     return compiled
 
 
-def aot_eager(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """AOTAutograd with its ATen graph run as it is."""
+def aot_eager(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
+) -> Callable[..., Any]:
+    """AOTAutograd with its ATen graph run as it is; ``show`` is called with that graph."""
     from torch._dynamo.backends.debugging import aot_eager as backend
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config as aot_config
 
-    compiled: Callable[..., Any] = backend(graph_module, list(example_inputs))
+    def run_as_it_is(aten: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if show is not None:
+            show(aten)
+        return boxed_nop(aten, list(inputs))
+
+    # Tokens that keep ops in order are made inside of the graph, as Inductor has them, and are no inputs.
+    with aot_config.patch(unlift_effect_tokens=True):
+        compiled: Callable[..., Any] = backend(graph_module, list(example_inputs), fw_compiler=run_as_it_is)
     return compiled
 
 
@@ -723,54 +804,39 @@ def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def guards_see_layouts() -> bool:
-    """Whether Dynamo's guards see ``parameter.data = parameter.data.t()``: torch 2.11 by default does not.
-
-    It takes what a module holds for unchanged while the module's dict has not been written to.
-    """
-    return not getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
-
-
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     """Whether the tensors have the shapes and strides of now: one native call; False may also mean another mode."""
     guards: Any = _torch_attribute("_C._dynamo.guards.TensorGuards")
     return partial(guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, *tensors)
 
 
-def compiled_code_of(function: Any) -> list[Any]:
-    """The code objects that Dynamo wrote for ``function``, the newest first."""
+def registered_backend(name: str) -> Callable[..., Any] | None:
+    """What torch.compile calls for ``backend=name``, an entry point loaded for it; None where nobody registered one."""
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return lookup_backend(name)
+    except InvalidBackend:
+        return None
+
+
+def active_transform() -> str | None:
+    """The function transform around this code (``vmap``, ``grad``, ``jvp``), or forward-mode AD; None outside."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2].lower()
+    return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
+
+
+def is_at_recompile_limit(function: Any) -> bool:
+    """Whether Dynamo compiles ``function`` no more, however it is called."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return [] if code is None else [entry.code for entry in _cache_entries(code)]
+    return code is not None and len(_cache_entries(code)) >= torch._dynamo.config.recompile_limit
 
 
 def _cache_entries(code: types.CodeType) -> list[Any]:
     """What Dynamo has compiled ``code`` to, the newest first."""
     return list(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
-
-
-def is_past_recompile_limit(function: Any, local_values: dict[str, Any]) -> bool:
-    """Whether Dynamo would run ``function`` uncompiled for these local variables, as it has compiled it too often."""
-    num_compiled = len(_cache_entries(function.__code__))
-    return num_compiled >= torch._dynamo.config.recompile_limit and not has_code_for(function, local_values)
-
-
-def has_code_for(function: Any, local_values: dict[str, Any]) -> bool:
-    """Whether Dynamo has compiled ``function`` for what it would find now."""
-    return any(entry.guard_manager.check(local_values) for entry in _cache_entries(function.__code__))
-
-
-def holding_guards(function: Any, local_values: dict[str, Any]) -> Callable[[dict[str, Any]], bool] | None:
-    """The guards of the code that Dynamo would run now for ``function`` with these local variables.
-
-    A check over local variables, closure variables among them, like ``local_values``. None where no code of Dynamo's
-    would run, or where the code it would run only leads to functions that are guarded by themselves.
-    """
-    for entry in _cache_entries(function.__code__):
-        if entry.guard_manager.check(local_values):
-            called = {str(instruction.argval) for instruction in dis.get_instructions(entry.code)}
-            is_whole = any("__compiled_fn" in name for name in called) and not any("__resume" in n for n in called)
-            return entry.guard_manager.check if is_whole else None
-    return None
 
 
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:
@@ -780,6 +846,110 @@ def floats_as_constants() -> contextlib.AbstractContextManager[None]:
     """
     patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(specialize_float=True)
     return patched
+
+
+@dataclass(frozen=True, slots=True)
+class SideEffect:
+    """One change of Python state that Dynamo's code makes after the graph has run.
+
+    Attributes:
+        text: what it changes, as a sentence's predicate: "sets the attribute 'steps' of Decoder (model.py:12)".
+        owner: id of the object that it changes, 0 for a global variable or one of an enclosing function; None where
+            nobody has to put anything back, or nothing is known.
+        keeps_tensor: it stores a tensor of this call, an argument or a result of the graph, beyond the call.
+    """
+
+    text: str
+    owner: int | None
+    keeps_tensor: bool
+
+
+def side_effects_of_compilation() -> tuple[SideEffect, ...]:
+    """What the code that Dynamo is compiling will do to Python state, asked while the backend runs.
+
+    Objects that the code makes itself (its result) are left out, and so are attributes that are set to the constant
+    that they hold already.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+        effects = output.side_effects
+        objects = {id(item): item for item in effects.keepalive}
+        owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
+        changed = [v for v, item in owners.items() if effects.is_modified(v) and not _is_made_here(v)]
+        found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
+    except AttributeError:  # another release, with a record of another kind
+        return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
+    if getattr(output, "random_calls", ()):
+        found.append(SideEffect("draws Python's random numbers", None, keeps_tensor=False))
+    return tuple(found)
+
+
+def _is_made_here(variable: Any) -> bool:
+    return type(variable.mutation_type).__name__.endswith("New")
+
+
+def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
+    """The changes of one object: attribute by attribute, or as a whole."""
+    from torch._dynamo import variables
+
+    stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [()]
+    user = [frame for frame in stacks[-1] if not frame.filename.startswith(_LIBRARIES)]
+    line = f" ({os.path.basename(user[-1].filename)}:{user[-1].lineno})" if user else ""
+    attributes = effects.store_attr_mutations.get(variable, {})
+    for name, value in attributes.items():
+        keeps = _keeps_tensor(effects, variable, value)
+        if isinstance(variable, variables.NewGlobalVariable) or isinstance(item, types.ModuleType):
+            yield SideEffect(f"sets the global variable {name!r}{line}", 0, keeps)
+        elif isinstance(variable, variables.CellVariable):
+            yield SideEffect(f"sets a variable of an enclosing function{line}", 0, keeps)
+        elif isinstance(value, variables.DeletedVariable):
+            yield SideEffect(f"deletes the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
+        elif not _holds_already(item, name, value):
+            yield SideEffect(f"sets the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
+    if not attributes:
+        yield SideEffect(f"changes a {type(item).__name__}{line}", id(item), _keeps_tensor(effects, variable, variable))
+
+
+def _holds_already(item: Any, name: str, value: Any) -> bool:
+    """Whether an attribute is a constant, and set to just this one."""
+    if not value.is_python_constant() or name not in getattr(item, "__dict__", {}):
+        return False
+    new, old = value.as_python_constant(), vars(item)[name]
+    return new is old or (type(new) is type(old) and type(new) in (bool, int, float, str) and new == old)
+
+
+def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
+    """Whether ``value`` holds a tensor that belonged to nothing around its owner before: an argument or a result."""
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+
+        def look(variable: Any) -> None:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                waiting.extend(effects.store_attr_mutations.get(variable, {}).values() if variable is not owner else ())
+                if isinstance(variable, TensorVariable):
+                    found.append(variable)
+
+        VariableTracker.visit(look, waiting.pop())
+    root = _source_name(owner).partition("]")[0]  # L['model'
+    return any(not root or _source_name(tensor).partition("]")[0] != root for tensor in found)
+
+
+def _source_name(variable: Any) -> str:
+    """Where Dynamo took a value from, ``L['self'].layers[0]``; empty for what the code computes."""
+    try:
+        name = getattr(variable.source, "name", "")
+        text = name() if callable(name) else name
+    except NotImplementedError:
+        return ""
+    return text if isinstance(text, str) else ""
 
 
 # --- where something failed

@@ -6,6 +6,8 @@ task sees its own. Read it inside opaque ops: ``ContextVar.get()`` in code that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ __all__ = [
     "get_forward_context",
     "is_forward_context_available",
     "set_forward_context",
+    "without_context",
 ]
 
 
@@ -39,6 +42,8 @@ class ForwardContext:
         extra: anything else the caller's ops read.
         capture: what is recording the code that runs under this context, None outside of a capture. Wrappers set it;
             a wrapper that finds it set passes through, so that of nested wrappers the outer one wins.
+        owner: the callable whose auto dispatcher made this context, None for a context that a user set. Only that
+            callable, its wrappers and graphpass's own ops see such a context.
     """
 
     attn_metadata: Any
@@ -50,11 +55,12 @@ class ForwardContext:
     is_padding: Any
     extra: Any
     capture: Any = None
+    owner: Any = None
 
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("graphpass_forward_context", default=None)
 current_context = _forward_context.get
-"""The forward context, or None outside of one: the hot path's accessor, one C call."""
+"""The forward context, or None outside of one, also one that an auto dispatcher made: one C call."""
 
 
 def get_forward_context() -> ForwardContext:
@@ -64,7 +70,7 @@ def get_forward_context() -> ForwardContext:
         ContextError: no context is set; :func:`is_forward_context_available` asks first.
     """
     context = _forward_context.get()
-    if context is None:
+    if context is None or context.owner is not None:
         raise ContextError(
             "no forward context is set",
             expected="a call inside `with set_forward_context(...)`",
@@ -76,7 +82,8 @@ def get_forward_context() -> ForwardContext:
 
 def is_forward_context_available() -> bool:
     """Whether :func:`get_forward_context` would return a context here."""
-    return _forward_context.get() is not None
+    context = _forward_context.get()
+    return context is not None and context.owner is None
 
 
 class entered:  # noqa: N801 - a context manager, named like one
@@ -95,6 +102,16 @@ class entered:  # noqa: N801 - a context manager, named like one
     def __exit__(self, *_: object) -> None:
         assert self._token is not None
         _forward_context.reset(self._token)
+
+
+@contextmanager
+def without_context() -> Iterator[None]:
+    """No context is set in the body of the ``with``; restored by token."""
+    token = _forward_context.set(None)
+    try:
+        yield
+    finally:
+        _forward_context.reset(token)
 
 
 def set_forward_context(

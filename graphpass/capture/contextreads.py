@@ -26,8 +26,8 @@ __all__ = ["ContextReads", "ReadLog", "joined"]
 _Path = tuple[tuple[str, Any], ...]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
-# These say which graph it is; graphs are told the key's count of tokens.
-_OF_THE_KEY = frozenset({"runtime_mode", "batch_descriptor", "num_tokens"})
+# These say which graph it is, and who dispatched it; graphs see the key's count of tokens.
+_OF_THE_KEY = frozenset({"runtime_mode", "batch_descriptor", "num_tokens", "owner"})
 
 
 @dataclass(frozen=True, slots=True)

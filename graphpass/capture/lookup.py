@@ -33,7 +33,8 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     """The runtime of a callable compiled with ``backend="cgpass"``.
 
     Args:
-        compiled: what ``torch.compile`` returned, or a module after ``module.compile(backend="cgpass")``.
+        compiled: what ``torch.compile`` or :func:`graphpass.graphed` returned, or a module after
+            ``module.compile(backend="cgpass")``.
 
     Raises:
         OptionError: it was compiled with another backend, has not run yet, or is not compiled.
@@ -42,6 +43,9 @@ def runtime_of(compiled: Any) -> GraphRuntime:
         runtime = compat.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
         if runtime is not None:
             return _checked(runtime)
+    runtime = getattr(compiled, "runtime", None)
+    if isinstance(runtime, GraphRuntime):
+        return runtime
     raise _no_runtime(compiled)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
-__all__ = ["capture_progress", "quietly", "steadily", "without_cached_casts"]
+__all__ = ["capture_progress", "may_freeze", "quietly", "steadily", "without_cached_casts", "without_collections"]
 
 Key = TypeVar("Key")
+# Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
+_FROZEN_BY_PYTHON = 10_000
 
 
 @contextlib.contextmanager
@@ -37,6 +40,23 @@ def steadily() -> Iterator[None]:
     """:func:`quietly`, and with autocast as while a graph is captured: what is compiled inside serves captures, too."""
     with without_cached_casts(), quietly():
         yield
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep the garbage collector out of a capture: it would free device memory in the middle of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def may_freeze() -> bool:
+    """A process that froze its own objects keeps them frozen."""
+    return gc.get_freeze_count() < _FROZEN_BY_PYTHON
 
 
 def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:

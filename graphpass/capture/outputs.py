@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
 
-__all__ = ["OutputPlan", "clone_pool_tensors", "own_objects", "rehoused"]
+__all__ = ["OutputPlan", "clone_pool_tensors", "own_objects", "rehoused", "view_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,9 @@ class _ViewOfInput:
         leaf: torch.Tensor = leaves[self.position]
         if self.whole:
             return leaf
-        return same_view(leaf, self.like, byte_offset=_first_byte(leaf) + self.byte_offset)
+        if leaf.dtype != self.like.dtype:
+            return same_view(leaf, self.like, byte_offset=_first_byte(leaf) + self.byte_offset)
+        return view_of(leaf, self.like.shape, self.like.stride(), self.byte_offset // leaf.element_size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,11 @@ def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates
 
 def _first_byte(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def view_of(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    """A view of ``tensor`` as eager code makes one: its base, its version counter; ``offset`` counts from its start."""
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:

@@ -17,8 +17,10 @@ class CapturePolicy:
     Attributes:
         outputs: ``clone``: results are independent of later replays. ``view``: results lie in the pool, without a
             copy, and are valid until the next replay of any key of the runtime.
-        on_moved_input: ``copy``: the key is captured once more for the new address. ``error``: refused by name.
-        lazy_capture: capture a key at its first use, also outside ``runtime.capturing()``.
+        on_moved_input: ``copy``: the key is captured once more for the new address, where a capture is allowed.
+            ``error``: refused by name, unless a scope is open. Under a user's context only a ``runtime.capturing()``
+            scope and ``lazy_capture`` allow a capture.
+        lazy_capture: capture a key at its first use, also outside ``runtime.capturing()``, with a warning.
         debug: run the region eagerly where a graph would replay, over the same buffers and padding; views of outputs
             that are held for too long are named.
         compare: run the region eagerly besides each replay, on copies, and refuse a result that differs.

@@ -19,14 +19,14 @@ from graphpass.capture.eager import EagerGraph
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.inside import InsideCapture
 from graphpass.capture.layout import storage_id
-from graphpass.capture.loop import without_cached_casts
+from graphpass.capture.loop import without_cached_casts, without_collections
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.tally import Tally
-from graphpass.context import ForwardContext, entered, get_forward_context
+from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
 
@@ -103,7 +103,7 @@ class Recorder:
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         mutated = [body.inputs[position] for position in sorted(mutated_positions)]
         surroundings = partial(_surroundings, self.mode, inside, log)
-        with self.runtime.quiet_capture(), surroundings(context):
+        with without_collections(), surroundings(context):
             staging.copy_in(leaves)
             versions = _versions(body.inputs)
             with state_kept(mutated, generators, device.device):
@@ -271,7 +271,13 @@ def _eager(
     name: str, body: _Body, surroundings: Callable[[ForwardContext], contextlib.AbstractContextManager[None]]
 ) -> tuple[EagerGraph, Sequence[Any]]:
     """In place of a recording: see :class:`EagerGraph`."""
-    graph = EagerGraph(name, body, lambda: surroundings(get_forward_context()), body.inputs)
+
+    def surrounded() -> contextlib.AbstractContextManager[None]:
+        context = current_context()
+        assert context is not None, "graphs are replayed under a context"
+        return surroundings(context)
+
+    graph = EagerGraph(name, body, surrounded, body.inputs)
     return graph, graph.outputs
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphpass.keys import BatchDescriptor
+
 __all__ = ["CallableRecord", "CaptureScope", "CompileSeconds", "EnteredCallable", "RuntimeStats"]
 
 
@@ -17,11 +19,13 @@ class CompileSeconds:
         partition: splitting the graph and generating the stitched code.
         key: structural keys of the regions.
         compile: the compiler, over the distinct regions.
+        proof: the proof of what may be padded.
     """
 
     partition: float = 0.0
     key: float = 0.0
     compile: float = 0.0
+    proof: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class CallableRecord:
         frame: which Python frame it was compiled for; recompiles of one function share it.
         reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
         seconds: what compiling it took.
+        admits: whether it may serve a key, by the sizes that its guards admit; None where its sizes are no key fields.
+        padding: (key field, verdict, why) of what may be padded; the field is empty where a row is about all of them.
     """
 
     name: str
@@ -43,6 +49,8 @@ class CallableRecord:
     frame: int | None = None
     reason: str | None = None
     seconds: CompileSeconds = CompileSeconds()
+    admits: Callable[[BatchDescriptor], bool] | None = None
+    padding: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,10 @@ class CaptureScope:
             model reads besides its arguments is as it was before the warm-up.
         stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
             callable a compiled call reaches, without its effects.
+        reaches: a call without a forward context runs without graphs and enters ``reached``.
+        is_automatic: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without
+            a graph, and its error enters ``failures``.
+        failures: the errors of captures that failed.
     """
 
     reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
@@ -88,6 +100,9 @@ class CaptureScope:
     keep_results: Callable[[list[Any]], list[Any]] | None = None
     prepare: Callable[[], object] | None = None
     stops_at_entry: bool = False
+    reaches: bool = False
+    is_automatic: bool = False
+    failures: list[Exception] = field(default_factory=list)
 
 
 class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration

@@ -19,12 +19,15 @@ from graphpass.capture.arguments import device_of
 from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
+from graphpass.capture.loop import may_freeze
 from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.capture.recompiles import captured_earlier, left_behind
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
 from graphpass.capture.runtimereport import report_of
 from graphpass.capture.sentinel import fill_with_sentinel
-from graphpass.capture.tally import Counts
+from graphpass.capture.tally import Counts, SizesSeen
 from graphpass.capture.tape import TapeDevice
+from graphpass.capture.traffic import CallTraffic
 from graphpass.capture.turn import PoolTurn
 from graphpass.capture.views import HandedViews
 from graphpass.context import ForwardContext
@@ -40,8 +43,6 @@ __all__ = ["GraphRuntime"]
 
 _log = logging.getLogger("graphpass")
 _Owned = TypeVar("_Owned")
-# Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
-_FROZEN_BY_PYTHON = 10_000
 
 
 class _Wrapper(Protocol):
@@ -76,8 +77,11 @@ class GraphRuntime:
         self._callables: list[CallableRecord] = []
         self._owned: dict[type, Any] = {}
         self._notes: Counter[str] = Counter()
-        self._sizes_seen: Counter[int] = Counter()
+        self._sizes_seen = SizesSeen()
+        self.num_entered = 0
+        self.traffic = CallTraffic()
         self._scope: CaptureScope | None = None
+        self._scope_lock = threading.Lock()
         self._scope_thread: int | None = None
         self._forward: weakref.ref[ForwardContext] | None = None
         self._forward_storages: set[int] = set()
@@ -94,20 +98,26 @@ class GraphRuntime:
     # -- what users call ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[CaptureScope]:
+    def capturing(self, *, reaches: bool = False) -> Iterator[CaptureScope]:
         """Let this thread's calls capture keys that have no graph yet, for the body of the ``with``.
 
         The garbage collector is kept from looking at what is alive now in the midst of captures, and collects after.
 
+        Args:
+            reaches: calls without a forward context run without graphs; the scope lists the callables they reach.
+
         Raises:
             CaptureError: a scope of this runtime is open already.
         """
-        freezes = _may_freeze()
+        freezes = may_freeze()
         with self.scope_opened() as scope:
+            scope.reaches = reaches
             try:
                 if freezes:
                     gc.freeze()
                 yield scope
+                for sentence in left_behind(self._alive(), self._callables):
+                    self.note(sentence, level=logging.WARNING)
             finally:
                 if freezes:
                     gc.unfreeze()
@@ -120,18 +130,34 @@ class GraphRuntime:
         Raises:
             CaptureError: a scope of this runtime is open already.
         """
-        if self._scope is not None:
+        if not self._scope_lock.acquire(blocking=False):
             raise CaptureError(
                 "this runtime is capturing already",
                 expected="one capturing() scope at a time",
                 found="a second one, in this or another thread",
                 remedy="capture all keys inside one `with runtime.capturing():`",
             )
-        self._scope, self._scope_thread = CaptureScope(), threading.get_ident()
+        with self._scope_held(CaptureScope()) as scope:
+            yield scope
+
+    @contextlib.contextmanager
+    def _scope_held(self, scope: CaptureScope) -> Iterator[CaptureScope]:
+        """Make ``scope`` this thread's; the caller has acquired ``_scope_lock``."""
+        self._scope, self._scope_thread = scope, threading.get_ident()
         try:
-            yield self._scope
+            yield scope
         finally:
             self._scope = self._scope_thread = None
+            self._scope_lock.release()
+
+    @contextlib.contextmanager
+    def automatic_scope(self) -> Iterator[CaptureScope | None]:
+        """Let this thread's auto dispatcher capture, for one call; None while another scope is open."""
+        if not self._scope_lock.acquire(blocking=False):
+            yield None
+            return
+        with self._scope_held(CaptureScope(is_automatic=True)) as scope:
+            yield scope
 
     @contextlib.contextmanager
     def throwaway(self) -> Iterator[CaptureScope]:
@@ -143,7 +169,7 @@ class GraphRuntime:
         Raises:
             CaptureError: a scope of this runtime is open already.
         """
-        freezes = _may_freeze()
+        freezes = may_freeze()
         with self.scope_opened() as scope, self._pool_set_aside():
             if freezes:
                 gc.freeze()
@@ -202,11 +228,7 @@ class GraphRuntime:
 
     def suggested_sizes(self, limit: int = 16) -> list[int]:
         """Sizes worth a graph: the ones seen most often, at most ``limit``, the largest seen always among them."""
-        if not self._sizes_seen:
-            return []
-        frequent = [size for size, _ in self._sizes_seen.most_common(limit)]
-        largest = max(self._sizes_seen)
-        return sorted({*frequent[: limit - (largest not in frequent)], largest})
+        return self._sizes_seen.suggested(limit)
 
     def stats(self) -> RuntimeStats:
         """Totals over all callables."""
@@ -227,6 +249,7 @@ class GraphRuntime:
             self.callables(),
             self.counts(),
             self._notes,
+            self.traffic,
             pool_bytes=self.pool_bytes(),
             buffer_bytes=self.buffer_bytes(),
             suggested_sizes=self.suggested_sizes(),
@@ -299,29 +322,24 @@ class GraphRuntime:
         return tuple(self._callables)
 
     def recompiled_from(self, name: str, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str | None:
-        """The region that has this key's graph in another compilation of the same function; None when there is none.
+        """The region that has this key's graph in another compilation of the same function; None when there is none."""
+        return captured_earlier(self._alive(), self._callables, name, mode, descriptor)
 
-        Dynamo may compile a function anew while its keys are being captured, and then serve calls that were captured
-        before with the newer code.
-        """
-        callable_name, _, region = name.partition(".")
-        frames = {record.name: record.frame for record in self._callables if record.frame is not None}
-        for wrapper in self._alive():
-            other, _, its_region = wrapper.name.partition(".")
-            if (
-                other != callable_name
-                and its_region == region
-                and wrapper.mode is mode
-                and frames.get(other, -1) == frames.get(callable_name, -2)
-                and descriptor in wrapper.captured()
-            ):
-                return wrapper.name
-        return None
+    def retraced(self, name: str) -> None:
+        """Record that torch.compile traced the function of a callable anew, and that the same callable serves it."""
+        is_late = not self.capture_is_open() and any(
+            wrapper.name.partition(".")[0] == name and wrapper.captured() for wrapper in self._alive()
+        )
+        advice = ": inputs in serving are of another kind than in capture; make all under torch.inference_mode()"
+        self.note(
+            f"{name}: torch.compile traced its function once more and got the same graph{advice if is_late else ''}",
+            level=logging.WARNING if is_late else logging.INFO,
+        )
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Record why something happened that a user may wonder about; logged at its first occurrence."""
         if text not in self._notes:
-            _log.info("%s", text)
+            _log.log(level, "%s", text)
         self._notes[text] += 1
 
     def saw_size(self, size: int) -> None:
@@ -331,6 +349,11 @@ class GraphRuntime:
     def scope(self) -> CaptureScope | None:
         """This thread's open capture scope."""
         return self._scope if self._scope_thread == threading.get_ident() else None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device its graphs run on; None before the first capture."""
+        return None if self._device is None else self._device.device
 
     def capture_is_open(self) -> bool:
         """Whether this thread is inside :meth:`capturing`."""
@@ -386,6 +409,10 @@ class GraphRuntime:
         if self._device is not None:
             self._device.begin_forward()
 
+    def is_busy(self) -> bool:
+        """Whether a capture is under way in some thread, or this thread is inside a forward that has the pool."""
+        return self._scope_lock.locked() or self._turn.is_mine()
+
     def exit_forward(self) -> None:
         """End what :meth:`enter_forward` began."""
         self._turn.give_back()
@@ -423,9 +450,7 @@ class GraphRuntime:
             f"a view of {name} is still held after a later replay overwrote it: it was valid until the next replay; "
             "drop it, clone it, or set outputs='clone'"
         )
-        if text not in self._notes:
-            _log.warning("%s", text)
-        self.note(text)
+        self.note(text, level=logging.WARNING)
 
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
         """``leaves`` with clones at those ``positions``, all by default, that lie in outputs of an earlier forward.
@@ -454,17 +479,6 @@ class GraphRuntime:
         """Some graph is gone: whatever was derived from entries before is void (see ``generation``)."""
         self.generation = next(self._generations)
 
-    @contextlib.contextmanager
-    def quiet_capture(self) -> Iterator[None]:
-        """Keep the garbage collector out of a capture: it would free device memory in the middle of it."""
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
     def _alive(self) -> list[_Wrapper]:
         return [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
 
@@ -481,8 +495,3 @@ class GraphRuntime:
             found=str(device),
             remedy="move the model, or run it with runtime mode NONE",
         )
-
-
-def _may_freeze() -> bool:
-    """A process that froze its own objects keeps them frozen."""
-    return gc.get_freeze_count() < _FROZEN_BY_PYTHON

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from graphpass.capture.records import CallableRecord
 from graphpass.capture.tally import Counts
+from graphpass.capture.traffic import CallTraffic
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.tables import Report, Table
@@ -17,12 +18,13 @@ def report_of(
     callables: Sequence[CallableRecord],
     counts: Mapping[tuple[str, CUDAGraphMode, BatchDescriptor], Counts],
     notes: Mapping[str, int],
+    traffic: CallTraffic,
     *,
     pool_bytes: int,
     buffer_bytes: int,
     suggested_sizes: Sequence[int],
 ) -> Report:
-    """Regions with their reasons, keys with their counts, notes with how often they came up, bytes."""
+    """Regions with their reasons, what may be padded, keys with their counts, notes with theirs, bytes."""
     regions = Table(
         "Regions",
         ("region", "kind", "ops", "reason"),
@@ -31,6 +33,11 @@ def report_of(
             for record in callables
             for name, kind, reason, ops in (*record.regions, *_ending(record))
         ),
+    )
+    padding = Table(
+        "Padding",
+        ("graph", "size", "verdict", "why"),
+        tuple((record.name, *row) for record in callables for row in record.padding),
     )
     keys = Table(
         "Keys",
@@ -47,7 +54,7 @@ def report_of(
         ((str(pool_bytes), str(buffer_bytes), sizes),),
     )
     noted = Table("Notes", ("times", "what"), tuple((str(times), text) for text, times in notes.items()))
-    return Report((regions, keys, noted, memory))
+    return Report((regions, padding, keys, traffic.table(), noted, memory))
 
 
 def _ending(record: CallableRecord) -> tuple[tuple[str, str, str | None, int], ...]:

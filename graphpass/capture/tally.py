@@ -1,10 +1,11 @@
-"""Counts of what happened to one region at one key."""
+"""Counts of what happened to one region at one key, and of the batch sizes that came."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Counts", "Tally"]
+__all__ = ["Counts", "SizesSeen", "Tally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +39,15 @@ class Tally:
     def counts(self, static_sets: int) -> Counts:
         """The counts as of now."""
         return Counts(self.warmed, self.captured, self.replayed, self.copied, static_sets)
+
+
+class SizesSeen(Counter[int]):
+    """How often each batch size came."""
+
+    def suggested(self, limit: int) -> list[int]:
+        """Sizes worth a graph: the most frequent ones, at most ``limit``, the largest always among them."""
+        if not self:
+            return []
+        frequent = [size for size, _ in self.most_common(limit)]
+        largest = max(self)
+        return sorted({*frequent[: limit - (largest not in frequent)], largest})

@@ -44,6 +44,10 @@ class PoolTurn:
         self._thread, self._context, self._depth = thread, context, 1
         return True
 
+    def is_mine(self) -> bool:
+        """Whether this thread has the pool."""
+        return self._thread == threading.get_ident()
+
     def give_back(self) -> None:
         """End what the matching :meth:`take` began."""
         self._depth -= 1

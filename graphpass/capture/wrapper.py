@@ -14,9 +14,11 @@ It makes no decision of its own: which key may replay is the dispatcher's affair
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ from graphpass.capture.recorder import Recorder
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
 from graphpass.capture.tally import Counts, Tally
+from graphpass.capture.transforms import refuse_transforms
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor
@@ -39,6 +42,7 @@ from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CUDAGraphWrapper"]
 
+_log = logging.getLogger("graphpass")
 MAX_STATIC_SETS = 4
 
 
@@ -148,15 +152,33 @@ class CUDAGraphWrapper:
         leaves, spec = compat.tree_flatten((args, kwargs))
         return self._under_graph(context, leaves, spec)
 
-    def call_flat(self, context: ForwardContext, args: Sequence[Any]) -> Any:
-        """A call at this wrapper's mode with positional arguments without structure, so that none is looked for."""
+    def call_flat(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None = None) -> Any:
+        """A call at this wrapper's mode with positional arguments without structure, so that none is looked for.
+
+        Args:
+            context: what would otherwise be the current one.
+            args: tensors and numbers.
+            clone: copy outputs out of the pool; None does what the policy says.
+        """
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
             self._flat_spec = compat.tree_flatten((tuple(args), {}))[1]
-        return self._under_graph(context, list(args), self._flat_spec)
+        return self._under_graph(context, list(args), self._flat_spec, clone=clone)
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """What happened at each key so far."""
         return {key: tally.counts(self._static_sets(key)) for key, tally in self._tallies.items()}
+
+    @contextlib.contextmanager
+    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
+        """Do not count the replays of a key in the body: they check it."""
+        before = self._tallies.get(descriptor, Tally())
+        replayed, copied = before.replayed, before.copied
+        try:
+            yield
+        finally:
+            tally = self._tallies.get(descriptor)
+            if tally is not None:
+                tally.replayed, tally.copied = replayed, copied
 
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
@@ -188,8 +210,9 @@ class CUDAGraphWrapper:
         self._entries, self._tallies = captured.entries, captured.tallies
         self._death_watch, self._arena = captured.death_watch, captured.arena
 
-    def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any) -> Any:
+    def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any, *, clone: bool | None = None) -> Any:
         self._refuse_grad(leaves)
+        refuse_transforms(self.name, leaves)
         descriptor = context.batch_descriptor
         assert descriptor is not None
         is_outermost = self._runtime.enter_forward(context, leaves, self.name)
@@ -198,10 +221,17 @@ class CUDAGraphWrapper:
             recorded: Sequence[Any] | None = None
             if entry is None:
                 args, kwargs = compat.tree_unflatten(leaves, spec)
-                entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
+                scope = self._runtime.scope()
+                try:
+                    entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
+                except Exception as error:
+                    if scope is None or not scope.is_automatic or self._mode is CUDAGraphMode.FULL:
+                        raise
+                    scope.failures.append(error)  # other regions have run, and what this capture did is undone
+                    return self._runnable(*args, **kwargs)
             entry.check(leaves)
             entry.reads.check(context, self.name)
-            clones = self._policy.clones_outputs
+            clones = self._policy.clones_outputs if clone is None else clone
             if entry.staging.mutates or entry.outputs.viewed_positions:
                 leaves = self._runtime.without_stale(leaves, entry.staging.positions)
             expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
@@ -276,8 +306,13 @@ class CUDAGraphWrapper:
         An input that moved makes the key be captured once more, for the new set of static inputs; with more sets of one
         module instance than :data:`MAX_STATIC_SETS`, what keeps moving is staged. Instances are not counted together:
         none of 24 blocks has moved.
+
+        Raises:
+            CaptureError: capture is closed and the key has no graph for these arguments.
+            StaticInputError: capture is closed and a static input moved.
         """
-        is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
+        is_open = self._runtime.capture_is_open()
+        is_lazy = self._policy.lazy_capture and not is_open
         inside = call.inside_static()
         peers = [
             entry
@@ -286,24 +321,36 @@ class CUDAGraphWrapper:
         ]
         own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
         moved = sorted({p for entry in own or peers for p in entry.statics.moved(call.leaves)})
-        if not moved:
-            if not is_open:
-                self._permit_recompiled(descriptor)
-            self._refuse_lazy_capture_across_ranks(context)
-            return call.static
-        if self._policy.on_moved_input == "error" and not is_open:
+        if moved and not is_open and (self._policy.on_moved_input == "error" or not is_lazy):
             raise self._moved(peers[0], call, moved[0])
-        names = ", ".join(call.names[p] for p in moved[:3])
-        if len(own) < MAX_STATIC_SETS:
+        if not is_open and not is_lazy:
+            raise self._not_captured(descriptor)
+        scope = self._runtime.scope()
+        if scope is not None and scope.is_automatic:
+            _log.info("%s %s: captured without a context, since its size recurs", self.name, descriptor)
+        if is_lazy:
+            self._refuse_lazy_capture_across_ranks(context)
             self._runtime.note(
-                f"{self.name} {descriptor}: static inputs moved ({names}), set {len(peers) + 1} captured"
+                f"{self.name} {descriptor}: captured while serving, as lazy_capture allows; a capture takes much "
+                "longer than a replay: capture the key inside `with runtime.capturing():`",
+                level=logging.WARNING,
             )
+        return self._baked(descriptor, call, moved, num_peers=len(peers), num_own=len(own)) if moved else call.static
+
+    def _baked(
+        self, descriptor: BatchDescriptor, call: Call, moved: Sequence[int], *, num_peers: int, num_own: int
+    ) -> frozenset[int]:
+        """What the next graph of a key may bake in, where static inputs moved since it was captured."""
+        names = ", ".join(call.names[p] for p in moved[:3])
+        if num_own < MAX_STATIC_SETS:
+            self._runtime.note(f"{self.name} {descriptor}: static inputs moved ({names}), set {num_peers + 1} captured")
             return call.static
-        if not inside.isdisjoint(moved):
+        inside = call.inside_static().intersection(moved)
+        if inside:
             raise StaticInputError(
-                f"{call.names[min(inside.intersection(moved))]!r} of {self.name} keeps moving inside a static input",
+                f"{call.names[min(inside)]!r} of {self.name} keeps moving inside a static input",
                 expected=f"at most {MAX_STATIC_SETS} places in it: a copy would hide that the two share memory",
-                found=f"{len(own)} captured, and another one now",
+                found=f"{num_own} captured, and another one now",
                 remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
             )
         self._runtime.note(
@@ -311,23 +358,13 @@ class CUDAGraphWrapper:
         )
         return call.static - set(moved)
 
-    def _permit_recompiled(self, descriptor: BatchDescriptor) -> None:
-        """A key that was captured, before torch.compile made other code that serves it now, is captured once more.
-
-        Raises:
-            CaptureError: the key was never captured, or ``on_moved_input`` is ``error``.
-        """
-        older = self._runtime.recompiled_from(self.name, self._mode, descriptor)
-        if older is None or self._policy.on_moved_input == "error":
-            raise self._not_captured(descriptor)
-        self._runtime.note(f"{self.name} {descriptor}: captured once more, since torch.compile replaced {older}")
-
     def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
         return StaticInputError(
             f"static input {call.names[position]!r} of {self.name} moved",
             expected=f"address {entry.statics.addresses[position] or 0:#x}, as captured",
             found=f"{call.leaves[position].data_ptr():#x}",
-            remedy="refill it in place (`tensor.copy_(new)`), or set on_moved_input='copy'",
+            remedy="refill it in place (`tensor.copy_(new)`), or capture the key for the new address inside "
+            "`with runtime.capturing():`; lazy_capture=True with on_moved_input='copy' captures it while serving",
         )
 
     def _refuse_lazy_capture_across_ranks(self, context: ForwardContext) -> None:
@@ -345,6 +382,9 @@ class CUDAGraphWrapper:
         found = f"captured at {self._mode}: {captured}"
         if self._entries.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
+        older = self._runtime.recompiled_from(self.name, self._mode, descriptor)
+        if older is not None:
+            found += f"; {older} has this key, but torch.compile has compiled the function anew since"
         return CaptureError(
             f"{self.name} has no graph for {self._mode} {descriptor}, and capture is closed",
             expected="a key that was captured",

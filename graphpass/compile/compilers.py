@@ -22,12 +22,12 @@ class Compiler:
     Attributes:
         compile: takes a graph whose output is a flat tuple, which it may change, and fake tensors and symbolic sizes,
             one a placeholder. Inductor's own CUDA graphs are off whatever the user set: the wrapper around the region
-            captures.
+            captures. A compiler that functionalizes also takes a function, which it calls with the aten graph.
         opaque: its kernels bypass torch's dispatcher, so that a recorder has to treat a call as one op.
         functionalizes: it rewrites what a region writes to its inputs, and relies on which of them share memory.
     """
 
-    compile: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    compile: Callable[..., Callable[..., Any]]
     opaque: bool
     functionalizes: bool
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,8 +17,9 @@ from graphpass.compile.compilers import Compiler, compiler_named
 from graphpass.compile.region import CompiledRegion, SizedArtifact, WrittenInputs
 from graphpass.compile.specialize import inputs_within
 from graphpass.compile.structure import Structure, structure_of
+from graphpass.compile.traces import GraphTrace, RegionTrace, TraceFunction, TraceOnce, own_copy, trace_alone
 
-__all__ = ["CompiledRegions", "RegionCompiler", "SizeRanges"]
+__all__ = ["CompiledRegions", "RegionCompiler", "SizeRanges", "traced_regions"]
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
 """A symbol, and the ranges of its sizes, ends included, that get artifacts of their own; first come, first served."""
@@ -39,12 +40,14 @@ class CompiledRegions:
 
     Attributes:
         by_name: region name -> what runs it.
+        traces: region name -> what the trace function made of its aten graph; empty where there was none.
         num_new: artifacts that had to be compiled; the others were there.
         key_s: seconds spent on structural keys.
         compile_s: seconds spent in the compiler.
     """
 
     by_name: Mapping[str, CompiledRegion]
+    traces: Mapping[str, RegionTrace]
     num_new: int
     key_s: float
     compile_s: float
@@ -57,7 +60,12 @@ class RegionCompiler:
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], CompiledRegion] = weakref.WeakValueDictionary()
 
     def compile(
-        self, regions: Sequence[_Region], compiler: str, size_ranges: SizeRanges | None = None
+        self,
+        regions: Sequence[_Region],
+        compiler: str,
+        size_ranges: SizeRanges | None = None,
+        *,
+        trace: TraceFunction | None = None,
     ) -> CompiledRegions:
         """Compile ``regions`` of one graph, structurally identical ones once.
 
@@ -65,6 +73,9 @@ class RegionCompiler:
             regions: regions whose nodes carry fake tensors and symbolic sizes.
             compiler: one of :data:`graphpass.compile.COMPILERS`.
             size_ranges: sizes of one symbol that get artifacts of their own. A region without that symbol has none.
+            trace: called with the aten graph of each structure, which it must not change, and which has the region's
+                inputs and outputs; artifacts keep what it returns. What it raises is a reason to have no result. It is
+                the same function whenever regions are compiled.
 
         Raises:
             OptionError: no such compiler.
@@ -77,16 +88,46 @@ class RegionCompiler:
         known = [frozenset(compat.facts_of(structure.shape_env)) for structure in structures]
         keyed_s = time.perf_counter()
         found: dict[str, CompiledRegion] = {}
+        traces: dict[str, RegionTrace] = {}
         num_new = 0
         for region, structure, facts in zip(regions, structures, known, strict=True):
             wanted = _ranges_of(structure, size_ranges)
             key = (structure.key, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):
-                artifact = self._known[key] = _Compilation(region, structure, facts, wanted, chosen).run()
+                artifact = self._known[key] = _Compilation(region, structure, facts, wanted, chosen, trace).run()
                 num_new += artifact.num_artifacts()
+            if trace is not None:
+                if artifact.trace is None:
+                    made = trace_alone(trace, region.graph_module, structure.symbols)
+                    artifact = self._known[key] = replace(artifact, trace=made)
+                assert artifact.trace is not None
+                traces[region.name] = artifact.trace.of_region(structure.symbols)
             found[region.name] = artifact
-        return CompiledRegions(MappingProxyType(found), num_new, keyed_s - start_s, time.perf_counter() - keyed_s)
+        seconds = (keyed_s - start_s, time.perf_counter() - keyed_s)
+        return CompiledRegions(MappingProxyType(found), MappingProxyType(traces), num_new, *seconds)
+
+
+def traced_regions(regions: Sequence[_Region], trace: TraceFunction) -> dict[str, RegionTrace]:
+    """What ``trace`` makes of the aten graphs of regions that nothing compiles, once for each structure.
+
+    Args:
+        regions: regions whose nodes carry fake tensors and symbolic sizes, also what no compiler could take: the result
+            says then why there is no aten graph.
+        trace: as for :meth:`RegionCompiler.compile`.
+    """
+    made: dict[Any, GraphTrace] = {}
+    found = {}
+    for region in regions:
+        try:
+            structure = structure_of(region.graph_module, "eager")
+        except Exception as error:
+            found[region.name] = RegionTrace(None, f"its inputs or ops have no structure: {type(error).__name__}")
+            continue
+        if structure.key not in made:
+            made[structure.key] = trace_alone(trace, region.graph_module, structure.symbols)
+        found[region.name] = made[structure.key].of_region(structure.symbols)
+    return found
 
 
 def _ranges_of(structure: Structure, size_ranges: SizeRanges | None) -> tuple[Any, ...]:
@@ -110,6 +151,7 @@ class _Compilation:
     known: frozenset[sympy.Basic]  # facts of the time when the key was made; what came later, the artifact assumes
     wanted: tuple[Any, ...]
     compiler: Compiler
+    trace: TraceFunction | None
 
     def run(self) -> CompiledRegion:
         graph_module = self.region.graph_module
@@ -118,7 +160,7 @@ class _Compilation:
         if written is not None and written.defeat_compilers(examples):
             return CompiledRegion.as_traced(graph_module.forward)
         shape_env = self.structure.shape_env
-        function = self.compiler.compile(_own_copy(graph_module), examples)
+        function, trace = self._compiled(examples)
         added = [guard for guard in compat.facts_of(shape_env) if guard not in self.known]
         position, sized = self._sized(examples, written)
         return CompiledRegion(
@@ -129,8 +171,18 @@ class _Compilation:
             size_position=position,
             sized=sized,
             guards=self.structure.canonical(added),
+            trace=trace,
             _chosen={},
         )
+
+    def _compiled(self, examples: Sequence[Any]) -> tuple[Callable[..., Any], GraphTrace | None]:
+        """The artifact for all sizes, and the trace of the graph that its compiler made."""
+        graph_module = own_copy(self.region.graph_module)
+        if self.trace is None or not self.compiler.functionalizes:
+            return self.compiler.compile(graph_module, examples), None
+        show = TraceOnce(self.trace, self.region.graph_module)
+        function = self.compiler.compile(graph_module, examples, show)
+        return function, show.result(self.structure.symbols)
 
     def _sized(
         self, examples: Sequence[Any], written: WrittenInputs | None
@@ -147,20 +199,6 @@ class _Compilation:
             if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
                 continue
             with compat.tracing_with(inputs.fake_mode):
-                function = self.compiler.compile(_own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
+                function = self.compiler.compile(own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
             artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], inputs.guards()))
         return position, tuple(artifacts)
-
-
-def _own_copy(graph_module: fx.GraphModule, *, keep_shapes: bool = True) -> fx.GraphModule:
-    """A copy for the compiler to change, its values named by position: Inductor's caches go by such names too."""
-    left_out = () if keep_shapes else ("example_value", "val")
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for number, node in enumerate(graph_module.graph.nodes):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: copies[argument])
-        name = f"v{number}"
-        target = name if node.op == "placeholder" else node.target
-        copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
-        copies[node].meta = {key: value for key, value in node.meta.items() if key not in left_out}
-    return fx.GraphModule(graph_module, graph)

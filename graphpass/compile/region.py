@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from graphpass import compat
+from graphpass.compile.traces import GraphTrace
 
 __all__ = ["CompiledRegion", "SizedArtifact", "WrittenInputs"]
 
@@ -128,6 +129,7 @@ class CompiledRegion:
         size_position: the input that is the size which ``sized`` goes by.
         sized: artifacts for certain sizes; the first that serves a size goes before ``function``.
         guards: what compiling assumed of the symbols, over the key's symbols.
+        trace: what a trace function made of the aten graph; None where nobody asked.
     """
 
     function: Callable[..., Any]
@@ -137,12 +139,14 @@ class CompiledRegion:
     size_position: int | None
     sized: tuple[SizedArtifact, ...]
     guards: tuple[sympy.Basic, ...]
+    trace: GraphTrace | None
     _chosen: dict[int, Callable[..., Any]]
 
     @classmethod
     def as_traced(cls, function: Callable[..., Any]) -> CompiledRegion:
-        """A region that no compiler has to touch."""
-        return cls(function, False, function, None, None, (), (), {})
+        """A region that no compiler has to touch, as it writes to inputs that have gaps or overlap."""
+        trace = GraphTrace(None, "it writes to inputs that have gaps or share memory")
+        return cls(function, False, function, None, None, (), (), trace, {})
 
     def __call__(self, *args: Any) -> Any:
         """Run the region."""

@@ -6,7 +6,7 @@ asked of the sizes themselves instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from graphpass import compat
 
-__all__ = ["SpecializedInputs", "inputs_within"]
+__all__ = ["SpecializedInputs", "inputs_within", "symbols_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,10 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
     fake_mode = compat.new_fake_mode()
     env, traced_env = fake_mode.shape_env, compat.shape_env_of(examples)
     symbols: dict[sympy.Symbol, Any] = {}
-    for value in examples:
-        for symbol in _symbols_of(value):
-            if symbol not in symbols:
-                low, high = bounds.get(symbol) or compat.bounds_of(traced_env, symbol)
-                like = int(compat.hints_of(traced_env)[symbol])
-                symbols[symbol] = compat.new_symbol(env, str(symbol), low, high, like)
+    for symbol in symbols_of(examples):
+        low, high = bounds.get(symbol) or compat.bounds_of(traced_env, symbol)
+        like = int(compat.hints_of(traced_env)[symbol])
+        symbols[symbol] = compat.new_symbol(env, str(symbol), low, high, like)
     storages: dict[int, torch.Tensor] = {}
     values = []
     with fake_mode, torch.no_grad():
@@ -67,7 +65,12 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
     return SpecializedInputs(values, fake_mode, symbols)
 
 
-def _symbols_of(value: Any) -> list[sympy.Symbol]:
+def symbols_of(examples: Iterable[Any]) -> tuple[sympy.Symbol, ...]:
+    """The symbols of sizes, strides, offsets and storages, in the order of the examples."""
+    return tuple(dict.fromkeys(symbol for value in examples for symbol in _symbols_in(value)))
+
+
+def _symbols_in(value: Any) -> list[sympy.Symbol]:
     numbers = [value]
     if isinstance(value, torch.Tensor):
         numbers = [*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()]

@@ -184,15 +184,30 @@ class _Reader:
         if shape_env is None:
             return ()
         ranges = tuple(compat.bounds_of(shape_env, symbol) for symbol in self._symbols)
+        known = compat.facts_of(shape_env)
+        other_names = dict(filter(None, map(self._other_name, known)))
         # That a size differs from another region's says nothing about this one.
         facts = frozenset(
-            fact.xreplace(self._symbols)
-            for fact in compat.facts_of(shape_env)
-            if not fact.free_symbols.isdisjoint(self._symbols)
-            and not (isinstance(fact, sympy.Ne) and not fact.free_symbols <= self._symbols.keys())
+            renamed.xreplace(self._symbols)
+            for fact in known
+            if (renamed := fact.xreplace(other_names)) != sympy.true
+            and not renamed.free_symbols.isdisjoint(self._symbols)
+            and not (isinstance(renamed, sympy.Ne) and not renamed.free_symbols <= self._symbols.keys())
         )
         unbacked = tuple(_Itself(symbol) for symbol in self._symbols if compat.is_unbacked(symbol))
         return (ranges, facts, unbacked)
+
+    def _other_name(self, fact: sympy.Basic) -> tuple[sympy.Symbol, sympy.Symbol] | None:
+        """A symbol from outside the region, and the region's symbol that it equals; None for any other fact.
+
+        Dynamo's second trace of a function gives each input's size a symbol and guards that they are equal. Without
+        this, the regions of that trace would have other keys than those of the first one.
+        """
+        if not isinstance(fact, sympy.Eq):
+            return None
+        ours = [side for side in fact.args if side in self._symbols]
+        others = [side for side in fact.args if isinstance(side, sympy.Symbol) and side not in self._symbols]
+        return (others[0], ours[0]) if len(ours) == len(others) == 1 else None
 
 
 def sharing_of(values: Sequence[Any]) -> tuple[int | None, ...]:

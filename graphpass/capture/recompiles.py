@@ -1,0 +1,72 @@
+"""What becomes of captured keys when torch.compile compiles a function anew.
+
+Of all compilations of a function, Dynamo calls the newest one whose guards hold. A key that was captured through an
+earlier compilation is then asked of a later one, which has no graph for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from graphpass.capture.records import CallableRecord
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["captured_earlier", "left_behind"]
+
+
+class _Wrapper(Protocol):
+    name: str
+
+    @property
+    def mode(self) -> CUDAGraphMode: ...
+    def captured(self) -> list[BatchDescriptor]: ...
+
+
+def captured_earlier(
+    wrappers: Iterable[_Wrapper],
+    callables: Sequence[CallableRecord],
+    name: str,
+    mode: CUDAGraphMode,
+    descriptor: BatchDescriptor,
+) -> str | None:
+    """The region that has this key's graph in another compilation of the same function; None when there is none."""
+    callable_name, _, region = name.partition(".")
+    frames = {record.name: record.frame for record in callables if record.frame is not None}
+    for wrapper in wrappers:
+        other, _, its_region = wrapper.name.partition(".")
+        if (
+            other != callable_name
+            and its_region == region
+            and wrapper.mode is mode
+            and frames.get(other, -1) == frames.get(callable_name, -2)
+            and descriptor in wrapper.captured()
+        ):
+            return wrapper.name
+    return None
+
+
+def left_behind(wrappers: Iterable[_Wrapper], callables: Sequence[CallableRecord]) -> Iterator[str]:
+    """A sentence for each compilation that admits keys which only an earlier compilation of its function captured."""
+    captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
+    for wrapper in wrappers:
+        keys = captured.setdefault(wrapper.name.partition(".")[0], {})
+        keys.update(dict.fromkeys((wrapper.mode, descriptor) for descriptor in wrapper.captured()))
+    for number, newer in enumerate(callables):
+        if newer.frame is None or newer.admits is None:
+            continue
+        for older in callables[:number]:
+            if older.frame != newer.frame:
+                continue
+            keys = captured.get(older.name, {})
+            missing = [key for key in keys if key not in captured.get(newer.name, {}) and newer.admits(key[1])]
+            if missing:
+                mode, descriptor = missing[0]
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                yield (
+                    f"torch.compile compiled {newer.name} after {older.name} was captured at {mode} {descriptor}"
+                    f"{more}: calls that reach {newer.name} now have no graph; call it once more at these keys inside "
+                    "`with runtime.capturing():`, or compile before capturing, by a call in mode NONE whose dynamic "
+                    "sizes all differ"
+                )

@@ -1,0 +1,27 @@
+"""Tensors under a transform stand for more than their memory holds, so that no graph can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from graphpass import compat
+from graphpass.errors import CaptureError
+
+__all__ = ["refuse_transforms"]
+
+
+def refuse_transforms(name: str, values: Iterable[Any]) -> None:
+    """Refuse a replay whose arguments a transform watches.
+
+    Raises:
+        CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.
+    """
+    transform = compat.transform_over(values)
+    if transform is not None:
+        raise CaptureError(
+            f"{name} cannot replay under {transform}",
+            expected="arguments that are plain tensors",
+            found=f"{transform} over an argument",
+            remedy="call it outside of the transform, or with runtime mode NONE, which runs without graphs",
+        )

@@ -1,0 +1,194 @@
+"""The aten graph of a region, shown to whoever asks, from the AOT step that compiles the region.
+
+A second trace would double the time to compile a region. Where the compiler has no AOT step, the region is traced for
+this alone, over a shape environment that nobody else uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.compile.specialize import inputs_within, symbols_of
+
+__all__ = ["GraphTrace", "RegionTrace", "TraceFunction", "TraceOnce", "own_copy", "trace_alone"]
+
+TraceFunction = Callable[[fx.GraphModule], Any]
+"""Reads an aten graph whose nodes carry ``meta["val"]``, which it must not change; what it returns is kept."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionTrace:
+    """What a trace function made of one region's aten graph.
+
+    Attributes:
+        result: what the function returned; shared by regions of one structure. None where there is nothing.
+        problem: why there is no result; None where there is one.
+        symbols: (symbol in the traced graph, the region's own symbol), one pair for each symbol of the inputs.
+    """
+
+    result: Any
+    problem: str | None
+    symbols: tuple[tuple[sympy.Expr, sympy.Symbol], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphTrace:
+    """What a trace function made of the aten graph of one structure.
+
+    Attributes:
+        result: what the function returned, or None.
+        problem: why there is no result, or None.
+        symbols: the symbols of the traced graph in the order of the structure; a number where tracing fixed one, None
+            for one that no input has.
+    """
+
+    result: Any
+    problem: str | None
+    symbols: tuple[sympy.Expr | None, ...] = ()
+
+    def of_region(self, symbols: Sequence[sympy.Symbol]) -> RegionTrace:
+        """The same for a region of the structure, which calls its symbols by these names."""
+        pairs = zip(self.symbols, symbols, strict=True) if self.problem is None else ()
+        return RegionTrace(self.result, self.problem, tuple((one, own) for one, own in pairs if one is not None))
+
+
+class TraceOnce:
+    """What a compiler calls with the aten graph; never lets an error of the trace reach the compiler.
+
+    Args:
+        trace: the function to call.
+        graph_module: the region, whose inputs and outputs the aten graph must have.
+        runs_as_it_is: no compiler drops the calls of the region whose results nothing uses.
+    """
+
+    def __init__(self, trace: TraceFunction, graph_module: fx.GraphModule, *, runs_as_it_is: bool = False) -> None:
+        self._trace = trace
+        self._region = graph_module
+        self._unused = _unused_ops(graph_module) if runs_as_it_is else frozenset()
+        self._made: list[GraphTrace] = []
+
+    def __call__(self, aten: fx.GraphModule) -> None:
+        """Take the aten graph."""
+        self._made.append(self._result_of(aten))
+
+    def result(self, symbols: Sequence[sympy.Expr | None]) -> GraphTrace:
+        """What came of it.
+
+        Args:
+            symbols: the symbols of the graph that was traced, in the order of the structure.
+        """
+        if len(self._made) != 1:
+            return GraphTrace(None, f"its compiler made {len(self._made)} graphs of it instead of one")
+        (made,) = self._made
+        return replace(made, symbols=tuple(symbols)) if made.problem is None else made
+
+    def _result_of(self, aten: fx.GraphModule) -> GraphTrace:
+        try:
+            problem = _difference(self._region, aten) or self._dropped(aten)
+            if problem is not None:
+                return GraphTrace(None, problem)
+            with compat.quiet_shapes(compat.fake_mode_of(map(compat.example_value, _placeholders(aten)))):
+                return GraphTrace(self._trace(aten), None)
+        except Exception as error:
+            return GraphTrace(None, f"its aten graph could not be read: {_summary(error)}")
+
+    def _dropped(self, aten: fx.GraphModule) -> str | None:
+        dropped = self._unused - _ops_of(aten)
+        return f"tracing drops {', '.join(sorted(dropped))}, whose results nothing uses" if dropped else None
+
+
+def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> GraphTrace:
+    """Trace a region that no AOT step compiles.
+
+    Args:
+        trace: called with the aten graph.
+        graph_module: the region.
+        symbols: the region's symbols, in the order of the structure.
+    """
+    try:
+        if any(compat.is_unbacked(symbol) for symbol in symbols_of(_inputs(graph_module))):
+            return GraphTrace(None, "it takes sizes that only a run can tell")
+        inputs = inputs_within(_inputs(graph_module), {})
+        if inputs is None:
+            return GraphTrace(None, "its inputs have layouts that cannot be made again")
+        show = TraceOnce(trace, graph_module, runs_as_it_is=True)
+        with compat.tracing_with(inputs.fake_mode):
+            compat.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
+        return show.result([inputs.symbols.get(symbol) for symbol in symbols])
+    except Exception as error:
+        return GraphTrace(None, f"it cannot be traced to aten: {_summary(error)}")
+
+
+def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
+    """Why the aten graph does not stand for the region input by input and output by output; None where it does.
+
+    AOTAutograd merges inputs that overlap and drops repeated ones, and has outputs for writes that it cannot keep in
+    the graph.
+    """
+    for name, values_of in (("input", _inputs), ("output", _outputs)):
+        traced, expected = values_of(aten), values_of(region)
+        if len(traced) != len(expected):
+            return f"its aten graph has {len(traced)} {name}s instead of {len(expected)}"
+        for position, (one, other) in enumerate(zip(traced, expected, strict=True)):
+            if _kind(one) != _kind(other):
+                return f"{name} {position} of its aten graph is another one"
+    return None
+
+
+def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _inputs(graph_module: fx.GraphModule) -> list[Any]:
+    return [compat.example_value(node) for node in _placeholders(graph_module)]
+
+
+def _outputs(graph_module: fx.GraphModule) -> list[Any]:
+    leaves = compat.tree_flatten(graph_module.graph.output_node().args[0])[0]
+    return [compat.example_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+
+
+def _unused_ops(graph_module: fx.GraphModule) -> frozenset[str]:
+    """The custom ops that are called for what they do, as nothing uses a result."""
+    unused = (node.target for node in graph_module.graph.nodes if not node.users)
+    names = {compat.operator_name(target) for target in unused}
+    return frozenset(name for name in names if name is not None and not name.startswith(("aten::", "prims::")))
+
+
+def _ops_of(graph_module: fx.GraphModule) -> frozenset[str]:
+    """The names of the ops that a graph calls, also through higher-order ops."""
+    called = (target for node in graph_module.graph.nodes for target in (node.target, *node.args))
+    return frozenset(name for target in called if (name := compat.operator_name(target)) is not None)
+
+
+def _kind(value: Any) -> Any:
+    """What a trace must keep of a value: dtype and number of dimensions of a tensor, and whether it is one."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.dim())
+    return "number" if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else type(value)
+
+
+def _summary(error: Exception) -> str:
+    lines: Iterable[str] = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {next(iter(lines), '')}"
+
+
+def own_copy(graph_module: fx.GraphModule, *, keep_shapes: bool = True) -> fx.GraphModule:
+    """A copy for the compiler to change, its values named by position: Inductor's caches go by such names too."""
+    left_out = () if keep_shapes else ("example_value", "val", "unbacked_bindings")
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(graph_module.graph.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: copies[argument])
+        name = f"v{number}"
+        target = name if node.op == "placeholder" else node.target
+        copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
+        copies[node].meta = {key: value for key, value in node.meta.items() if key not in left_out}
+    return fx.GraphModule(graph_module, graph)

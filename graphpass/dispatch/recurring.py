@@ -1,0 +1,237 @@
+"""Keys of a graph that nobody dispatches: from the sizes of a call to a key, and when that key is worth a graph.
+
+A field whose padding is known to be harmless rounds up in a ladder; every other field is taken as it is. The first call
+of a key runs without a graph and warms it, the next one captures, later ones replay. Nothing is evicted: beyond a
+number of graphs, further keys run without one.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphpass.dispatch.ladder import Ladder
+from graphpass.keys import BatchDescriptor
+
+__all__ = ["KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
+
+# Keys are counted for as long as they may recur; traffic of ever new sizes must not fill the memory.
+_MAX_COUNTED = 4096
+_CALLS_OF_COUNTERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeyField:
+    """One size that tells the keys of a graph apart.
+
+    Attributes:
+        name: as the user calls it, or where it is read: ``input_ids[0]``. Fields of one name are one size, read at
+            several places: they are padded together, and only where they are equal.
+        ladder: sizes that the user asked for; None for powers of two and the steps halfway between them.
+        is_padded: round up; other fields are exact.
+        is_number: an int of the program that is no tensor's size. One that only counts up never recurs, so such a key
+            needs more calls before it is captured.
+    """
+
+    name: str
+    ladder: Ladder | None
+    is_padded: bool
+    is_number: bool
+
+
+class KeyStep(enum.Enum):
+    """What to do with a call of a key."""
+
+    WARM = "warm"
+    CAPTURE = "capture"
+    REPLAY = "replay"
+    REFUSE = "refuse"
+
+
+@dataclass(slots=True)
+class RecurringKey:
+    """One key: its sizes, and what has become of it.
+
+    Attributes:
+        descriptor: its name in counts and reports.
+        sizes: the size of each field.
+        is_declared: every field's size is one that the user asked for; such keys are not limited in number.
+        calls: calls so far.
+        is_captured: it has a graph.
+        reason: why it gets no graph; None while it may get one.
+    """
+
+    descriptor: BatchDescriptor
+    sizes: tuple[int, ...]
+    is_declared: bool
+    calls: int = 0
+    is_captured: bool = False
+    reason: str | None = None
+
+
+def step_above(size: int) -> int:
+    """The step of the default ladder that holds ``size``: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ..."""
+    power = 1
+    while power < size:
+        if power >= 2 and power + power // 2 >= size:
+            return power + power // 2
+        power *= 2
+    return power
+
+
+class RecurringKeys:
+    """The keys of one graph.
+
+    Args:
+        fields: its sizes, in the order in which calls give them.
+        admits: whether the graph serves these sizes of all fields.
+        max_graphs: most graphs for keys that the user did not ask for.
+        at_once: capture a key of declared sizes in its first call.
+        fixed: sizes that the user named and the graph has fixed, {key field: size}; part of every key.
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[KeyField],
+        *,
+        admits: Callable[[tuple[int, ...]], bool],
+        max_graphs: int,
+        at_once: bool = False,
+        fixed: Mapping[str, int] | None = None,
+    ) -> None:
+        self.fields = tuple(fields)
+        self.max_graphs = max_graphs
+        self.num_graphs = 0
+        self._admits = admits
+        self._at_once = at_once
+        self._fixed = dict(fixed or {})
+        names = dict.fromkeys(field.name for field in fields if field.is_padded)
+        self._padded_groups = [[i for i, field in enumerate(fields) if field.name == name] for name in names]
+        self._keys: dict[tuple[tuple[int, ...], bool], RecurringKey] = {}
+        self._calls_needed = _CALLS_OF_COUNTERS if any(field.is_number for field in fields) else 1
+
+    def key_of(self, real: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
+        """The key that serves a call of these sizes: padded where that is allowed and the graph admits it.
+
+        Args:
+            real: the size of each field.
+            as_is: the call's own tensors cannot be padded; such calls have keys apart.
+        """
+        if as_is:
+            return self._key(real, as_is=True)
+        key = self._key(self._padded(real))
+        if key.calls == 0 and key.reason is None:
+            key.reason = self._too_large(real)
+        return key
+
+    def _key(self, sizes: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
+        key = self._keys.get((sizes, as_is))
+        if key is None:
+            if len(self._keys) >= _MAX_COUNTED:
+                self._keys = {s: k for s, k in self._keys.items() if k.is_captured or k.reason is not None}
+            descriptor = self._descriptor(sizes, as_is)
+            key = RecurringKey(descriptor, sizes, not as_is and self._is_declared(sizes))
+            self._keys[sizes, as_is] = key
+        return key
+
+    def step(self, key: RecurringKey) -> KeyStep:
+        """What to do with this call of the key; counts the call."""
+        key.calls += 1
+        if key.is_captured:
+            return KeyStep.REPLAY
+        if self.reason(key) is not None:
+            return KeyStep.REFUSE
+        needed = 0 if key.is_declared and self._at_once else self._calls_needed
+        return KeyStep.CAPTURE if key.calls > needed else KeyStep.WARM
+
+    def reason(self, key: RecurringKey) -> str | None:
+        """Why the key gets no graph; None while it may get one."""
+        if key.reason is None and not key.is_declared and self.num_graphs >= self.max_graphs:
+            return f"{self.num_graphs} keys have graphs already (max_graphs={self.max_graphs})"
+        return key.reason
+
+    def captured(self, key: RecurringKey) -> None:
+        """Count a graph for the key: one for each set of static inputs."""
+        key.is_captured = True
+        if not key.is_declared:
+            self.num_graphs += 1
+
+    def recount(self) -> None:
+        """Some graphs were dropped: a key's next call captures what is missing, and its graphs are counted anew."""
+        self.num_graphs = 0
+        for key in self._keys.values():
+            key.is_captured = False
+
+    def forget(self) -> None:
+        """Every graph is gone; keys may be captured again."""
+        self.num_graphs = 0
+        self._keys.clear()
+
+    def captured_keys(self) -> list[RecurringKey]:
+        """The keys that have a graph."""
+        return [key for key in self._keys.values() if key.is_captured]
+
+    def ladder_keys(self, example: tuple[int, ...]) -> list[RecurringKey]:
+        """The keys that the user asked for, largest first; other fields have the size of the example's key."""
+        names = dict(zip((field.name for field in self.fields), zip(self.fields, example, strict=True), strict=True))
+        rungs = [field.ladder.rungs if field.ladder is not None else (size,) for field, size in names.values()]
+        combinations = [dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*rungs)]
+        wanted = {tuple([named[field.name] for field in self.fields]) for named in combinations}
+        padded = {self._padded(sizes) for sizes in filter(self._admits, wanted)}
+        return [self._key(sizes) for sizes in sorted(padded, key=_volume, reverse=True)]
+
+    def differs(self, real: Sequence[int]) -> bool:
+        """Whether fields of one name have different sizes in a call."""
+        return any(len({real[index] for index in indices}) > 1 for indices in self._padded_groups)
+
+    def _descriptor(self, sizes: Sequence[int], as_is: bool) -> BatchDescriptor:
+        named = dict(self._fixed)
+        for number, (field, size) in enumerate(zip(self.fields, sizes, strict=True)):
+            named[field.name if named.get(field.name, size) == size else f"{field.name} {number}"] = size
+        num_tokens = named.pop("num_tokens", None)
+        if num_tokens is None:
+            declared = {field.name: size for field, size in zip(self.fields, sizes, strict=True) if field.ladder}
+            counted = [*{**self._fixed, **declared}.values()]
+            num_tokens = max(1, _volume(counted or sizes[:1]))
+        return BatchDescriptor(num_tokens, extra=(*named.items(), *([("as_is", True)] if as_is else ())))
+
+    def _padded(self, real: tuple[int, ...]) -> tuple[int, ...]:
+        padded = real
+        for indices in self._padded_groups:
+            padded = self._largest_admitted(padded, indices)
+        return padded
+
+    def _largest_admitted(self, sizes: tuple[int, ...], indices: Sequence[int]) -> tuple[int, ...]:
+        """``sizes`` with these fields at the largest size up to the ladder's step that the graph admits."""
+        real = sizes[indices[0]]
+        for size in range(_step(self.fields[indices[0]], real), real, -1):
+            padded = tuple([size if index in indices else other for index, other in enumerate(sizes)])
+            if self._admits(padded):
+                return padded
+        return sizes
+
+    def _is_declared(self, sizes: Sequence[int]) -> bool:
+        declared = [(field.ladder, size) for field, size in zip(self.fields, sizes, strict=True) if field.ladder]
+        return bool(declared or self._fixed) and all(size in ladder.rungs for ladder, size in declared)
+
+    def _too_large(self, real: Sequence[int]) -> str | None:
+        for field, size in zip(self.fields, real, strict=True):
+            if field.ladder is not None and field.is_padded and size > field.ladder.rungs[-1]:
+                return f"{field.name}={size} is above the largest capture size {field.ladder.rungs[-1]}"
+        return None
+
+
+def _step(field: KeyField, size: int) -> int:
+    if field.ladder is None:
+        return step_above(size)
+    index = field.ladder.index_above(size)
+    return field.ladder.rungs[index] if index < len(field.ladder) else size
+
+
+def _volume(sizes: Sequence[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
