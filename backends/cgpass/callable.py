@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cgpass.auto import AutoDispatcher
+from cgpass.calls import AutoRules
 from cgpass.eagerregion import EagerRegion
+from cgpass.graphsizes import GraphSizes
+from cgpass.keyshape import KeyShape
 from cgpass.settings import Settings
+from cgpass.wholegraphs import never_full
 from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.plan import PlannedReplay, ReplayPlan
+from graphpass.capture.transforms import refuse_transforms
 from graphpass.capture.wrapper import MAX_STATIC_SETS
-from graphpass.compile import CompiledRegion
-from graphpass.context import ForwardContext, current_context
-from graphpass.dispatch.grid import SizeGrid
-from graphpass.errors import CaptureError, ContextError, ShapeError
+from graphpass.compile import CompiledRegion, RegionTrace
+from graphpass.context import ForwardContext, current_context, entered, without_context
+from graphpass.errors import CaptureError, ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.partition import GraphInput, Partition, Region
-from graphpass.partition.rules import reshapes_in_place
-from graphpass.partition.symbols import layout_inputs
+from graphpass.regions import GraphInput, Partition, Region
+from graphpass.regions.rules import reshapes_in_place
+from graphpass.regions.symbols import layout_inputs
 
 __all__ = ["GraphedCallable"]
 
 _log = logging.getLogger("graphpass")
 _RUNS_BEFORE_ADVICE = 8
-_CAPTURABLE_REASONS = ("splitting op", "nothing to capture", "reshaped in place", "beyond a region")
 
 
 class GraphedCallable:
@@ -50,6 +56,9 @@ class GraphedCallable:
         ends_early: why the graph ends before the model does (a graph break), or None.
         returns_flat: the graph returns a tuple or list of values, without structure inside.
         taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
+        side_effects: what Dynamo's code does to Python state after the graph has run.
+        traces: region name -> its aten graph, for proofs.
+        auto: the graph's sizes and what its own dispatcher goes by; None where only a forward context decides.
     """
 
     def __init__(
@@ -63,8 +72,13 @@ class GraphedCallable:
         taken: Sequence[int],
         ends_early: str | None,
         returns_flat: bool,
+        side_effects: tuple[compat.SideEffect, ...],
+        traces: Mapping[str, RegionTrace],
+        auto: tuple[GraphSizes, AutoRules] | None,
     ) -> None:
         self.name = name
+        self.side_effects = side_effects
+        self.traces = traces
         self.ends_early = ends_early
         self.returns_flat = returns_flat
         self.partition = partition
@@ -72,6 +86,7 @@ class GraphedCallable:
         self._taken = tuple(taken)
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
+        self._compiled = dict(compiled)
         self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
@@ -98,13 +113,19 @@ class GraphedCallable:
             if region.kind == "eager"
             for node in region.graph_module.graph.nodes
         )
-        self._key_dims = _key_dims(partition.inputs, settings)
-        self._grid = SizeGrid.of(settings.capture_sizes or [1])
-        self._fields: dict[BatchDescriptor, Mapping[str, int]] = {}
+        self._key_shape = KeyShape.of(partition.inputs, settings)
         self._size_position = _size_position(partition.inputs)
         self._plans: dict[BatchDescriptor, list[ReplayPlan]] = {}
         self._runs_without_graph = 0
-        self.never_full = _never_full(partition)
+        self.never_full = never_full(partition)
+        # By a proxy: without a cycle, the callable goes when Dynamo drops it.
+        self._auto = None if auto is None else AutoDispatcher(weakref.proxy(self), *auto)
+
+    def runs(self, compiled: Mapping[str, CompiledRegion]) -> bool:
+        """Whether its regions are these artifacts."""
+        return self._compiled.keys() == compiled.keys() and all(
+            region is compiled[name] for name, region in self._compiled.items()
+        )
 
     def __call__(self, *given: Any) -> Any:
         """Run with Dynamo's arguments."""
@@ -114,8 +135,11 @@ class GraphedCallable:
     def call(self, args: tuple[Any, ...]) -> Any:
         """Run with one argument for each of the partition's inputs."""
         context = current_context()
-        if context is None or context.capture is not None:
-            return self._without_graph(context, args)
+        self.runtime.num_entered += 1
+        if compat.transform_over(args) is not None:
+            return self._transformed(context, args)
+        if context is None or context.capture is not None or context.owner is not None:
+            return self._undirected(context, args)
         scope = self.runtime.scope()
         if scope is not None and scope.stops_at_entry:
             raise EnteredCallable(self, args)
@@ -139,9 +163,20 @@ class GraphedCallable:
                 found=self.never_full,
                 remedy="dispatch with mode PIECEWISE: the region stays eager and costs one split",
             )
-        self._check_key(context, args)
+        assert context.batch_descriptor is not None, "PIECEWISE and FULL come with a descriptor"
+        self._key_shape.check(context.batch_descriptor, args)
         outputs = self._as_a_whole(context, args) if full else self._piecewise(context, args)
         return self._told_scope(args, outputs)
+
+    def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
+        """A call under ``vmap`` or forward-mode AD: the graph as it was traced, since kernels drop the tangents.
+
+        Raises:
+            CaptureError: the user's context asks for a graph.
+        """
+        if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
+            refuse_transforms(self.name, args)
+        return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _told_scope(self, args: tuple[Any, ...], outputs: Any) -> Any:
         scope = self.runtime.scope()
@@ -149,40 +184,77 @@ class GraphedCallable:
             scope.reached.append((self, args, tuple(compat.tree_flatten(outputs)[0])))
         return outputs
 
-    def _without_graph(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
-        if context is None:
-            if self._size_position is not None:
-                self.runtime.saw_size(args[self._size_position])
-            self._runs_without_graph += 1
-            if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
-                _log.warning(
-                    "%s ran %d times without a forward context, so without graphs: capture inside "
-                    "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(...)`, "
-                    "or use graphpass.graphed(model, ...)",
-                    self.name,
-                    self._runs_without_graph,
-                )
+    def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
+        """A call that no context of the user's directs: inside a capture, or dispatched here, or by nobody."""
+        if context is not None and context.capture is not None:
+            return self._stitched(*args)
+        if context is not None:  # made by the dispatcher of a callable around this one, which has the pool
+            with without_context():
+                return self._undirected(None, args)
+        if self._size_position is not None:
+            self.runtime.saw_size(args[self._size_position])
+        scope = self.runtime.scope()
+        if scope is not None and scope.reaches:
+            return self._told_scope(args, self._stitched(*args))
+        if self._auto is not None:
+            return self._auto(args)
+        self._runs_without_graph += 1
+        if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
+            _log.warning(
+                "%s ran %d times without a forward context, so without graphs: capture inside "
+                "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(...)`, "
+                "or set dispatch='auto', as graphpass.graphed(model, ...) does",
+                self.name,
+                self._runs_without_graph,
+            )
         return self._stitched(*args)
 
-    def _check_key(self, context: ForwardContext, args: tuple[Any, ...]) -> None:
-        """The descriptor names the padded shape, so the inputs must have it."""
-        descriptor = context.batch_descriptor
-        assert descriptor is not None
-        if not self._key_dims:
-            return
-        padded = self._fields.get(descriptor)
-        if padded is None:
-            padded = self._fields[descriptor] = self._grid.fields(descriptor)
-        for position, dim, field in self._key_dims:
-            expected = padded.get(field)
-            found = args[position].shape[dim]
-            if expected is not None and expected != found:
-                raise ShapeError(
-                    f"input {self.partition.inputs[position].source_name!r} does not have the size its key names",
-                    expected=f"{field}={expected} in dimension {dim} (key {descriptor})",
-                    found=str(found),
-                    remedy="pad the input to the descriptor's size",
-                )
+    # -- for the auto dispatcher --------------------------------------------------------------------------------------
+
+    def run_plain(self, args: Sequence[Any]) -> Any:
+        """Run the compiled regions, without graphs."""
+        return self._stitched(*args)
+
+    def run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
+        """Capture or replay the key of ``context``; ``clone`` as the policy says where it is None.
+
+        Raises:
+            CaptureError: FULL has no graph for these arguments, and capture is closed; nothing has run.
+            StaticInputError: the same, since a static input has moved.
+        """
+        if context.runtime_mode is CUDAGraphMode.FULL:
+            return self._full.call_flat(context, args, clone=clone)
+        with entered(context):
+            return self._piecewise(context, tuple(args), clone=clone)
+
+    def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:
+        """Whether :meth:`run_key` may be tried while capture is closed: it replays, or it raises before it runs."""
+        if context.runtime_mode is CUDAGraphMode.FULL:
+            return True
+        assert context.batch_descriptor is not None
+        return self._plan_for(context.batch_descriptor, args) is not None
+
+    @contextlib.contextmanager
+    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
+        """Do not count the replays of a key in the body."""
+        with contextlib.ExitStack() as stack:
+            for wrapper in (self._full, *self._callees.values()):
+                if isinstance(wrapper, CUDAGraphWrapper):
+                    stack.enter_context(wrapper.uncounted(descriptor))
+            yield
+
+    def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
+        """The keys that the capture sizes ask for, largest first; without capture sizes the example's own."""
+        return [] if self._auto is None else self._auto.ladder(args)
+
+    def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Capture one key of :meth:`ladder` from graph inputs made of an example's.
+
+        Raises:
+            CaptureError: the key cannot be captured.
+        """
+        assert self._auto is not None, "only a callable that dispatches by itself has a ladder"
+        self._auto.capture_key(descriptor, args)
 
     def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
         if self.runtime.scope() is None:
@@ -213,15 +285,19 @@ class GraphedCallable:
             reuses_outputs=True,
         )
 
-    def _piecewise(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
+    def _plan_for(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
+        generation = self.runtime.generation
+        return next((plan for plan in self._plans.get(descriptor, ()) if plan.serves(args, generation)), None)
+
+    def _piecewise(self, context: ForwardContext, args: tuple[Any, ...], *, clone: bool | None = None) -> Any:
         runtime, descriptor = self.runtime, context.batch_descriptor
         assert descriptor is not None
-        clones = self._policy.clones_outputs
+        clones = self._policy.clones_outputs if clone is None else clone
         is_outermost = runtime.enter_forward(context, args, self.name)
         try:
             if not clones:  # outputs of the last forward may come in as inputs of this one
                 args = tuple(runtime.without_stale(args, self._staged))
-            plan = next((p for p in self._plans.get(descriptor, ()) if p.serves(args, runtime.generation)), None)
+            plan = self._plan_for(descriptor, args)
             if plan is not None:
                 outputs = plan.run(args, runtime, context)
                 self._tell_plan(plan)
@@ -333,25 +409,6 @@ def _wrapped_regions(
             policy=inner,
         )
     return callees
-
-
-def _never_full(partition: Partition) -> str | None:
-    """The first region that no graph can hold, with its reason; splitting ops can be captured in a whole."""
-    for region in partition.regions:
-        for reason in (region.reason or "").split("; "):
-            if region.kind == "eager" and not reason.startswith(_CAPTURABLE_REASONS):
-                return f"{region.name}: {reason}"
-    return None
-
-
-def _key_dims(inputs: tuple[GraphInput, ...], settings: Settings) -> tuple[tuple[int, int, str], ...]:
-    """(position, dimension, key field) of the inputs that the user named in dynamic_dims."""
-    return tuple(
-        (position, dim, field)
-        for position, given in enumerate(inputs)
-        for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
-        if isinstance(given.value, torch.Tensor)
-    )
 
 
 def _size_position(inputs: tuple[GraphInput, ...]) -> int | None:

@@ -14,21 +14,27 @@ from graphpass.tables import Report
 __all__ = ["explain"]
 
 
-def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None) -> Report:
-    """Partition ``model`` for ``inputs`` and report regions with reasons; runs the model once, without graphs.
+def explain(
+    model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, dynamic: bool | None = True
+) -> Report:
+    """Partition ``model`` for ``inputs``, and report regions with reasons and which sizes may be padded, and why not.
+
+    Runs the model once, without graphs.
 
     Args:
         model: a module or function.
         inputs: positional example inputs.
-        options: as for the backend; ``compiler`` and ``runtime`` are not used.
+        options: as for the backend; ``compiler``, ``runtime`` and ``dispatch`` are not used.
+        dynamic: as for ``torch.compile``. By default every size is symbolic that the model lets be, as sizes are that
+            vary from call to call; a fixed size has no padding to speak of.
 
     Raises:
         OptionError: an option is unknown or cannot be used.
     """
     Settings.of(options)
     runtime = GraphRuntime()
-    given = {**(options or {}), "compiler": "eager", "runtime": runtime}
-    compiled = torch.compile(model, backend="cgpass", options=given)
+    given = {**(options or {}), "compiler": "eager", "runtime": runtime, "dispatch": "auto"}
+    compiled = torch.compile(model, backend="cgpass", options=given, dynamic=dynamic)
     with torch.no_grad():
         compiled(*inputs)
     return runtime.report()

@@ -11,8 +11,11 @@ from torch import fx
 
 from cgpass.settings import Settings
 from graphpass.compile import SizeRanges
-from graphpass.partition import Partition
-from graphpass.partition.symbols import GuardedSymbols, key_symbols
+from graphpass.dispatch.grid import SizeGrid
+from graphpass.errors import DispatchError
+from graphpass.keys import BatchDescriptor
+from graphpass.regions import Partition
+from graphpass.regions.symbols import GuardedSymbols, key_symbols
 
 __all__ = ["KeySizes"]
 
@@ -44,6 +47,15 @@ class KeySizes:
             return None
         ranges = [pair for pair in wanted[1] if any(self.guards.excludes(symbol, end) is None for end in pair)]
         return symbol, tuple(ranges)
+
+    def admits(self, descriptor: BatchDescriptor) -> bool:
+        """Whether the graph's guards admit the sizes that ``descriptor`` names."""
+        try:
+            fields = SizeGrid.of(self.settings.capture_sizes or [1]).fields(descriptor)
+        except DispatchError:  # a key that does not name the fields
+            return False
+        pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
+        return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
 
     def problems(self) -> Iterator[str]:
         """Which of the named sizes the graph does not serve, and why: those are compiled as graphs of their own."""

@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from cgpass.autorules import dispatched, padding_rows
 from cgpass.callable import GraphedCallable
 from cgpass.keysizes import KeySizes
+from cgpass.retraces import Retraces, TraceKey
 from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import CallableRecord, CompileSeconds, GraphRuntime
 from graphpass.capture.lookup import runtime_of_compiler
-from graphpass.compile import RegionCompiler, compile_training
+from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
-from graphpass.partition import Partition, partition
+from graphpass.regions import Partition, partition
+from graphpass.regions.padding import AtenGraph
 
 __all__ = ["backend"]
 
@@ -61,18 +64,34 @@ def backend(
     name = runtime.next_callable_name()
     if _needs_autograd(example_inputs):
         return _training(name, graph_module, example_inputs, runtime, settings)
+    ends_early = compat.graph_break_reason(graph_module)
     whole = _own_copy(graph_module)
     compat.specialize_wrapped_floats(whole)
+    side_effects = compat.side_effects_of_compilation()
+    key = TraceKey.of(whole, settings, ends_early, side_effects)
     taken = _drop_unread_inputs(whole)
     start_s = time.perf_counter()
     parts = partition(whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
     sizes = KeySizes.of(parts, whole, settings)
+    # A graph whose sizes are all fixed has no padding to prove; a manager asks other questions of it.
+    trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
+    compat.forget_arguments(whole.graph)
     compiled = runtime.owned(RegionCompiler).compile(
-        [region for region in parts.regions if region.kind == "captured"], settings.compiler, sizes.compiled_apart()
+        [region for region in parts.regions if region.kind == "captured"],
+        settings.compiler,
+        sizes.compiled_apart(),
+        trace=trace,
     )
+    retraces = runtime.owned(Retraces)
+    known = retraces.serving(key, compiled.by_name)
+    if known is not None:
+        runtime.retraced(known.name)
+        return known
     _dump(name, parts, settings)
-    ends_early = compat.graph_break_reason(graph_module)
+    eager = [region for region in parts.regions if region.kind == "eager"]
+    traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, trace))}
+    auto, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
     runtime.register(
         CallableRecord(
             name=name,
@@ -81,11 +100,13 @@ def backend(
             frame=compat.frame_id(),
             reason=ends_early,
             seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s),
+            admits=sizes.admits if sizes.symbols else None,
+            padding=() if proof is None else padding_rows(proof),
         )
     )
     for problem in sizes.problems():
         runtime.note(f"{name}: {problem}")
-    return GraphedCallable(
+    made = GraphedCallable(
         name,
         parts,
         compiled.by_name,
@@ -94,7 +115,12 @@ def backend(
         taken=taken,
         ends_early=ends_early,
         returns_flat=_returns_flat(whole),
+        side_effects=side_effects,
+        traces=traces,
+        auto=auto,
     )
+    retraces.add(key, made)
+    return made
 
 
 def _training(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from cgpass.padrules import PadRule, checked_rule
 from graphpass.capture import CapturePolicy, GraphRuntime
 from graphpass.compile import COMPILERS
 from graphpass.errors import OptionError, nearest
@@ -33,6 +34,14 @@ class Settings:
         compile_ranges: ranges of sizes compiled each by itself, {key field: ((least, greatest), ...)}; the same field.
         policy: what wrappers return, when they capture, what they do about moved inputs.
         on_fallback: what happens where a graph was asked for and cannot be had.
+        dispatch: who decides where no forward context is set: ``auto``, the callable by itself; ``context``, nobody:
+            such calls run without graphs. None stands for ``context`` where a runtime is given, else ``auto``.
+        padding: {input: what fills its padding}; an input that is not named repeats its last real slice.
+        padding_check: how far a declared size has to be proved before it is padded. ``prove``: a size that only
+            contents decide is padded and checked at run time, an unproved one is exact. ``strict``: that is an error,
+            and so is a call without a graph. ``declared``: declared sizes are padded and checked at run time.
+            ``off``: the same without the check.
+        max_graphs: most keys that one callable captures by itself; keys of ``capture_sizes`` do not count.
         dump_dir: a directory for the partition's text, one file a graph.
         runtime: owner of pool and statistics; None makes one for each ``torch.compile``.
     """
@@ -46,6 +55,10 @@ class Settings:
     compile_ranges: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     policy: CapturePolicy = field(default_factory=CapturePolicy)
     on_fallback: Literal["warn", "error", "silent"] = "warn"
+    dispatch: Literal["auto", "context"] | None = None
+    padding: Mapping[str, PadRule] = field(default_factory=dict)
+    padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
+    max_graphs: int = 64
     dump_dir: Path | None = None
     runtime: GraphRuntime | None = None
 
@@ -76,11 +89,21 @@ class Settings:
             raise _bad_value("compiler", "one of " + ", ".join(COMPILERS), self.compiler)
         if self.on_fallback not in ("warn", "error", "silent"):
             raise _bad_value("on_fallback", "'warn', 'error' or 'silent'", self.on_fallback)
+        if self.dispatch not in ("auto", "context", None):
+            raise _bad_value("dispatch", "'auto' or 'context'", self.dispatch)
+        if self.padding_check not in ("prove", "strict", "declared", "off"):
+            raise _bad_value("padding_check", "'prove', 'strict', 'declared' or 'off'", self.padding_check)
+        if not isinstance(self.max_graphs, int) or isinstance(self.max_graphs, bool) or self.max_graphs < 0:
+            raise _bad_value("max_graphs", "an integer of at least 0", self.max_graphs)
         if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
             raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
         if len({*self.compile_sizes, *self.compile_ranges}) > 1:
             fields = sorted({*self.compile_sizes, *self.compile_ranges})
             raise _bad_value("compile_sizes", "one key field in compile_sizes and compile_ranges", fields)
+
+    def dispatches_itself(self) -> bool:
+        """Whether a call without a forward context dispatches by itself."""
+        return self.dispatch == "auto" or (self.dispatch is None and self.runtime is None)
 
     def size_ranges(self) -> tuple[str, tuple[tuple[int, int], ...]] | None:
         """The key field that is compiled by size, and its ranges, single sizes first; None when nothing is."""
@@ -174,6 +197,12 @@ def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
     return dims
 
 
+def _padding(value: Any) -> dict[str, PadRule]:
+    if not isinstance(value, Mapping):
+        raise _bad_value("padding", "{input: a number, 'repeat' or a function}", value)
+    return {str(name): checked_rule(str(name), rule) for name, rule in value.items()}
+
+
 _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "mode": CUDAGraphMode.parse,
@@ -182,5 +211,6 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "compile_sizes": partial(_sizes, "compile_sizes"),
     "compile_ranges": _compile_ranges,
     "dynamic_dims": _dynamic_dims,
+    "padding": _padding,
     "dump_dir": lambda value: None if value is None else Path(value),
 }

@@ -1,0 +1,261 @@
+"""What the dispatcher of one graph goes by: its sizes, which of them may be padded, and why it is never captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+import sympy
+
+from cgpass.calls import AutoRules
+from cgpass.graphsizes import GraphSizes, sizes_of, symbols_in
+from cgpass.settings import Settings
+from cgpass.wholegraphs import never_full
+from graphpass import compat
+from graphpass.compile import RegionTrace
+from graphpass.dispatch.ladder import Ladder
+from graphpass.dispatch.recurring import KeyField, RecurringKeys
+from graphpass.errors import CaptureError
+from graphpass.modes import CUDAGraphMode
+from graphpass.regions import GraphInput, Partition
+from graphpass.regions.padding import PaddingProof, Verdict
+from graphpass.regions.padding.compose import prove_partition
+
+__all__ = ["dispatched", "padding_rows"]
+
+_log = logging.getLogger("graphpass")
+
+
+class _KeyNames:
+    """The names of a graph's sizes, and what the user declared of them.
+
+    Args:
+        parts: the partitioned graph.
+        graph: its sizes.
+        settings: the backend's options.
+
+    Attributes:
+        fields: symbol -> key field: as ``dynamic_dims`` calls it, else the input and dimension where it is read.
+        declared: the symbols that ``dynamic_dims`` or ``padding`` name.
+        candidates: the symbols that could be padded: sizes of tensors that come with the call.
+        fixed: {key field: size} of the declared sizes that the graph has fixed.
+        constants: {position: constant} of the inputs whose padding the user declared; None for a function's results.
+    """
+
+    def __init__(self, parts: Partition, graph: GraphSizes, settings: Settings) -> None:
+        tensors = [(p, parts.inputs[p], layout) for p, layout in graph.layouts.items()]
+        declared = {
+            layout.shape[dim]: field
+            for _, given, layout in tensors
+            for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
+            if dim < len(layout.shape) and isinstance(layout.shape[dim], sympy.Symbol)
+        }
+        # Where dimensions are declared, they are; a padding rule alone declares every size of its input.
+        in_padded = [
+            layout.shape
+            for _, given, layout in tensors
+            if given.source_name in settings.padding and not settings.dynamic_dims
+        ]
+        self.declared = frozenset(declared) | symbols_in(size for shape in in_padded for size in shape)
+        self.fixed = {
+            field: layout.shape[dim]
+            for _, given, layout in tensors
+            for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
+            if dim < len(layout.shape) and isinstance(layout.shape[dim], int)
+        }
+        self.fields: dict[sympy.Symbol, str] = {}
+        found = {
+            (home[1], graph.hints[symbol]): field
+            for symbol, field in declared.items()
+            if (home := _home_of(symbol, parts, graph)) is not None
+        }
+        for symbol, place in zip(graph.symbols, graph.places, strict=True):
+            name = declared.get(symbol)
+            home = _home_of(symbol, parts, graph)
+            if name is None and home is not None:
+                # Dynamo may call the batch of each input by another symbol: what was equal in the traced call is taken
+                # for one size, and calls where it differs are not padded.
+                position, dim = home
+                name = found.setdefault((dim, graph.hints[symbol]), f"{_source(parts.inputs[position])}[{dim}]")
+            self.fields[symbol] = name or _source(parts.inputs[place[0]])
+        of_static = symbols_in(size for _, given, layout in tensors if given.is_static for size in layout.shape)
+        of_dynamic = symbols_in(size for _, given, layout in tensors if not given.is_static for size in layout.shape)
+        self.candidates = {
+            symbol: field
+            for symbol, field in self.fields.items()
+            if symbol in of_dynamic - of_static and not compat.is_unbacked(symbol)
+        }
+        self.constants = {
+            position: rule if isinstance(rule, (bool, int, float)) else None
+            for position, given, _ in tensors
+            if (rule := settings.padding.get(given.source_name or "", "repeat")) != "repeat"
+        }
+
+
+def dispatched(
+    name: str, parts: Partition, traces: Mapping[str, RegionTrace], settings: Settings
+) -> tuple[tuple[GraphSizes, AutoRules], PaddingProof]:
+    """The sizes of a compiled graph and what its dispatcher goes by, and the proof behind that.
+
+    Args:
+        name: the callable.
+        parts: the partitioned graph, whose regions have been compiled: what that assumed is in its guards.
+        traces: region name -> its aten graph.
+        settings: the backend's options.
+
+    Raises:
+        CaptureError: ``padding_check`` is ``strict`` and a declared size is not proved.
+    """
+    graph = sizes_of(parts)
+    names = _KeyNames(parts, graph, settings)
+    proof = prove_partition(parts, traces, names.candidates, names.constants)
+    return (graph, _rules_of(name, parts, graph, names, proof, settings)), proof
+
+
+def padding_rows(proof: PaddingProof) -> tuple[tuple[str, str, str], ...]:
+    """(key field, verdict, why) for the report; rows without a field are about all of them."""
+    rows = [(field, verdict.name.lower(), "") for field, verdict in proof.verdicts.items()]
+    rows += [(finding.field, finding.verdict.name.lower(), str(finding)) for finding in proof.findings]
+    return (*rows, *(("", "assumes", text) for text in proof.assumptions))
+
+
+def _home_of(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> tuple[int, int] | None:
+    """The first input that comes with the call and has this size, and the dimension."""
+    for position, layout in graph.layouts.items():
+        if symbol in layout.shape and not parts.inputs[position].is_static:
+            return position, layout.shape.index(symbol)
+    return None
+
+
+def _source(given: GraphInput) -> str:
+    return given.source_name or given.name
+
+
+def _rules_of(
+    name: str, parts: Partition, graph: GraphSizes, names: _KeyNames, proof: PaddingProof, settings: Settings
+) -> AutoRules:
+    mode, off = _level(parts, settings)
+    off = off or _never_captured(parts, graph)
+    padded, contents_decide = _padded_symbols(name, names, proof, settings)
+    positions = {
+        position: settings.padding.get(_source(parts.inputs[position]), "repeat")
+        for position, layout in graph.layouts.items()
+        if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
+    }
+    checks: Literal["once", "often", "never"] = "often" if contents_decide else "once"
+    return AutoRules(
+        mode=mode,
+        keys=RecurringKeys(
+            _key_fields(parts, graph, names, padded, settings),
+            admits=graph.admits,
+            max_graphs=settings.max_graphs,
+            at_once=settings.policy.lazy_capture,
+            fixed=names.fixed,
+        ),
+        padded=positions,
+        declared=frozenset(p for p in positions if _source(parts.inputs[p]) in settings.padding),
+        written=parts.mutated_inputs,
+        dynamic=tuple(p for p in graph.layouts if not parts.inputs[p].is_static),
+        checks="never" if settings.padding_check == "off" else checks,
+        on_fallback=settings.on_fallback,
+        is_strict=settings.padding_check == "strict",
+        moves=settings.policy.on_moved_input == "copy",
+        reads_padding=_calls(parts, "zero_padding"),
+        off=off,
+    )
+
+
+def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, str | None]:
+    modes, not_whole = settings.runtime_modes(), never_full(parts)
+    if CUDAGraphMode.FULL in modes and not_whole is None:
+        return CUDAGraphMode.FULL, None
+    if CUDAGraphMode.PIECEWISE in modes:
+        return CUDAGraphMode.PIECEWISE, None
+    reason = f"mode {settings.mode}" + (f", and the graph cannot be captured whole: {not_whole}" if modes else "")
+    return CUDAGraphMode.NONE, reason
+
+
+def _never_captured(parts: Partition, graph: GraphSizes) -> str | None:
+    if graph.unread:
+        return f"sizes that no input tells: {', '.join(sorted(map(str, graph.unread)))}"
+    if _calls(parts, "c10d") or _calls(parts, "torch.distributed"):
+        return "collectives: the ranks have to agree on a key; set a forward context on every rank"
+    if not any(region.kind == "captured" for region in parts.regions):
+        return "nothing to capture"
+    return None
+
+
+def _calls(parts: Partition, part_of_name: str) -> bool:
+    """Whether some node calls a function whose module or name contains this text."""
+    nodes = (node for region in parts.regions for node in region.graph_module.graph.nodes)
+    return any(
+        part_of_name in f"{getattr(node.target, '__module__', '')}.{node.target}"
+        for node in nodes
+        if node.op == "call_function"
+    )
+
+
+def _padded_symbols(
+    name: str, names: _KeyNames, proof: PaddingProof, settings: Settings
+) -> tuple[frozenset[sympy.Symbol], bool]:
+    """The sizes to pad, and whether for some of them only contents decide.
+
+    Raises:
+        CaptureError: see :func:`dispatched`.
+    """
+    padded, contents_decide = set(), False
+    for symbol, field in names.candidates.items():
+        verdict = proof.verdicts[field]
+        is_declared = symbol in names.declared
+        asks_anyway = settings.padding_check in ("declared", "off")
+        if verdict is Verdict.PROVED or (is_declared and (verdict is Verdict.RUNTIME or asks_anyway)):
+            padded.add(symbol)
+            contents_decide |= verdict is not Verdict.PROVED
+        elif is_declared:
+            _say_unproved(name, field, proof, settings)
+    return frozenset(padded), contents_decide
+
+
+def _say_unproved(name: str, field: str, proof: PaddingProof, settings: Settings) -> None:
+    reasons = [str(finding) for finding in proof.findings if finding.field == field] or ["nothing is known of it"]
+    if settings.padding_check == "strict":
+        raise CaptureError(
+            f"{name}: {field} cannot be padded",
+            expected="a graph whose real entries do not depend on padding",
+            found=reasons[0],
+            remedy="declare what the model needs in the padding (padding={input: value}), mask it in the model, or set "
+            "padding_check='prove' to capture exact sizes",
+        )
+    _log.warning("%s: %s is not padded, its sizes are captured as they are: %s", name, field, reasons[0])
+
+
+def _key_fields(
+    parts: Partition, graph: GraphSizes, names: _KeyNames, padded: frozenset[sympy.Symbol], settings: Settings
+) -> list[KeyField]:
+    return [
+        KeyField(
+            name=names.fields[symbol],
+            ladder=None if (sizes := _ladder(symbol, parts, graph, names, settings)) is None else Ladder(sizes),
+            is_padded=symbol in padded,
+            is_number=symbol not in names.candidates and _is_number(symbol, graph),
+        )
+        for symbol in graph.symbols
+    ]
+
+
+def _ladder(
+    symbol: sympy.Symbol, parts: Partition, graph: GraphSizes, names: _KeyNames, settings: Settings
+) -> tuple[int, ...] | None:
+    """The capture sizes of a size; behind a graph break, where nothing has the declared names, by its dimension."""
+    sizes = settings.capture_sizes.get(names.fields[symbol])
+    if sizes is not None or names.declared or len(settings.capture_sizes) != 1:
+        return sizes
+    ((field, sizes),) = settings.capture_sizes.items()
+    dims = {dim for of_input in settings.dynamic_dims.values() for dim, name in of_input.items() if name == field}
+    home = _home_of(symbol, parts, graph)
+    return sizes if home is not None and home[1] in (dims or {0}) else None
+
+
+def _is_number(symbol: sympy.Symbol, graph: GraphSizes) -> bool:
+    return not any(symbol in layout.shape for layout in graph.layouts.values())

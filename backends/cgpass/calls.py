@@ -1,0 +1,237 @@
+"""What a call without a forward context is: the key that serves it, and how its inputs are filled and outputs cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from cgpass.cutting import OutputCuts, cuts_of
+from cgpass.graphsizes import GraphSizes, value_at
+from cgpass.paddedinputs import PaddedInput, PaddedMemory, layout_numbers
+from cgpass.padrules import PadRule
+from graphpass.capture import GraphRuntime
+from graphpass.capture.layout import storage_id
+from graphpass.capture.traffic import CallCounts
+from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["AutoCall", "AutoRules", "CallTable"]
+
+_MAX_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AutoRules:
+    """What one graph's dispatcher goes by.
+
+    Attributes:
+        mode: FULL or PIECEWISE: the level at which this graph is captured.
+        keys: its fields and their ladders.
+        padded: {position: what fills its padding} of the inputs that have a padded field among their sizes.
+        declared: positions of the inputs whose padding the user declared.
+        written: positions of the tensors that the graph writes to.
+        dynamic: positions of the tensors that are neither parameters nor buffers.
+        checks: when padded calls are checked at run time: each key once, often where contents decide, or never.
+        on_fallback: what happens where a call that could recur gets no graph.
+        is_strict: a call without a graph is an error.
+        moves: a key may be captured once more where a static input has moved.
+        reads_padding: an op of the graph asks which rows are padding.
+        off: why no call is captured; None where calls are.
+    """
+
+    mode: CUDAGraphMode
+    keys: RecurringKeys
+    padded: Mapping[int, PadRule]
+    declared: frozenset[int]
+    written: tuple[int, ...]
+    dynamic: tuple[int, ...]
+    checks: Literal["once", "often", "never"]
+    on_fallback: Literal["warn", "error", "silent"]
+    is_strict: bool
+    moves: bool
+    reads_padding: bool
+    off: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class AutoCall:
+    """Calls of one real size.
+
+    Attributes:
+        key: what serves them.
+        real: the size of each field.
+        counts: where they are counted.
+        inputs: the padded inputs.
+        numbers: (position, value) of the ints that the key's sizes change.
+        cuts: how to cut the outputs; None where nothing is padded and the wrapper stages the inputs.
+        mask: which rows are padding, for ops that ask; real rows first along each padded field.
+        real_rows: the part of ``mask`` that is real.
+    """
+
+    key: RecurringKey
+    real: tuple[int, ...]
+    counts: CallCounts
+    inputs: tuple[PaddedInput, ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
+    cuts: OutputCuts | None = None
+    mask: torch.Tensor | None = None
+    real_rows: torch.Tensor | None = None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the key is larger than the call."""
+        return self.cuts is not None and self.key.sizes != self.real
+
+    def filled(self, args: Sequence[Any]) -> list[Any]:
+        """The graph's arguments at the key's sizes."""
+        given = list(args)
+        for padded in self.inputs:
+            padded.fill(args[padded.position])
+            given[padded.position] = padded.buffer
+        for position, number in self.numbers:
+            given[position] = number
+        if self.mask is not None and self.real_rows is not None:
+            self.mask.fill_(True)
+            self.real_rows.fill_(False)
+        return given
+
+
+class CallTable:
+    """The calls of one graph, by their sizes and layouts.
+
+    Args:
+        name: the callable.
+        runtime: counts the calls.
+        graph: the sizes of the graph.
+        rules: which of them are padded.
+    """
+
+    def __init__(self, name: str, runtime: GraphRuntime, graph: GraphSizes, rules: AutoRules) -> None:
+        self._name, self._runtime, self._graph, self._rules = name, runtime, graph, rules
+        self._memory = PaddedMemory()
+        self._calls: dict[tuple[Any, ...], AutoCall] = {}
+        self._masks: dict[BatchDescriptor, torch.Tensor] = {}
+        read = {position for position, dim in graph.places if dim is None}
+        self._layout_numbers = tuple(position for position in graph.numbers if position not in read)
+        self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
+        self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
+
+    def num_bytes(self) -> int:
+        """Bytes of the padded inputs."""
+        return self._memory.num_bytes()
+
+    def clear(self) -> None:
+        """Drop the buffers and what was worked out."""
+        self._memory.clear()
+        self._calls.clear()
+        self._masks.clear()
+
+    def ladder_keys(self, args: Sequence[Any]) -> list[RecurringKey]:
+        """The keys that the capture sizes ask for, largest first; without capture sizes the example's own."""
+        return self._rules.keys.ladder_keys(self._graph.read(args))
+
+    def call_of(self, args: Sequence[Any], *, as_is: bool) -> AutoCall:
+        """What serves a call with these arguments.
+
+        Args:
+            args: the graph's arguments.
+            as_is: nothing may be padded.
+        """
+        real = self._graph.read(args)
+        layout = tuple([args[position] for position in self._layout_numbers])
+        as_is = as_is or self._rules.keys.differs(real) or (self._watches_memory and self._shares_memory(args))
+        call = self._calls.get((real, layout, as_is))
+        if call is None:
+            if len(self._calls) >= _MAX_REMEMBERED:
+                self._calls.clear()
+            call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
+        return call
+
+    def stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Arguments at other sizes: entries of the example repeated, so that every value is a valid one."""
+        named = self._graph.named(sizes)
+        stretched = list(args)
+        for position, expression in self._graph.numbers.items():
+            if getattr(expression, "free_symbols", frozenset()) <= named.keys():
+                stretched[position] = value_at(expression, named)
+        for position, layout in self._graph.layouts.items():
+            value = args[position]
+            for dim, size in enumerate(layout.shape):
+                wanted = value_at(size, named)
+                if value.shape[dim] != wanted:
+                    value = value.index_select(dim, torch.arange(wanted, device=value.device) % value.shape[dim])
+            stretched[position] = value
+        return stretched
+
+    def _shares_memory(self, args: Sequence[Any]) -> bool:
+        """Whether inputs of a graph that writes share memory: buffers apart would hide that."""
+        storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
+        return len(set(storages)) != len(storages)
+
+    def _new_call(self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool) -> AutoCall:
+        if not self._rules.padded:
+            return self._exact(self._rules.keys.key_of(real), real)
+        if as_is:
+            return self._exact(self._rules.keys.key_of(real, as_is=True), real)
+        key = self._rules.keys.key_of(real)
+        padded, sizes = self._graph.named(key.sizes), self._graph.named(real)
+        numbers = layout_numbers(self._graph.layouts, tuple(self._rules.padded), padded, self._graph.numbers)
+        if numbers is None:  # no dense buffer has the strides that the graph was traced with
+            return self._exact(self._rules.keys.key_of(real, as_is=True), real)
+        for position, expression in self._graph.numbers.items():
+            if getattr(expression, "free_symbols", frozenset()) <= padded.keys():
+                numbers[position] = value_at(expression, padded)
+        inputs = []
+        for position, rule in self._rules.padded.items():
+            layout = self._graph.layouts[position]
+            buffer = self._memory.view(position, layout, padded, args[position])
+            shape = [value_at(size, sizes) for size in layout.shape]
+            inputs.append(PaddedInput.of(position, buffer, shape, rule, is_written=position in self._rules.written))
+        mask, real_rows = self._mask(key, real, args) if self._rules.reads_padding else (None, None)
+        strides = {e: args[p] for p, e in self._graph.numbers.items() if getattr(e, "is_Symbol", False)}
+        return AutoCall(
+            key,
+            real,
+            self._counts(key, "padded" if key.sizes != real else "exact"),
+            inputs=tuple(inputs),
+            numbers=tuple(numbers.items()),
+            cuts=cuts_of(self._graph, sizes, strides),
+            mask=mask,
+            real_rows=real_rows,
+        )
+
+    def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
+        return AutoCall(key, real, self._counts(key, "exact"))
+
+    def _mask(self, key: RecurringKey, real: Sequence[int], args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows are padding, one tensor a key, whose address its graphs keep; and its real part."""
+        fields = zip(self._rules.keys.fields, key.sizes, real, strict=True)
+        padded_sizes = {field.name: (padded, size) for field, padded, size in fields if field.is_padded}
+        sizes = {name: padded_sizes[name] for name in (*self._fields_in_order(), *padded_sizes) if name in padded_sizes}
+        mask = self._masks.get(key.descriptor)
+        if mask is None:
+            device = args[next(iter(self._rules.padded))].device
+            with torch.inference_mode(False):
+                mask = torch.zeros([padded for padded, _ in sizes.values()], dtype=torch.bool, device=device)
+            self._masks[key.descriptor] = mask
+        real_rows = mask
+        for dim, (_, size) in enumerate(sizes.values()):
+            real_rows = real_rows.narrow(dim, 0, size)
+        return mask, real_rows
+
+    def _fields_in_order(self) -> list[str]:
+        """The fields of the input that has most of the padded ones, in the order of its dimensions."""
+        names = {
+            symbol: field.name
+            for symbol, field in zip(self._graph.symbols, self._rules.keys.fields, strict=True)
+            if field.is_padded
+        }
+        rows = [[names[size] for size in self._graph.layouts[p].shape if size in names] for p in self._rules.padded]
+        return max(rows, key=len, default=[])
+
+    def _counts(self, key: RecurringKey, reason: str) -> CallCounts:
+        return self._runtime.traffic.of(self._name, self._rules.mode, key.descriptor, reason)

@@ -1,0 +1,166 @@
+"""From the outputs of a padded replay to what the graph returns at the real sizes.
+
+Tensors of the graph are copied out of the pool: the real prefix of each, at the strides that the real sizes give, and
+outputs of one storage share one storage again. Views of inputs become views of the caller's tensors. Numbers are
+computed from the real sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from cgpass.graphsizes import Expression, GraphSizes, OutputNumber, OutputTensor, Sizes, symbols_in, value_at
+from graphpass.capture.outputs import view_of
+
+__all__ = ["OutputCuts", "cuts_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorCut:
+    """One tensor at the real sizes; ``offset`` counts from the first element of its group."""
+
+    index: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    is_plain: bool
+
+    def of(self, output: torch.Tensor) -> torch.Tensor:
+        """The real part of the replay's output."""
+        for dim, size in enumerate(self.shape):
+            if output.shape[dim] != size:
+                output = output.narrow(dim, 0, size)
+        return output
+
+    def copied(self, output: torch.Tensor) -> torch.Tensor:
+        """The real part in memory of the caller's own."""
+        real = self.of(output)
+        if self.is_plain:
+            return real.clone(memory_format=torch.contiguous_format)
+        return torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device).copy_(real)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """An output that is the input at ``position``, or a view of it ``offset`` elements behind its start."""
+
+    index: int
+    position: int
+    is_input: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, args: Sequence[Any]) -> torch.Tensor:
+        """The same view of the caller's tensor."""
+        owner: torch.Tensor = args[self.position]
+        return owner if self.is_input else view_of(owner, self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCuts:
+    """How to cut the flat outputs of one key for calls of one real size.
+
+    Attributes:
+        tensors: groups of outputs that share a storage.
+        views: outputs that lie in inputs.
+        numbers: {index: value}.
+    """
+
+    tensors: tuple[tuple[_TensorCut, ...], ...]
+    views: tuple[_View, ...]
+    numbers: Mapping[int, int | float | bool]
+
+    def real_parts(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The real part of every tensor of the graph, uncopied."""
+        return [cut.of(outputs[cut.index]) for group in self.tensors for cut in group]
+
+    def apply(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """What the graph returns for the caller's arguments."""
+        cut_outputs = list(outputs)
+        for group in self.tensors:
+            if len(group) == 1:
+                cut_outputs[group[0].index] = group[0].copied(outputs[group[0].index])
+            else:
+                for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
+                    cut_outputs[cut.index] = tensor
+        for view in self.views:
+            cut_outputs[view.index] = view.of(args)
+        for index, number in self.numbers.items():
+            cut_outputs[index] = number
+        return cut_outputs
+
+
+def _copied_together(group: Sequence[_TensorCut], outputs: Sequence[Any]) -> list[torch.Tensor]:
+    first: torch.Tensor = outputs[group[0].index]
+    num_elements = max(
+        cut.offset + 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
+        for cut in group
+    )
+    memory = torch.empty(num_elements, dtype=first.dtype, device=first.device)
+    copies = []
+    for cut in group:
+        copy = memory.as_strided(cut.shape, cut.strides, cut.offset)
+        copies.append(copy.copy_(cut.of(outputs[cut.index])))
+    return copies
+
+
+def cuts_of(graph: GraphSizes, real: Sizes, numbers: Mapping[sympy.Symbol, int]) -> OutputCuts:
+    """The cuts at these real sizes.
+
+    Args:
+        graph: the graph's outputs.
+        real: the real sizes.
+        numbers: layout numbers of the call, which strides of its inputs are made of.
+    """
+    known = {**numbers, **real}
+    groups: dict[int, list[tuple[int, OutputTensor]]] = {}
+    views, values = [], {}
+    for index, output in enumerate(graph.outputs):
+        if isinstance(output, OutputNumber):
+            values[index] = _number(output, known)
+        elif output is not None and output.viewed is None:
+            groups.setdefault(output.group, []).append((index, output))
+        elif output is not None:
+            assert output.viewed is not None
+            at = _evaluator(known)
+            base = graph.layouts[output.viewed].offset
+            shape, strides = tuple(map(at, output.shape)), tuple(map(at, output.strides))
+            views.append(_View(index, output.viewed, output.is_input, shape, strides, at(output.offset) - at(base)))
+    return OutputCuts(tuple(_group(members, known) for members in groups.values()), tuple(views), values)
+
+
+def _group(members: Sequence[tuple[int, OutputTensor]], known: Sizes) -> tuple[_TensorCut, ...]:
+    at = _evaluator(known)
+    offsets = [at(output.offset) for _, output in members]
+    cuts = []
+    for (index, output), offset in zip(members, offsets, strict=True):
+        shape, strides = tuple(map(at, output.shape)), tuple(map(at, output.strides))
+        cuts.append(_TensorCut(index, shape, strides, offset - min(offsets), _is_contiguous(shape, strides)))
+    return tuple(cuts)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    reach = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != reach:
+            return False
+        reach *= size
+    return True
+
+
+def _evaluator(known: Sizes) -> Callable[[Expression], int]:
+    return lambda expression: value_at(expression, known)
+
+
+def _number(output: OutputNumber, known: Sizes) -> int | float | bool:
+    if not symbols_in([output.expression]):
+        return output.kind(output.expression)  # type: ignore[no-any-return]
+    assert isinstance(output.expression, sympy.Basic)
+    value = output.expression.xreplace({symbol: sympy.Integer(size) for symbol, size in known.items()})
+    return bool(value) if output.kind is bool else output.kind(value)

@@ -1,0 +1,213 @@
+"""The symbolic sizes of one graph: where a call tells them, and what its inputs and outputs are at any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from graphpass import compat
+from graphpass.regions import GraphInput, GuardedSymbols, Partition
+
+__all__ = ["GraphSizes", "InputLayout", "OutputNumber", "OutputTensor", "sizes_of", "symbols_in", "value_at"]
+
+Expression: TypeAlias = sympy.Expr | int
+Sizes: TypeAlias = Mapping[sympy.Symbol, int]
+
+
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """How one tensor input lies in memory.
+
+    Attributes:
+        shape: size of each dimension.
+        strides: stride of each dimension, in elements.
+        offset: first element in its storage.
+        order: the dimensions from the smallest stride of the traced call to the largest.
+    """
+
+    shape: tuple[Expression, ...]
+    strides: tuple[Expression, ...]
+    offset: Expression
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor among the flat outputs.
+
+    Attributes:
+        shape: size of each dimension.
+        strides: stride of each dimension, in elements.
+        offset: first element in its storage.
+        group: a number that the outputs of one storage share.
+        viewed: position of the input whose storage it lies in, None for memory of the graph.
+        is_input: it is that input itself.
+    """
+
+    shape: tuple[Expression, ...]
+    strides: tuple[Expression, ...]
+    offset: Expression
+    group: int
+    viewed: int | None
+    is_input: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputNumber:
+    """A number among the flat outputs: computed from the sizes.
+
+    Attributes:
+        expression: its value.
+        kind: int, float or bool.
+    """
+
+    expression: Expression
+    kind: type
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """The sizes of one graph, as a record that holds no fake tensors.
+
+    Attributes:
+        symbols: sizes that tell calls apart, in the order in which :meth:`read` gives them.
+        places: (position, dimension) where each is read; dimension None for an int argument.
+        numbers: {position: expression} of the ints among the inputs, layout numbers included.
+        layouts: {position: layout} of the tensor inputs.
+        outputs: the flat outputs; None for what is neither tensor nor number.
+        guards: which sizes the graph serves.
+        unread: symbols of some shape that no input tells.
+        hints: the size of each symbol in the traced call.
+    """
+
+    symbols: tuple[sympy.Symbol, ...]
+    places: tuple[tuple[int, int | None], ...]
+    numbers: Mapping[int, Expression]
+    layouts: Mapping[int, InputLayout]
+    outputs: tuple[OutputTensor | OutputNumber | None, ...]
+    guards: GuardedSymbols
+    unread: frozenset[sympy.Symbol]
+    hints: Mapping[sympy.Symbol, int]
+
+    def read(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The sizes of a call."""
+        return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self.places])
+
+    def named(self, sizes: Sequence[int]) -> dict[sympy.Symbol, int]:
+        """{symbol: size}."""
+        return dict(zip(self.symbols, sizes, strict=True))
+
+    def admits(self, sizes: Sequence[int]) -> bool:
+        """Whether the guards hold at these sizes; what they leave open does not count as held."""
+        named = self.named(sizes)
+        if self.guards.excluded_by(named) is not None:
+            return False
+        numbers = {symbol: sympy.Integer(size) for symbol, size in named.items()}
+        concerned = [guard for guard in self.guards.guards if guard.free_symbols & named.keys()]
+        return all(guard.free_symbols - named.keys() or guard.xreplace(numbers) == sympy.true for guard in concerned)
+
+
+def value_at(expression: Expression, sizes: Sizes) -> int:
+    """The value of an expression whose symbols are all among ``sizes``."""
+    if isinstance(expression, int):
+        return expression
+    return int(expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}))
+
+
+def symbols_in(expressions: Iterable[Expression]) -> frozenset[sympy.Symbol]:
+    """The free symbols of several expressions."""
+    return frozenset[sympy.Symbol]().union(*(getattr(e, "free_symbols", frozenset()) for e in expressions))
+
+
+def sizes_of(parts: Partition) -> GraphSizes:
+    """Read the sizes off the inputs and outputs of a partitioned graph."""
+    env = compat.shape_env_of(given.value for given in parts.inputs)
+    simplified = _simplifier(env)
+    layouts = {p: _layout(given.value, simplified, env) for p, given in enumerate(parts.inputs) if _is_tensor(given)}
+    numbers = {
+        p: simplified(given.value) for p, given in enumerate(parts.inputs) if isinstance(given.value, torch.SymInt)
+    }
+    in_shapes = symbols_in(size for layout in layouts.values() for size in layout.shape)
+    places = _places(numbers, layouts, frozenset(parts.layout_inputs) if in_shapes else frozenset())
+    symbols = tuple(sorted(places, key=str))
+    return GraphSizes(
+        symbols=symbols,
+        places=tuple(places[symbol] for symbol in symbols),
+        numbers=numbers,
+        layouts=layouts,
+        outputs=_outputs(parts, simplified),
+        guards=GuardedSymbols.from_values(given.value for given in parts.inputs),
+        unread=in_shapes - places.keys(),
+        hints={symbol: int(hint) for symbol, hint in compat.hints_of(env).items()} if env is not None else {},
+    )
+
+
+def _is_tensor(given: GraphInput) -> bool:
+    return isinstance(given.value, torch.Tensor)
+
+
+def _simplifier(env: Any) -> Callable[[Any], Expression]:
+    def simplified(size: Any) -> Expression:
+        expression = compat.expression_of(size)
+        assert expression is not None, "sizes are ints or symbolic"
+        return env.replace(expression) if env is not None and isinstance(expression, sympy.Expr) else expression
+
+    return simplified
+
+
+def _places(
+    numbers: Mapping[int, Expression], layouts: Mapping[int, InputLayout], layout_numbers: frozenset[int]
+) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """Where each symbol is read; ints first, which cost less to read than shapes."""
+    places: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    for position, expression in numbers.items():
+        if isinstance(expression, sympy.Symbol) and position not in layout_numbers:
+            places.setdefault(expression, (position, None))
+    for position, layout in layouts.items():
+        for dim, size in enumerate(layout.shape):
+            if isinstance(size, sympy.Symbol):
+                places.setdefault(size, (position, dim))
+    return places
+
+
+def _layout(tensor: torch.Tensor, simplified: Callable[[Any], Expression], env: Any) -> InputLayout:
+    strides = tuple(map(simplified, tensor.stride()))
+    hints = compat.hints_of(env) if env is not None else {}
+    traced = [int(s.xreplace(hints)) if isinstance(s, sympy.Expr) else s for s in strides]
+    order = sorted(range(tensor.dim()), key=lambda dim: (traced[dim], -dim))
+    return InputLayout(tuple(map(simplified, tensor.shape)), strides, simplified(tensor.storage_offset()), tuple(order))
+
+
+def _outputs(
+    parts: Partition, simplified: Callable[[Any], Expression]
+) -> tuple[OutputTensor | OutputNumber | None, ...]:
+    homes: dict[int | None, int] = {}
+    for position, given in enumerate(parts.inputs):
+        if isinstance(given.value, torch.Tensor):
+            homes.setdefault(compat.storage_id(given.value), position)
+    inputs = {given.name: position for position, given in enumerate(parts.inputs)}
+    groups: dict[int | None, int] = {}
+    found: list[OutputTensor | OutputNumber | None] = []
+    for index, (name, value) in enumerate(parts.output_values()):
+        if isinstance(value, torch.Tensor):
+            storage = compat.storage_id(value)
+            found.append(
+                OutputTensor(
+                    shape=tuple(map(simplified, value.shape)),
+                    strides=tuple(map(simplified, value.stride())),
+                    offset=simplified(value.storage_offset()),
+                    group=groups.setdefault(storage, index),
+                    viewed=inputs[name] if name in inputs else homes.get(storage),
+                    is_input=name in inputs,
+                )
+            )
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+            found.append(OutputNumber(simplified(value), kinds[type(value)]))
+        else:
+            found.append(None)
+    return tuple(found)

@@ -1,0 +1,140 @@
+"""Whether the arguments of a call have the sizes that the call's key names: asked before anything is captured.
+
+A key captured from arguments of other sizes would refuse the right ones afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgpass.settings import Settings
+from graphpass import compat
+from graphpass.dispatch.grid import SizeGrid
+from graphpass.errors import ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.regions import GraphInput
+from graphpass.regions.symbols import key_symbols
+
+__all__ = ["KeyShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyShape:
+    """The dimensions of one graph's inputs that its keys name.
+
+    Attributes:
+        declared: (position, dimension, key field) of the dimensions that ``dynamic_dims`` declares.
+        symbolic: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on the only
+            marked one; empty with declared dimensions, or where several symbols leave open which one the key counts.
+        names: a name for each position.
+        grid: the fields of the keys; None where no option names them.
+    """
+
+    declared: tuple[tuple[int, int, str], ...]
+    symbolic: tuple[tuple[int, tuple[int, ...]], ...]
+    names: Mapping[int, str]
+    grid: SizeGrid | None
+    _fields: dict[BatchDescriptor, Mapping[str, int]] = field(default_factory=dict)
+    _fitting: dict[BatchDescriptor, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Sequence[GraphInput], settings: Settings) -> KeyShape:
+        """Read it off the inputs of a graph."""
+        declared = tuple(
+            (position, dim, name)
+            for position, given in enumerate(inputs)
+            for dim, name in settings.dynamic_dims.get(given.source_name or "", {}).items()
+            if isinstance(given.value, torch.Tensor)
+        )
+        return cls(
+            declared=declared,
+            symbolic=() if settings.dynamic_dims else _symbolic(inputs),
+            names={position: given.source_name or given.name for position, given in enumerate(inputs)},
+            grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
+        )
+
+    def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Compare the arguments' sizes with the key's.
+
+        Raises:
+            ShapeError: a dimension has another size than its key field, or no size of the key explains the dimensions.
+        """
+        if self.declared:
+            self._check_declared(descriptor, args)
+        elif self.symbolic:
+            position, dims = self.symbolic[0]
+            size = args[position].shape[dims[0]]
+            if self._fitting.get(descriptor) != size:
+                self._check_symbolic(descriptor, args)
+                self._fitting.setdefault(descriptor, size)
+
+    def _check_declared(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        padded = self._fields.get(descriptor)
+        if padded is None:
+            padded = _named(descriptor) if self.grid is None else self.grid.fields(descriptor)
+            self._fields[descriptor] = padded
+        for position, dim, name in self.declared:
+            expected = padded.get(name)
+            found = args[position].shape[dim]
+            if expected is not None and expected != found:
+                raise ShapeError(
+                    f"input {self.names[position]!r} does not have the size its key names",
+                    expected=f"{name}={expected} in dimension {dim} (key {descriptor})",
+                    found=str(found),
+                    remedy="pad the input to the descriptor's size",
+                )
+
+    def _check_symbolic(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Nobody declared what the key counts: it may be a dimension, or a product with others of the same input."""
+        counts = {*_named(descriptor).values()}
+        for position, dims in self.symbolic:
+            if not counts.isdisjoint(_products(args[position].shape, dims)):
+                return
+        position, dims = self.symbolic[0]
+        found = tuple(args[position].shape)
+        raise ShapeError(
+            f"input {self.names[position]!r} does not have a size that its key names",
+            expected=f"{' or '.join(map(str, sorted(counts)))} in dimension {dims[0]}, or as a product of dimensions "
+            f"(key {descriptor})",
+            found=f"{found[dims[0]]}, in shape {found}",
+            remedy="pad the input to the descriptor's size; where the key counts something else, declare the dimension "
+            f"with a field of another name: dynamic_dims={{{self.names[position]!r}: {{{dims[0]}: 'rows'}}}}",
+        )
+
+
+def _named(descriptor: BatchDescriptor) -> dict[str, int]:
+    """The counts that a descriptor names."""
+    named = {name: value for name, value in descriptor.extra if type(value) is int}
+    named["num_tokens"] = descriptor.num_tokens
+    if descriptor.num_reqs is not None:
+        named["num_reqs"] = descriptor.num_reqs
+    return named
+
+
+def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
+    """Products of dimensions, one of ``dims`` or one before them among the factors.
+
+    A fixed size before them may be the key's: the graph may be compiled for one batch, and its symbol be a width.
+    """
+    for count in range(1, len(shape) + 1):
+        for chosen in itertools.combinations(range(len(shape)), count):
+            if chosen[0] < dims[0] or not set(chosen).isdisjoint(dims):
+                yield math.prod(shape[dim] for dim in chosen)
+
+
+def _symbolic(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    counted: frozenset[Any] = getattr(key_symbols(inputs, {}).get("num_tokens"), "free_symbols", frozenset())
+    found = []
+    for position, given in enumerate(inputs):
+        if isinstance(given.value, torch.Tensor) and not given.is_static:
+            sizes = [compat.expression_of(size) for size in given.value.shape]
+            dims = [dim for dim, size in enumerate(sizes) if counted & getattr(size, "free_symbols", frozenset())]
+            if dims:
+                found.append((position, tuple(dims)))
+    return tuple(found)

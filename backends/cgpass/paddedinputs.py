@@ -1,0 +1,169 @@
+"""Padded inputs of one graph: memory that graphs read in place, and how a call fills it.
+
+Each padded input has one flat piece of memory, as large as its largest key so far, and each key views its start. The
+views are static inputs of the graphs, so filling them is the staging copy itself: real entries and padding at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cgpass.graphsizes import Expression, InputLayout, Sizes, symbols_in, value_at
+from cgpass.padrules import PadRule
+from graphpass import compat
+from graphpass.errors import ShapeError
+
+__all__ = ["PaddedInput", "PaddedMemory", "dense_strides", "layout_numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInput:
+    """One input at one key, for calls of one real size.
+
+    Attributes:
+        position: of the input.
+        buffer: what the graph reads, at the key's sizes.
+        real: the part of the buffer that holds the call's entries.
+        rule: what fills the rest.
+        is_written: the graph writes to it.
+    """
+
+    position: int
+    buffer: torch.Tensor
+    real: torch.Tensor
+    rule: PadRule
+    is_written: bool
+    _rows: tuple[int, torch.Tensor] | None
+    _rests: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
+
+    @classmethod
+    def of(
+        cls, position: int, buffer: torch.Tensor, real_shape: Sequence[int], rule: PadRule, *, is_written: bool
+    ) -> PaddedInput:
+        """The input over ``buffer``, whose entries beyond ``real_shape`` are padding."""
+        dims = [dim for dim, size in enumerate(real_shape) if size != buffer.shape[dim]]
+        real = _narrowed(buffer, dims, real_shape)
+        rows = None
+        rests: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if rule == "repeat" and len(dims) == 1:
+            last = real_shape[dims[0]] - 1
+            index = torch.arange(buffer.shape[dims[0]], device=buffer.device).clamp_(max=last)
+            rows = (dims[0], index)
+        elif not callable(rule):
+            for number, dim in enumerate(dims):  # one dimension after the other, over what is filled so far
+                part = _narrowed(buffer, dims[number + 1 :] if rule == "repeat" else (), real_shape)
+                rest = part.narrow(dim, real_shape[dim], buffer.shape[dim] - real_shape[dim])
+                last_slice = part.narrow(dim, real_shape[dim] - 1, 1).expand_as(rest) if rule == "repeat" else None
+                rests.append((rest, last_slice))
+        return cls(position, buffer, real, rule, is_written, rows, tuple(rests))
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Copy a call's entries, and fill the padding.
+
+        Raises:
+            ShapeError: a padding function returned another shape.
+        """
+        if self._rows is not None:
+            torch.index_select(value, *self._rows, out=self.buffer)
+        elif callable(self.rule):
+            self.buffer.copy_(self._padded_by_function(value))
+        else:
+            self.real.copy_(value)
+            self.fill_padding()
+
+    def fill_padding(self) -> None:
+        """Fill the padding by the rule, from what the real part holds."""
+        for rest, last_slice in self._rests:
+            if last_slice is None:
+                rest.fill_(self.rule)  # type: ignore[arg-type]
+            else:
+                rest.copy_(last_slice)
+
+    def _padded_by_function(self, value: torch.Tensor) -> torch.Tensor:
+        assert callable(self.rule)
+        padded = self.rule(value, tuple(self.buffer.shape))
+        if not isinstance(padded, torch.Tensor) or padded.shape != self.buffer.shape:
+            raise ShapeError(
+                "a padding function returned another shape",
+                expected=str(tuple(self.buffer.shape)),
+                found=str(tuple(padded.shape)) if isinstance(padded, torch.Tensor) else repr(padded),
+                remedy="return a tensor of the padded shape that it is called with",
+            )
+        return padded
+
+
+def _narrowed(buffer: torch.Tensor, dims: Sequence[int], real_shape: Sequence[int]) -> torch.Tensor:
+    for dim in dims:
+        buffer = buffer.narrow(dim, 0, real_shape[dim])
+    return buffer
+
+
+@dataclass(slots=True)
+class PaddedMemory:
+    """The memory of all padded inputs of one graph."""
+
+    _flat: dict[int, torch.Tensor] = field(default_factory=dict)
+    _views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+
+    def view(self, position: int, layout: InputLayout, sizes: Sizes, like: torch.Tensor) -> torch.Tensor:
+        """The buffer of an input at a key's sizes: the same tensor in every call."""
+        shape = tuple(value_at(size, sizes) for size in layout.shape)
+        found = self._views.get((position, shape))
+        if found is None:
+            found = self._views[position, shape] = self._new_view(position, layout, shape, like)
+        return found
+
+    def _new_view(self, position: int, layout: InputLayout, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._flat.get(position)
+            if flat is None or flat.numel() < math.prod(shape):
+                flat = torch.zeros(math.prod(shape), dtype=like.dtype, device=like.device)
+                self._flat[position] = flat
+            view = flat.as_strided(shape, dense_strides(shape, layout.order))
+        compat.mark_static_address(view)
+        return view
+
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(flat.nbytes for flat in self._flat.values())
+
+    def clear(self) -> None:
+        """Drop the buffers; graphs that still use one keep it alive."""
+        self._flat.clear()
+        self._views.clear()
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, the dimensions in ``order`` from the fastest to the slowest."""
+    strides, reach = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = reach
+        reach *= shape[dim]
+    return tuple(strides)
+
+
+def layout_numbers(
+    layouts: Mapping[int, InputLayout], positions: Sequence[int], sizes: Sizes, numbers: Mapping[int, Expression]
+) -> dict[int, int] | None:
+    """Values of the layout numbers that describe dense buffers; None where no dense buffer fits the traced strides."""
+    values: dict[Any, int] = {}
+    for position in positions:
+        layout = layouts[position]
+        shape = [value_at(size, sizes) for size in layout.shape]
+        expected = [*zip(layout.strides, dense_strides(shape, layout.order), shape, strict=True), (layout.offset, 0, 2)]
+        for traced, actual, size in expected:
+            unknown = symbols_in([traced]) - sizes.keys() - values.keys()
+            if size <= 1:
+                continue
+            if unknown and traced not in unknown:
+                return None
+            if unknown:
+                values[traced] = actual
+            elif value_at(traced, {**sizes, **values}) != actual:
+                return None
+    return {position: values[expression] for position, expression in numbers.items() if expression in values}

@@ -1,0 +1,18 @@
+"""Whether a graph can be captured as a whole."""
+
+from __future__ import annotations
+
+from graphpass.regions import Partition
+
+__all__ = ["never_full"]
+
+_CAPTURABLE_REASONS = ("splitting op", "nothing to capture", "reshaped in place", "beyond a region")
+
+
+def never_full(partition: Partition) -> str | None:
+    """The first region that no graph can hold, with its reason; splitting ops can be captured in a whole."""
+    for region in partition.regions:
+        for reason in (region.reason or "").split("; "):
+            if region.kind == "eager" and not reason.startswith(_CAPTURABLE_REASONS):
+                return f"{region.name}: {reason}"
+    return None
