@@ -42,7 +42,7 @@ from graphpass.errors import (
 )
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.partition import DEFAULT_RULES, GraphInput, Partition, Region, SplitReason, SplitRule, partition
+from graphpass.regions import DEFAULT_RULES, GraphInput, Partition, Region, SplitReason, SplitRule, partition
 from graphpass.tables import Report, Table
 
 # isort: split
@@ -66,6 +66,7 @@ from graphpass.encoder import (
     pack_items,
     smallest_fitting_budget,
 )
+from graphpass.graphed import GraphedModel, graphed, precapture
 from graphpass.manager import (
     AdapterBatch,
     AttentionMetadataBuilder,
@@ -76,7 +77,6 @@ from graphpass.manager import (
     Drafter,
     Generation,
     GenerationStats,
-    GraphedModel,
     InputSpec,
     KeyTraffic,
     LoraAdapters,
@@ -90,7 +90,6 @@ from graphpass.manager import (
     PagedRequests,
     Request,
     WeightOffloader,
-    graphed,
     zero_padding,
 )
 from graphpass.memory import GroupEstimate, MemoryEstimate, MemoryGrowth
@@ -182,6 +181,7 @@ __all__ = [
     "pack_items",
     "partition",
     "plan_sizes",
+    "precapture",
     "resolve_mode",
     "runtime_of",
     "set_forward_context",

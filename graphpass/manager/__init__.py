@@ -5,7 +5,6 @@ from graphpass.manager.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.manager.cudagraphs import CudaGraphManager
 from graphpass.manager.drafting import Drafter, NgramDrafter
 from graphpass.manager.generation import Generation, NewToken
-from graphpass.manager.graphed import GraphedModel, graphed
 from graphpass.manager.lora import AdapterBatch, LoraAdapters, LoraModel
 from graphpass.manager.managerstats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
 from graphpass.manager.masking import zero_padding
@@ -24,7 +23,6 @@ __all__ = [
     "Drafter",
     "Generation",
     "GenerationStats",
-    "GraphedModel",
     "InputSpec",
     "KeyTraffic",
     "LoraAdapters",
@@ -38,6 +36,5 @@ __all__ = [
     "PagedRequests",
     "Request",
     "WeightOffloader",
-    "graphed",
     "zero_padding",
 ]

@@ -132,7 +132,10 @@ class AttentionMetadataBuilder(Protocol):
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
-        """The ops that have to stay eager in PIECEWISE."""
+        """The ops that read the metadata: they stay eager in PIECEWISE, and they alone may mix tokens and requests.
+
+        Qualified names, ``mylib::paged_attention``.
+        """
         ...
 
     def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:

@@ -28,8 +28,10 @@ from graphpass.manager.guards import modules_of
 from graphpass.manager.keycapture import KeyCapture
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import ManagerStats, StepCounts
+from graphpass.manager.metadata import fields_named
 from graphpass.manager.offload import WeightOffloader
 from graphpass.manager.refusals import (
+    inside_transform,
     moved_weights,
     no_graph,
     nothing_captured,
@@ -61,8 +63,6 @@ class CudaGraphManager:
             :class:`graphpass.DataParallelAgreement`; None for a model of this process alone.
         offloader: brings the weights of the model's layers from host memory; None where they are on the device.
         device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
-        cut: {output: {dimension: key field}} for outputs whose symbolic shape does not say it, as in
-            :func:`graphpass.graphed`.
         options: the backend's, see :func:`cgpass.options`; those of mode, sizes and outputs are the manager's own.
 
     Attributes:
@@ -83,7 +83,6 @@ class CudaGraphManager:
         agreement: DataParallelAgreement | None = None,
         offloader: WeightOffloader | None = None,
         device: torch.device | str | None = None,
-        cut: Mapping[int | str, Mapping[int, str]] | None = None,
         **options: Any,
     ) -> None:
         refuse_options(options, _OWN_OPTIONS)
@@ -97,9 +96,7 @@ class CudaGraphManager:
             offloader.check_model(modules, self._inputs.device)
         self._bound_mode()
         num_ranks = None if agreement is None else agreement.num_ranks
-        self._keys = KeyCapture(
-            model, dispatcher, self._inputs, attention, self.runtime, dict(cut or {}), options, offloader, num_ranks
-        )
+        self._keys = KeyCapture(model, dispatcher, self._inputs, attention, self.runtime, options, offloader, num_ranks)
         self._ranks = (
             None if agreement is None else AgreedSteps.of(agreement, dispatcher, self._inputs, self._keys.settings)
         )
@@ -185,9 +182,14 @@ class CudaGraphManager:
 
         Raises:
             ShapeError: the batch is larger than the buffers, or its inputs or requests do not fit it.
-            CaptureError: nothing was captured yet, or torch's settings are not those of the capture.
+            CaptureError: nothing was captured yet, torch's settings are not those of the capture, or the call stands
+                inside ``vmap``, ``grad`` or forward-mode AD.
+            ContextError: the attention's metadata lacks a field that the model reads.
             AgreementError: another data-parallel rank failed, is gone or is configured differently; nothing has run.
         """
+        transform = compat.active_transform()
+        if transform is not None:
+            raise inside_transform(transform)
         with self._turn:
             if self._ranks is None:
                 sizes = self._sizes_of(batch)
@@ -287,7 +289,7 @@ class CudaGraphManager:
             query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
             attention = self.attention.example(step.descriptor, query_len=query_len)
         self.runtime.follow_last_forward()
-        with quietly(), self._keys.state_kept():
+        with quietly(), self._keys.state_kept(is_step=True):
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
@@ -314,11 +316,12 @@ class CudaGraphManager:
             metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
         across = None if decision is None else decision.agreed.num_tokens_across_dp
         entered = self._keys.context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across)
-        with entered as context, self._keys.onloaded(mode):
+        with entered as context, self._keys.onloaded(mode), fields_named(self.attention, metadata):
             if step.plan is None:
                 with quietly():
                     self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
             else:
+                assert context is not None
                 self.runtime.enter_forward(context, (step.inputs.is_padding,), "a manager")
                 try:
                     returned = step.plan.run(step.args, self.runtime, context)
@@ -355,14 +358,14 @@ class CudaGraphManager:
             metadata = None if self.attention is None else self.attention.build(batch.attention, None)
             across = None if decision is None else decision.agreed.num_tokens_across_dp
             context = self._keys.context_of(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across)
-            with context, self._keys.onloaded(CUDAGraphMode.NONE):
+            with context, self._keys.onloaded(CUDAGraphMode.NONE), fields_named(self.attention, metadata):
                 self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
         self._copy_back(learned, batch, sizes, inputs)
         return learned.result(sizes)
 
     def _store(self, learned: Learned, result: Any, sizes: Sizes) -> None:
         leaves, spec = compat.tree_flatten(result)
-        if spec != learned.run.spec:
+        if spec != learned.recipe.spec:
             raise learned.other_structure(str(spec))
         learned.outputs.store(leaves, sizes)
 
@@ -370,7 +373,7 @@ class CudaGraphManager:
     def _copy_back(learned: Learned, batch: Batch, sizes: Sizes, inputs: PaddedInputs) -> None:
         """What the model wrote to an input, into the caller's tensor."""
         if batch.inputs is not None:
-            for name in learned.run.mutated:
+            for name in learned.recipe.mutated:
                 batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
 
     def _report_fallback(self, step: Dispatch, why: str) -> None:

@@ -1,15 +1,14 @@
-"""What Dynamo's guards guarded, for calls that go past Dynamo.
+"""What Dynamo's guards guarded, for steps that go past Dynamo.
 
-A direct call of a captured callable skips Dynamo's code and not its guards, which see what no record of ours would: a
-longer list, another activation function, a hook. What ought to be refused by name (ambient state at capture) is
-compared before them, and parameters, whose identity they leave open, are looked up where the module keeps them.
+Settings of torch are compared with those of the capture and a change is refused by name. Parameters and buffers are
+looked up where the modules keep them. Attributes, hooks and longer lists are not compared: whoever changes them calls
+``recapture()``.
 """
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,9 @@ from graphpass.errors import CaptureError, ShapeError
 
 __all__ = [
     "CallGuards",
-    "DynamoGuards",
     "KeptLayouts",
     "OwnedTensors",
     "entry_of",
-    "local_values",
     "modules_of",
     "refuse_other_settings",
 ]
@@ -65,40 +62,27 @@ class OwnedTensors(Places):
     __slots__ = ()
 
     @classmethod
-    def locate(
-        cls, modules: Sequence[torch.nn.Module], wanted: Iterable[torch.Tensor], *, all_children: bool = False
-    ) -> OwnedTensors | None:
+    def locate(cls, modules: Sequence[torch.nn.Module], wanted: Iterable[torch.Tensor]) -> OwnedTensors | None:
         """Find every wanted tensor among parameters and buffers; None when one is kept elsewhere.
+
+        Children that own none of them are watched as well: nothing else sees one exchanged.
 
         Args:
             modules: all modules of the model.
             wanted: the tensors.
-            all_children: watch children that own none of them as well, where nothing else sees one exchanged.
         """
         missing = {id(tensor) for tensor in wanted}
         places: list[tuple[dict[str, Any], str, Any]] = []
-        found = set()
-        owners = set()
-        # Children come after their parents, so backwards every child is known to own something or not.
         for module in reversed(modules):
-            here: list[tuple[dict[str, Any], str, Any]] = [
+            places += [
                 (owner, name, tensor)
                 for owner in (module._parameters, module._buffers)
                 for name, tensor in owner.items()
                 if tensor is not None and id(tensor) in missing
             ]
-            found |= {id(tensor) for _, _, tensor in here}
-            here += [
-                (module._modules, name, child)
-                for name, child in module._modules.items()
-                if all_children or id(child) in owners
-            ]
-            if here:
-                owners.add(id(module))
-            places += here
-        if missing != found:
-            return None
-        return cls.of(places)
+            places += [(module._modules, name, child) for name, child in module._modules.items()]
+        found = {id(held) for _, _, held in places if isinstance(held, torch.Tensor)}
+        return cls.of(places) if missing == found else None
 
 
 class KeptLayouts:
@@ -151,72 +135,33 @@ def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def local_values(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What Dynamo's guards of ``entry`` look at when it is called with these arguments: they and its closure."""
-    return {**inspect.getclosurevars(entry).nonlocals, "arguments": dict(arguments)}
-
-
-@dataclass(frozen=True, slots=True)
-class DynamoGuards:
-    """Dynamo's own guards of the code that a direct call goes past: all that tracing the model relied on."""
-
-    _check: Callable[[dict[str, Any]], bool]
-    _locals: dict[str, Any]
-
-    @classmethod
-    def of(cls, entry: Callable[..., Any], arguments: Mapping[str, Any]) -> DynamoGuards | None:
-        """The guards that hold now; None where Dynamo's code for ``entry`` is more, or less, than one graph.
-
-        Args:
-            entry: the function that was compiled; its closure is what it reads besides arguments.
-            arguments: what it was called with, by name.
-        """
-        here = local_values(entry, arguments)
-        check = compat.holding_guards(entry, here)
-        return None if check is None else cls(check, here)
-
-    def hold(self) -> bool:
-        """Whether Dynamo would run the same code again."""
-        return self._check(self._locals)
-
-
 @dataclass(frozen=True, slots=True)
 class CallGuards:
-    """All that is compared before what was captured of a model runs past Dynamo.
+    """What is compared before a graph of a model is replayed past Dynamo.
 
     Attributes:
         ambient: torch's settings and the modules' train/eval flags at capture.
         owned: where the model keeps the tensors that the graph reads.
-        dynamo: Dynamo's own, for everything else that tracing the model relied on; None where they are not asked.
-        layouts: shapes and strides of those tensors; None where Dynamo's guards are asked, and see them.
+        layouts: shapes and strides of those tensors.
     """
 
     ambient: AmbientState
     owned: OwnedTensors
-    dynamo: DynamoGuards | None
-    layouts: KeptLayouts | None
+    layouts: KeptLayouts
 
     @classmethod
-    def of(
-        cls,
-        modules: Sequence[torch.nn.Module],
-        owned: OwnedTensors,
-        tensors: Sequence[torch.Tensor],
-        dynamo: DynamoGuards | None,
-    ) -> CallGuards:
+    def of(cls, modules: Sequence[torch.nn.Module], owned: OwnedTensors, tensors: Sequence[torch.Tensor]) -> CallGuards:
         """The guards as of now.
 
         Args:
             modules: all modules of the model.
             owned: the places of ``tensors``.
             tensors: those of the model that the graph reads.
-            dynamo: Dynamo's guards, or None not to ask them.
         """
-        sees_layouts = dynamo is not None and compat.guards_see_layouts()
-        return cls(AmbientState.now(modules), owned, dynamo, None if sees_layouts else KeptLayouts(tensors))
+        return cls(AmbientState.now(modules), owned, KeptLayouts(tensors))
 
     def hold(self, modules: Sequence[torch.nn.Module]) -> bool:
-        """Whether the model still has the tensors of the capture, and is what Dynamo traced, as far as it is asked.
+        """Whether the model still has the tensors of the capture.
 
         Raises:
             CaptureError: a setting changed since capture.
@@ -225,8 +170,5 @@ class CallGuards:
         refuse_other_settings(self.ambient, modules)
         if not self.owned.in_place():
             return False
-        if self.dynamo is not None and not self.dynamo.hold():
-            return False
-        if self.layouts is not None:
-            self.layouts.refuse_change()
+        self.layouts.refuse_change()
         return True

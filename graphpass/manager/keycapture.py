@@ -11,21 +11,25 @@ from typing import Any
 import torch
 
 from graphpass import compat
-from graphpass.capture import CaptureScope, EnteredCallable, GraphRuntime
+from graphpass.capture import CaptureScope, GraphRuntime
+from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.layout import storage_id
-from graphpass.capture.snapshot import state_kept
 from graphpass.context import entered, set_forward_context
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.manager.batch import AttentionMetadataBuilder
-from graphpass.manager.fallbacks import Fallbacks
+from graphpass.manager.firstrun import FirstRun, model_state_kept
 from graphpass.manager.guards import CallGuards, OwnedTensors, entry_of, modules_of
-from graphpass.manager.keyrun import KeyRun, LeafSources, leaf_sources, learn_key, nothing_reached
 from graphpass.manager.keystep import KeyStep, Learned, PaddedInputs
 from graphpass.manager.managerstats import CapturedKey
+from graphpass.manager.metadata import fields_named, slot_mapping_of
+from graphpass.manager.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.manager.offload import WeightOffloader
-from graphpass.manager.padding import InputBuffer, by_tensor, versions_of, written_since
+from graphpass.manager.padding import InputBuffer, by_tensor
+from graphpass.manager.pythonstate import PythonState
+from graphpass.manager.recipe import LeafSources, Reached, leaf_sources, symbols_of
+from graphpass.manager.refusals import nothing_reached
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.memory import DeviceMemory, Key, MemoryMeter
 from graphpass.modes import CUDAGraphMode
@@ -45,7 +49,6 @@ class KeyCapture:
         inputs: the persistent input buffers.
         attention: makes metadata; None for a model without.
         runtime: owner of pool and statistics.
-        cut: {output: {dimension: key field}}, what symbols do not say.
         options: the backend's, the manager's own left out.
         offloader: brings weights that lie in host memory; None for a model whose weights are on the device.
         num_ranks: data-parallel ranks that run the same keys; None without an agreement.
@@ -65,7 +68,6 @@ class KeyCapture:
         inputs: StepBuffers,
         attention: AttentionMetadataBuilder | None,
         runtime: GraphRuntime,
-        cut: Mapping[int | str, Mapping[int, str]],
         options: Mapping[str, Any],
         offloader: WeightOffloader | None = None,
         num_ranks: int | None = None,
@@ -74,7 +76,7 @@ class KeyCapture:
         from cgpass.settings import Settings
 
         self._model, self._dispatcher, self._inputs = model, dispatcher, inputs
-        self._attention, self._runtime, self._cut = attention, runtime, cut
+        self._attention, self._runtime = attention, runtime
         self._offloader, self._num_ranks = offloader, num_ranks
         splitting = [op for part in (attention, offloader) if part is not None for op in part.splitting_ops]
         # A model with an op that no graph can hold goes on with regions.
@@ -100,12 +102,14 @@ class KeyCapture:
         self.meter: MemoryMeter = DeviceMemory(inputs.device, runtime)
         self._learned: Learned | None = None
         self._guards: dict[Any, CallGuards] = {}
+        self._checked: set[Any] = set()
         self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
 
     def forget(self) -> None:
         """Nothing is captured any more; the model is compiled and learned anew, hooks and all."""
         self._learned = None
         self._guards.clear()
+        self._checked.clear()
         self._entry = entry_of(self._model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
 
@@ -137,73 +141,83 @@ class KeyCapture:
         num_tokens = max((key.num_tokens for key in keys), default=self._inputs.largest["num_tokens"])
         if num_tokens == self._inputs.largest.get("num_reqs"):
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
-        inputs = self.inputs_at({**self._inputs.largest, "num_tokens": num_tokens})
-        metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
-        context = self.context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
-        with self._runtime.scope_opened() as scope, context, self._first_run_undone(scope, inputs):
-            own, versions = by_tensor(inputs.buffers), versions_of(inputs.buffers)
-            with self.onloaded(CUDAGraphMode.NONE):
-                result = self.compiled(**inputs.arguments)
-            if not scope.reached:
-                raise nothing_reached(f"{num_tokens} tokens")
-            if self._offloader is not None and len(scope.reached) != 1:
-                raise _not_with_offloading(f"a model of {len(scope.reached)} graphs", "a model without graph breaks")
-            run = learn_key(
-                result,
-                scope.reached,
-                own,
-                padded=inputs.sizes,
-                declared_cuts=self._cut,
-                entry=self._entry,
-                arguments=inputs.arguments,
-                written=written_since(inputs.buffers, versions),
-                modules=self.modules,
-            )
-            leaves = compat.tree_flatten(result)[0]
-            sources = leaf_sources(leaves, scope.reached, own)
-            never_full = next((c.never_full for c, _, _ in scope.reached if c.never_full is not None), None)
-            why = self._why_through_dynamo(run, sources, scope.reached[0][1])
-        self._inputs.pad_always(run.mutated)
-        outputs = OutputBuffers.like(leaves, run.cuts, self._inputs.largest)
-        return Learned(run, outputs, None if isinstance(sources, str) else sources, why), never_full
+        sizes = {**self._inputs.largest, "num_tokens": num_tokens}
+        with self._run_once(sizes) as run:
+            if len(run.reached) == 1:
+                return self._learned_from(run)
+        # What the second graph takes is symbolic once Dynamo has seen another size of it.
+        with self._run_once({field: size + (-1 if size > _LEAST_SYMBOLIC else 1) for field, size in sizes.items()}):
+            pass
+        with self._run_once(sizes) as run:
+            return self._learned_from(run)
 
     @contextlib.contextmanager
-    def _first_run_undone(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
-        """Undo what a run in the body does to the model's tensors, which the graph that it enters first tells."""
-        scope.stops_at_entry = True
-        state: list[torch.Tensor] = []
-        try:
-            self.compiled(**inputs.arguments)
-        except EnteredCallable as entered_at:
-            written = [entered_at.args[position] for position in entered_at.reached.partition.mutated_inputs]
-            own = by_tensor(inputs.buffers)
-            state = [tensor for tensor in written if id(tensor) not in own]
-        finally:
-            scope.stops_at_entry = False
-        with state_kept(state, [], self._inputs.device):
-            yield
+    def _run_once(self, sizes: Sizes) -> Iterator[FirstRun]:
+        """Run at these sizes without a graph, over example inputs; when the body is left, the run is undone."""
+        inputs, num_tokens = self.inputs_at(sizes), sizes["num_tokens"]
+        metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
+        context = self.context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
+        with self._runtime.scope_opened() as scope, context, fields_named(self._attention, metadata):
+            run = FirstRun(self.compiled, inputs, scope, self.modules, self._inputs.device)
+            with run.undone(), self.onloaded(CUDAGraphMode.NONE):
+                run.run()
+                if self._offloader is not None and len(run.reached) != 1:
+                    found = f"a model of {len(run.reached)} graphs"
+                    raise _not_with_offloading(found, "a model without graph breaks")
+                yield run
 
-    def state_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Undo what captures in the body do to the model's tensors and to random number generators."""
-        run = self.learn().run
-        return state_kept(run.state, run.generators, self._inputs.device)
+    def _learned_from(self, run: FirstRun) -> tuple[Learned, str | None]:
+        self._check_graphs(run.reached, run.inputs)
+        recipe = run.recipe()
+        leaves = compat.tree_flatten(run.result)[0]
+        sources = leaf_sources(leaves, run.reached, by_tensor(run.inputs.buffers))
+        never_full = next((c.never_full for c, _, _ in run.reached if c.never_full is not None), None)
+        why = self._why_through_dynamo(run.side_effects, sources, run.reached[0][1])
+        self._inputs.pad_always(recipe.mutated)
+        outputs = OutputBuffers.like(leaves, recipe.cuts, self._inputs.largest)
+        return Learned(recipe, outputs, None if isinstance(sources, str) else sources, why), never_full
 
-    def _why_through_dynamo(self, run: KeyRun, sources: LeafSources | str, args: Sequence[Any]) -> str | None:
+    def _check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
+        """Ask each graph that a run has entered for the first time whether it leaves tokens and requests apart."""
+        declared = () if self._attention is None else self._attention.splitting_ops
+        symbols = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
+        for number, ((callable_, _, _), of_graph) in enumerate(zip(reached, symbols, strict=True)):
+            if callable_ not in self._checked:
+                if number:
+                    refuse_tensors_between(callable_, of_graph, PythonState.of(self.modules))
+                refuse_mixing(callable_, of_graph, declared)
+                self._checked.add(callable_)
+
+    def state_kept(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Undo what runs in the body do to the model's tensors, to its Python state, and to random numbers.
+
+        Args:
+            is_step: the body is a step of a model that was learned, not a capture: Python of the model runs only where
+                steps go through Dynamo.
+        """
+        learned = self.learn()
+        modules = () if is_step and learned.why_through_dynamo is None else self.modules
+        return model_state_kept(modules, learned.recipe.state, learned.recipe.generators, self._inputs.device)
+
+    def _why_through_dynamo(
+        self, side_effects: Sequence[compat.SideEffect], sources: LeafSources | str, args: Sequence[Any]
+    ) -> str | None:
         if isinstance(sources, str):
             return sources
         if self.settings.policy.compare:
             return "compare=True"
-        if run.why_not_repeated is None and self._guards_of(args) is None:
+        if side_effects:
+            return f"the model {side_effects[0].text}"
+        if self._guards_of(args) is None:
             return "it reads tensors that are neither arguments, parameters nor buffers"
-        return run.why_not_repeated
+        return None
 
     def _guards_of(self, args: Sequence[Any]) -> CallGuards | None:
         """The guards of a graph with these arguments; None where it reads tensors that no module keeps."""
         own = self._inputs.storages()
         kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
-        # None of Dynamo's guards are asked, so nothing else sees a module without tensors exchanged.
-        owned = OwnedTensors.locate(self.modules, kept, all_children=True)
-        return None if owned is None else CallGuards.of(self.modules, owned, kept, None)
+        owned = OwnedTensors.locate(self.modules, kept)
+        return None if owned is None else CallGuards.of(self.modules, owned, kept)
 
     def _give_up_full(self, reason: str) -> None:
         if not self._dispatcher.mode.has_mode(CUDAGraphMode.FULL):
@@ -243,12 +257,15 @@ class KeyCapture:
         try:
             metadata = scope.prepare()
             context = self.context_of(metadata, inputs, mode, descriptor, descriptor.num_tokens)
-            with context, self.onloaded(mode):
+            with context, self.onloaded(mode), fields_named(self._attention, metadata):
                 result = self.compiled(**inputs.arguments)
         finally:
             scope.prepare = scope.keep_results = None
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
+        self._check_graphs(scope.reached, inputs)
+        # Python that a branch on the size adds has to run, though the first run had none.
+        is_direct = is_direct and not any(callable_.side_effects for callable_, _, _ in scope.reached)
         step = self._key_step(scope, inputs, result) if is_direct else KeyStep(inputs, (), None, False, None)
         scope.reached.clear()  # it holds results, which keep their pool memory
         elapsed = time.perf_counter() - started
@@ -268,7 +285,7 @@ class KeyCapture:
         assert self._learned is not None
         leaves, spec = compat.tree_flatten(result)
         sources = leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers))
-        if spec != self._learned.run.spec or _names_of(sources) != _names_of(self._learned.sources):
+        if spec != self._learned.recipe.spec or _names_of(sources) != _names_of(self._learned.sources):
             raise self._learned.other_structure(str(spec))
         self.modules = modules_of(self._model)
         callable_, args, _ = scope.reached[0]
@@ -317,7 +334,7 @@ class KeyCapture:
             batch_descriptor=key,
             num_tokens=num_tokens,
             num_tokens_across_dp=alike if num_tokens_across_dp is None else num_tokens_across_dp,
-            slot_mapping=None if metadata is None else metadata.slot_mapping,
+            slot_mapping=slot_mapping_of(self._attention, metadata),
             is_padding=inputs.is_padding,
             extra=None if self._offloader is None else self._offloader.context,
         )

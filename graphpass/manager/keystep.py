@@ -11,8 +11,8 @@ import torch
 from graphpass.capture.plan import ReplayPlan
 from graphpass.errors import ShapeError
 from graphpass.manager.guards import CallGuards
-from graphpass.manager.keyrun import KeyRun, LeafSources
 from graphpass.manager.padding import InputBuffer
+from graphpass.manager.recipe import LeafSources, ResultRecipe
 from graphpass.manager.stepbuffers import OutputBuffers, Sizes
 
 __all__ = ["KeyStep", "Learned", "PaddedInputs"]
@@ -40,13 +40,13 @@ class Learned:
     """What a first run without a graph taught about the model's results.
 
     Attributes:
-        run: how to cut and build them.
+        recipe: how to cut and build them.
         outputs: the buffers that they are left in.
         sources: which outputs of the graph they are; None where the graph alone does not tell.
         why_through_dynamo: why a step cannot go past Dynamo, or None.
     """
 
-    run: KeyRun
+    recipe: ResultRecipe
     outputs: OutputBuffers
     sources: LeafSources | None
     why_through_dynamo: str | None
@@ -80,14 +80,14 @@ class Learned:
         """The error for a result of another structure than the first."""
         return ShapeError(
             "the model returned another structure than in its first run",
-            expected=str(self.run.spec),
+            expected=str(self.recipe.spec),
             found=found,
             remedy="return the same structure for every batch",
         )
 
     def result(self, sizes: Sizes) -> Any:
         """The model's result over the first entries of the buffers."""
-        return self.run.build_result([self.outputs.cut(index, sizes) for index in range(len(self.outputs.buffers))])
+        return self.recipe.build_result([self.outputs.cut(index, sizes) for index in range(len(self.outputs.buffers))])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from torch import nn
 
 from graphpass.context import current_context
 from graphpass.errors import ShapeError
+from graphpass.manager.oppadding import add_lora_by_row
+from graphpass.regions import register_padding_rule
 
 __all__ = ["ADD_LORA", "NO_ADAPTER", "LoraLinear", "TokenAdapters"]
 
@@ -124,6 +126,7 @@ def _writes_out_only(*_: Any) -> None:
 
 
 torch.library.register_fake(ADD_LORA, _writes_out_only)
+register_padding_rule(ADD_LORA, add_lora_by_row)
 
 
 def _num_active(otherwise: int) -> int:

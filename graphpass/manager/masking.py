@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from graphpass.context import current_context
+from graphpass.manager.oppadding import zero_padding_rows
+from graphpass.regions import register_padding_rule
 
 __all__ = ["zero_padding"]
 
@@ -22,6 +24,9 @@ def _zero_padding(x: torch.Tensor, num_dims: int) -> torch.Tensor:
 @_zero_padding.register_fake
 def _(x: torch.Tensor, num_dims: int) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+register_padding_rule("graphpass::zero_padding", zero_padding_rows)
 
 
 def zero_padding(x: torch.Tensor, num_dims: int = 1) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,18 +49,6 @@ class InputBuffer:
     dims: Mapping[int, str]
     rule: PadRule
 
-    @classmethod
-    def over(
-        cls, memory: torch.Tensor, name: str, shape: tuple[int, ...], dims: Mapping[int, str], rule: PadRule
-    ) -> InputBuffer:
-        """A buffer of ``shape`` at the start of ``memory``, a flat tensor as large as the largest key needs."""
-        view = memory[: math.prod(shape)].view(shape)
-        compat.mark_static_address(view)
-        for dim in dims:
-            # Whatever makes Dynamo compile anew later (train mode, another attribute), sizes stay symbols.
-            compat.mark_maybe_dynamic(view, dim)
-        return cls(name, view, dims, rule)
-
     def real(self, sizes: Mapping[str, int]) -> torch.Tensor:
         """The part of the buffer that holds real values, for the real size of each key field."""
         view = self.tensor
@@ -89,7 +76,7 @@ class InputBuffer:
             expected=f"{tuple(real.shape)} {real.dtype} on {real.device}",
             found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value)[:200],
             remedy="pass the real entries alone, in the dtype and on the device of the capture; other inputs need "
-            "another graphed(...) or manager",
+            "another manager",
         )
 
     def fill_padding(self, value: torch.Tensor, sizes: Mapping[str, int]) -> None:

@@ -24,7 +24,9 @@ import torch.nn.functional as F
 
 from graphpass.context import get_forward_context
 from graphpass.errors import ContextError, ShapeError
+from graphpass.manager.oppadding import paged_attention_by_row
 from graphpass.manager.paged import TableLayout, Tables
+from graphpass.regions import register_padding_rule
 
 __all__ = [
     "NO_WINDOW",
@@ -319,6 +321,7 @@ def _writes_out_only(*_: Any) -> None:
 
 
 torch.library.register_fake(PAGED_ATTENTION, _writes_out_only)
+register_padding_rule(PAGED_ATTENTION, paged_attention_by_row)
 
 
 def _metadata_in_context() -> PagedMetadata:

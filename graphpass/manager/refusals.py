@@ -10,7 +10,16 @@ from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputE
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["moved_weights", "no_graph", "nothing_captured", "nothing_to_capture", "refuse_options", "too_large"]
+__all__ = [
+    "inside_transform",
+    "moved_weights",
+    "no_graph",
+    "nothing_captured",
+    "nothing_reached",
+    "nothing_to_capture",
+    "refuse_options",
+    "too_large",
+]
 
 
 def nothing_to_capture(num_captured: int) -> CaptureError:
@@ -31,6 +40,26 @@ def nothing_captured(num_keys: int) -> CaptureError:
         expected="capture() before the first run",
         found=f"{num_keys} keys without a graph",
         remedy="call capture(), or make the dispatcher with lazy=True to capture each key at its first use",
+    )
+
+
+def nothing_reached(key: str) -> CaptureError:
+    """A call in a capture scope entered no compiled graph."""
+    return CaptureError(
+        f"nothing was captured for {key}",
+        expected="a call that enters a compiled graph",
+        found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
+        remedy="let sizes that vary be symbolic (no loops over a size), or raise torch._dynamo.config.recompile_limit",
+    )
+
+
+def inside_transform(transform: str) -> CaptureError:
+    """A batch came inside ``vmap``, ``grad`` or forward-mode AD."""
+    return CaptureError(
+        f"a manager was called inside {transform}",
+        expected="a call outside of function transforms and forward-mode AD: graphs compute values alone",
+        found=transform,
+        remedy="transform the model itself, or give the manager a model that has the transform inside",
     )
 
 

@@ -184,8 +184,9 @@ def _largest(specs: Sequence[InputSpec]) -> dict[str, int]:
 
 
 def _memory(spec: InputSpec, device: torch.device) -> torch.Tensor:
-    # One entry more than the largest batch: torch takes a view as long as its base for another graph.
-    shape = [size + 1 if dim in spec.dims() else size for dim, size in enumerate(spec.shape)]
+    # Two entries more than the largest batch: a first run may need one more, so that two sizes differ, and torch takes
+    # a view as long as its base for another graph.
+    shape = [size + 2 if dim in spec.dims() else size for dim, size in enumerate(spec.shape)]
     with torch.inference_mode(False):
         return torch.full(shape, _first_value(spec), dtype=spec.dtype, device=device)
 

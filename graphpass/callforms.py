@@ -1,0 +1,205 @@
+"""A model through Dynamo: one compiled function for each form of a call, in the modes that it is served in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture import GraphRuntime
+from graphpass.capture.fallbacks import Fallbacks
+from graphpass.capture.loop import quietly
+from graphpass.errors import CaptureError, GraphpassError
+
+__all__ = ["CompiledModel"]
+
+
+class CompiledModel:
+    """What :func:`graphpass.graphed` makes of a model.
+
+    A form is the number of positional arguments and the names of the others, in their order; what a plain function
+    takes either way counts as positional. Each form has a function of its own whose parameters are named like the
+    model's: by these names Dynamo tells the backend where inputs come from. Dynamo counts recompiles by code object, so
+    models of one class do not use up each other's limit.
+
+    Args:
+        model: what is compiled.
+        backend: the name under which torch.compile knows the backend.
+        given: the backend's options.
+
+    Attributes:
+        model: the same.
+        given: the same.
+        runtime: the one among the options, else a new one.
+        forward: calls the model over graphs, without the hooks of the module itself.
+    """
+
+    def __init__(self, model: Callable[..., Any], backend: str, given: Mapping[str, Any]) -> None:
+        self.model, self.given = model, given
+        self.runtime: GraphRuntime = given.get("runtime") or GraphRuntime()
+        self._backend = backend
+        self._options = {"dispatch": "auto", **given, "runtime": self.runtime}
+        self._is_dynamic = True if {"capture_sizes", "dynamic_dims"} & given.keys() else None
+        self._fallbacks = Fallbacks(self.runtime, given.get("on_fallback", "warn"))
+        tensors = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
+        self._is_of_inference_mode = any(map(torch.is_inference, tensors))
+        self._forms: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._names: tuple[str, ...]
+        self.forward: Callable[..., Any]
+        self.forget_forms()
+
+    def forget_forms(self) -> None:
+        """Compile the model anew when it is called next."""
+        self._forms.clear()
+        self._names = _names_either_way(self._uncompiled())
+
+        @functools.wraps(self._uncompiled(), updated=())
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(args, kwargs)
+
+        self.forward = forward
+
+    def serving(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """The modes that the model runs in.
+
+        A graph of one mode does not serve another, so inference mode is left, and what was captured outside of it
+        serves inside. Tensors made in inference mode can be written to in there alone: with them it stays.
+        """
+        if torch.is_inference_mode_enabled():
+            leaves = compat.tree_flatten((args, dict(kwargs)))[0]
+            stays = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)
+            return contextlib.nullcontext() if stays or self._is_of_inference_mode else quietly()
+        return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+    def _uncompiled(self) -> Callable[..., Any]:
+        return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        _refuse_transforms()
+        if kwargs:
+            args, kwargs = self._positional_first(args, kwargs)
+        form = (len(args), *kwargs)
+        compiled = self._forms.get(form)
+        if compiled is None:
+            function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
+            compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
+            self._forms[form] = compiled
+        num_entered = self.runtime.num_entered
+        try:
+            result = compiled(*args, *kwargs.values())
+        except GraphpassError:
+            raise
+        except Exception as error:
+            if not compat.came_from_tracing(error):
+                raise
+            raise _typed(error) from error
+        if self.runtime.num_entered == num_entered:
+            self._report_no_graph(compiled)
+        return result
+
+    def _positional_first(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The same call with as many positional arguments as it can have."""
+        given, others = list(args), dict(kwargs)
+        for name in self._names[len(args) :]:
+            if name not in others:
+                break
+            given.append(others.pop(name))
+        return tuple(given), others
+
+    def _report_no_graph(self, compiled: Callable[..., Any]) -> None:
+        """No callable of the runtime was entered: the model has nothing to compile, or Dynamo has given it up."""
+        functions = (inspect.unwrap(compiled), inspect.unwrap(self._uncompiled()))
+        if not any(map(compat.is_at_recompile_limit, functions)):
+            self.runtime.note("a call reached no graph: Dynamo found nothing to compile, or was off")
+            return
+        self._fallbacks.report(
+            "no graph: Dynamo is at its recompile limit and no longer calls the backend",
+            CaptureError(
+                "a call ran without a graph, and on_fallback is 'error'",
+                expected="at most torch._dynamo.config.recompile_limit compilations of the model",
+                found="one more, past Dynamo's recompile limit: it ran the model as it is",
+                remedy="name every dimension that varies in dynamic_dims, raise the limit, or set on_fallback='warn'",
+            ),
+            once_for="recompile limit",
+        )
+
+
+def _refuse_transforms() -> None:
+    transform = compat.active_transform()
+    if transform is not None:
+        raise CaptureError(
+            f"a graphed model was called inside {transform}",
+            expected="a call outside of function transforms and forward-mode AD: graphs compute values alone",
+            found=transform,
+            remedy="transform the model itself, or graph a function that has the transform inside",
+        )
+
+
+def _typed(error: BaseException) -> GraphpassError:
+    """The error of ours that Dynamo has wrapped, or a typed one for Dynamo's own."""
+    within: BaseException | None = error
+    while within is not None:
+        inner = getattr(within, "inner_exception", within)
+        if isinstance(inner, GraphpassError):
+            return inner
+        within = within.__cause__
+    return CaptureError(
+        "the model cannot be compiled for these arguments",
+        expected="code that torch.compile can trace",
+        found=f"{type(error).__name__}: {error}",
+        remedy="put torch.compiler.disable around the part that it names, or call the model itself",
+    )
+
+
+def _names_either_way(called: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a plain function that cannot tell how they were passed, up to the first that can.
+
+    A decorator can tell, and Python's C code may.
+    """
+    if hasattr(called, "__wrapped__") or not hasattr(getattr(called, "__func__", called), "__code__"):
+        return ()
+    parameters = inspect.signature(called).parameters.values()
+    either_way = itertools.takewhile(lambda p: p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD), parameters)
+    return tuple("" if p.kind is p.POSITIONAL_ONLY else p.name for p in either_way)
+
+
+def _function_of_form(
+    model: Callable[..., Any], called: Callable[..., Any], num_positional: int, keywords: Sequence[str]
+) -> Callable[..., Any]:
+    """A function of positional parameters that calls the model in one form; ``called`` has the model's signature."""
+    target = "graphed_model"
+    positional = _parameter_names(called, num_positional)
+    parameters = list(positional)
+    for name in keywords:
+        is_free = name.isidentifier() and not keyword.iskeyword(name) and name not in (*parameters, target)
+        parameters.append(name if is_free else f"argument_{len(parameters)}")
+    by_name = zip(keywords, parameters[num_positional:], strict=True)
+    passed = [*positional, *(f"**{{{name!r}: {parameter}}}" for name, parameter in by_name)]
+    call = f"{target}.forward" if isinstance(model, torch.nn.Module) else target
+    source = f"def call_model({', '.join(parameters)}):\n    return {call}({', '.join(passed)})\n"
+    scope: dict[str, Any] = {target: model}
+    exec(compile(source, "<graphed>", "exec"), scope)
+    function: Callable[..., Any] = scope["call_model"]
+    return function
+
+
+def _parameter_names(called: Callable[..., Any], count: int) -> list[str]:
+    """A name for each of the first ``count`` positional arguments."""
+    names: list[str] = []
+    with contextlib.suppress(ValueError, TypeError):  # a builtin has no signature
+        for parameter in inspect.signature(called).parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                names.append(parameter.name)
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                names += [f"{parameter.name}_{index}" for index in range(count - len(names))]
+    names = names[:count]
+    return [*names, *(f"argument_{index}" for index in range(len(names), count))]
