@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MAX_FILE_LINES = 500
 # All private torch stands in one file, so that one may be long.
-MAX_LINES_OF = {"graphpass/compat.py": 860}
+MAX_LINES_OF = {"graphpass/compat.py": 1040}
 # Public API of named tuples in spite of the underscore.
 TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
 
@@ -109,6 +109,7 @@ PUBLIC_NAMES = [
     "pack_items",
     "partition",
     "plan_sizes",
+    "precapture",
     "resolve_mode",
     "runtime_of",
     "set_forward_context",
@@ -251,7 +252,7 @@ def test_the_scan_sees_private_names(text: str, private: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("layer", "unknown"),
-    [("capture", "torch.fx"), ("partition", "torch.cuda")],
+    [("capture", "torch.fx"), ("regions", "torch.cuda")],
 )
 def test_a_layer_does_not_know(layer: str, unknown: str) -> None:
     knowing = {

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from graphpass.regions import register_padding_rule
+
 __all__ = ["SPLITTING_OP", "Decoder", "DecoderSizes", "SixInputs", "decode_attention", "make_decoder"]
 
 SPLITTING_OP = "graphpass_bench::decode_attention"
@@ -37,11 +39,15 @@ def decode_attention(
         query: (batch, heads, head dim).
         key: (batch, key-value heads, head dim).
         value: as ``key``.
-        key_cache: (batch, cache tokens, key-value heads, head dim), written at ``slots``.
+        key_cache: (requests, cache tokens, key-value heads, head dim), written at ``slots``; a smaller batch uses the
+            first requests'.
         value_cache: as ``key_cache``.
-        slots: (batch,), where the token goes in the cache with its first two dimensions flattened.
+        slots: (requests,), where the token goes in the cache with its first two dimensions flattened.
         out: as ``query``, written.
     """
+    batch = len(query)
+    if batch < len(slots):
+        key_cache, value_cache, slots = key_cache[:batch], value_cache[:batch], slots[:batch]
     key_cache.flatten(0, 1).index_copy_(0, slots, key)
     value_cache.flatten(0, 1).index_copy_(0, slots, value)
     mixed = F.scaled_dot_product_attention(
@@ -53,6 +59,10 @@ def decode_attention(
 @decode_attention.register_fake
 def _(*_: torch.Tensor) -> None:
     return None
+
+
+register_padding_rule(SPLITTING_OP, lambda call: tuple(map(call.tensor, ("key_cache", "value_cache", "out"))))
+"""A row attends to its own cache."""
 
 
 @dataclass(frozen=True, slots=True)

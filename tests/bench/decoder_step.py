@@ -322,7 +322,6 @@ def _manager_forms(setup: Setup, model: Decoder, inputs: list[torch.Tensor]) -> 
             whole,
             gp.CudagraphDispatcher("FULL", [batch], max_num_reqs=batch),
             specs,
-            cut={0: {0: "num_tokens"}},
             compiler=setup.compiler,
         )
         manager.capture()

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpass as gp
-from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, make_decoder
+from tests.bench.decoder import SPLITTING_OP, DecoderSizes, make_decoder
 from tests.bench.timing import environment, free_bytes, synchronize, write_json
 
 MIB = 1 << 20
@@ -28,26 +28,6 @@ LADDER = (1, 2, 4, *range(8, 129, 8), *range(160, 513, 32))
 SMOKE_LADDER = (1, 2, 4, 8)
 ONE_MORE, SMOKE_ONE_MORE = 144, 3
 Figures = dict[str, Any]
-
-
-class AnyBatch(torch.nn.Module):
-    """The decoder of the benchmarks for any batch up to its own: each step uses the first requests' caches."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        decoder, num_reqs = self.decoder, hidden.shape[0]
-        op = torch.ops.graphpass_bench.decode_attention
-        cos, sin, *regional = decoder.opening(hidden, positions)
-        for index, layer in enumerate(decoder.layers):
-            query, key, value, out = regional
-            caches = (layer.key_cache[:num_reqs], layer.value_cache[:num_reqs])
-            op(query, key, value, *caches, decoder.slots[:num_reqs], out)
-            if index + 1 < len(decoder.layers):
-                hidden, *regional = decoder.between(index, hidden, out, cos, sin)
-        return decoder.closing(hidden, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,7 +92,7 @@ def _decoder(device: torch.device, smoke: bool) -> gp.CudaGraphManager:
         gp.InputSpec("hidden", tuple(hidden.shape), dtype),
         gp.InputSpec("positions", tuple(positions.shape), positions.dtype),
     ]
-    return _manager(AnyBatch(decoder), inputs, smoke, splitting_ops=[SPLITTING_OP])
+    return _manager(decoder, inputs, smoke, splitting_ops=[SPLITTING_OP])
 
 
 def _largest(smoke: bool) -> int:

@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx, nn
 
-from graphpass.partition import partition, split
+from graphpass.regions import partition, split
 
 LAYERS = (24, 96, 240)
 ROUNDS = 3
 HIDDEN, NUM_HEADS, NUM_TOKENS = 32, 2, 8
 ATTENTION = "graphpass_bench::attention"
 
-# The steps of partition(), by the name under which graphpass.partition.split calls them.
+# The steps of partition(), by the name under which graphpass.regions.split calls them.
 PHASES = {
     "_copy": "copy",
     "annotate": "annotate",

@@ -24,6 +24,7 @@ from graphpass import (
     LoraKeys,
     get_forward_context,
 )
+from graphpass.regions import register_padding_rule
 from tests.unit.manager.managed import GrowingRuntime
 
 NUM_RANKS, WIDTH, LARGEST = 4, 6, 24
@@ -45,6 +46,9 @@ def count_ranks(x: torch.Tensor) -> torch.Tensor:
 @count_ranks.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+register_padding_rule("graphpass_dp_test::count_ranks", lambda call: call.tensor("x"))
 
 
 class WithCollective(nn.Module):

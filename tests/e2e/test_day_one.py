@@ -223,7 +223,7 @@ def test_model_user_types_three_lines() -> None:
         1: (1, 1), 2: (1, 1), 4: (1, 1), 8: (1, 2), 16: (1, 1), 32: (1, 1)
     }  # fmt: skip
     text = str(fast.report())
-    for piece in ("Regions", "Keys", "Dispatches", "padded", "37.5 %", "buffer bytes"):
+    for piece in ("Regions", "Keys", "Calls", "padded", "37.5%", "buffer bytes"):
         assert piece in text
 
 
@@ -256,6 +256,8 @@ def test_model_user_pads_two_dimensions_and_splits_at_attention() -> None:
         mode="PIECEWISE",
         compiler="eager",
     )
+    fast.capture(torch.randint(VOCABULARY, (3, 40)), torch.ones(3, 40, dtype=torch.long))
+    captured = fast.runtime.stats().captured
     for num_reqs, seq_len in ((3, 40), (16, 128), (2, 33)):
         ids = torch.randint(VOCABULARY, (num_reqs, seq_len))
         mask = torch.ones_like(ids)
@@ -264,7 +266,9 @@ def test_model_user_pads_two_dimensions_and_splits_at_attention() -> None:
         want = bert(input_ids=ids, attention_mask=mask)
         assert got["last_hidden_state"].shape == (num_reqs, seq_len, WIDTH)
         torch.testing.assert_close(got, {name: t.detach() for name, t in want.items()}, rtol=1e-4, atol=1e-5)
-    keys = {(region, key.num_tokens): (c.captured, c.replayed) for (region, _, key), c in fast.runtime.counts().items()}
-    regions = {region for region, _ in keys}
+    assert fast.runtime.stats().captured == captured
+    counts = fast.runtime.counts()
+    replayed = {(region, key.num_tokens) for (region, _, key), c in counts.items() if c.replayed > c.captured}
+    regions = {region for region, _ in replayed}
     assert len(regions) == LAYERS + 1
-    assert keys == {(r, size): n for r in regions for size, n in ((4 * 64, (1, 2)), (16 * 128, (1, 1)))}
+    assert replayed == {(region, size) for region in regions for size in (4 * 64, 16 * 128)}

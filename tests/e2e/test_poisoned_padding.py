@@ -6,7 +6,6 @@ Stock models under ``graphed``, at every size of a ladder.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,7 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CUDAGraphMode
-from graphpass.errors import MismatchError
+from graphpass import CUDAGraphMode
 from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, CUDA_F32, SDPA, STOCK, VOCABULARY, Place, Stock, difference
 from tests.e2e.padding_contents import FLOAT_KINDS, INTEGER_KINDS, Contents
 
@@ -25,8 +23,9 @@ PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 TEXT_LADDER = {"num_reqs": [2, 4], "seq_len": [4, 8]}
 ROW_LADDER = {"num_reqs": [2, 4]}
-TEXT_SIZES = tuple(itertools.product(range(1, 5), range(1, 9)))
-ROW_SIZES = tuple((num_reqs,) for num_reqs in range(1, 5))
+# Size 1 is a graph of its own.
+TEXT_SIZES = tuple(itertools.product(range(2, 5), range(2, 9)))
+ROW_SIZES = tuple((num_reqs,) for num_reqs in range(2, 5))
 
 
 def small(name: str, *inputs: str) -> Stock:
@@ -94,8 +93,7 @@ def graphed(
         mode=mode,
         compiler=compiler,
         splitting_ops=[SDPA],
-        on_fallback="error",
-        **options,
+        **{"padding_check": "declared", "on_fallback": "error", **options},
     )
 
 
@@ -140,12 +138,8 @@ def test_real_rows_have_the_same_bits_whatever_padding_holds(
     model = stock.build(place, 1, "sdpa" if name == "siglip" else zeroing_attention)
     reference = stock.build(place, 1)
     fast = graphed(stock, model, mode, compiler, {poisoned: contents, **dict.fromkeys(masks, 0)})
-    fast.capture(**batch_of(stock, place, stock.sizes[0]))
-    # The check of a key replays once more where the model may write to its weights: an older Dynamo leaves functions
-    # in the graph of which nobody says that they do not.
-    while_captured = {key: c.replayed for (_, _, key), c in fast.runtime.counts().items()}
-    dispatcher = gp.CudagraphDispatcher(mode, stock.ladder, max_num_reqs=4, lazy=True)
-    replays: Counter[BatchDescriptor] = Counter()
+    fast.capture(**batch_of(stock, place, stock.sizes[-1]))
+    captured = fast.runtime.stats().captured
     for size in stock.sizes:
         batch = batch_of(stock, place, size)
         with torch.inference_mode():
@@ -153,25 +147,18 @@ def test_real_rows_have_the_same_bits_whatever_padding_holds(
         first: Mapping[str, torch.Tensor] = {}
         for kind in contents.kinds:
             contents.kind = kind
-            filled = contents.filled[kind]
+            filled, replayed = contents.filled[kind], fast.runtime.stats().replayed
             found = fast(**batch)
-            replays[dispatcher.dispatch(num_reqs=size[0], extra=extra_of(size)).descriptor] += 1
+            assert fast.runtime.stats().replayed > replayed
             is_padded = any(n not in ladder for n, ladder in zip(size, stock.ladder.values(), strict=True))
-            assert contents.filled[kind] == filled + is_padded
+            assert (contents.filled[kind] > filled) >= is_padded
             first = first or found
             assert_same_bits(found, first, (size, kind))
         for output, value in expected.items():
             assert difference(first[output], value) < place.tolerance, (output, size)
-    counts = fast.runtime.counts().items()
-    counted = {(level, key, c.captured, c.replayed - while_captured[key]) for (_, level, key), c in counts}
-    assert counted == {(mode, key, 1, times) for key, times in replays.items()}
+    assert fast.runtime.stats().captured == captured
     assert fast.runtime.stats().callables == 1
     fast.close()
-
-
-def extra_of(size: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    """The key's part that says how long the sequences are."""
-    return tuple(("seq_len", length) for length in size[1:])
 
 
 def embeds_cases() -> list[Any]:
@@ -189,15 +176,15 @@ def embeds_cases() -> list[Any]:
 def test_a_mask_alone_does_not_hold_nan_back(
     name: str, mode: CUDAGraphMode, place: Place, zeroing_attention: str
 ) -> None:
-    """Poison mode finds it in the stock model, and finds nothing at any size once keys and values are zeroed."""
+    """NaN times a weight of zero is NaN: zeroed keys and values keep it out of real rows, at every size."""
     stock = MODELS[name]
-    padding = {"attention_mask": 0}
-    leaky = graphed(stock, stock.build(place, 1), mode, "eager", padding, poison=True)
-    message = r"(?s)rows of output 0 depend on the padding of 'inputs_embeds' at .* found others where it holds NaN"
-    with pytest.raises(MismatchError, match=message):
-        leaky(**batch_of(stock, place, (3, 5)))
+    padding = {"inputs_embeds": float("nan"), "attention_mask": 0}
+    leaky = graphed(stock, stock.build(place, 1), mode, "eager", padding, padding_check="off")
+    leaky.capture(**batch_of(stock, place, (4, 8)))
+    assert leaky(**batch_of(stock, place, (3, 5))).last_hidden_state.isnan().any()
     leaky.close()
-    fast = graphed(stock, stock.build(place, 1, zeroing_attention), mode, "eager", padding, poison=True)
+    fast = graphed(stock, stock.build(place, 1, zeroing_attention), mode, "eager", padding)
+    fast.capture(**batch_of(stock, place, (4, 8)))
     reference = stock.build(place, 1)
     for size in stock.sizes:
         batch = batch_of(stock, place, size)
@@ -213,7 +200,8 @@ def test_padding_that_is_attended_to_shows() -> None:
     """What the padding rule writes reaches the model: with a mask that lets it through, real rows differ."""
     stock, contents = MODELS["bert-ids"], Contents(INTEGER_KINDS)
     padding = {"input_ids": contents, "attention_mask": 1}
-    fast = graphed(stock, stock.build(CPU, 1), FULL, "eager", padding, check_padding=False)
+    fast = graphed(stock, stock.build(CPU, 1), FULL, "eager", padding, padding_check="off")
+    fast.capture(**batch_of(stock, CPU, (4, 8)))
     results = []
     for kind in contents.kinds:
         contents.kind = kind

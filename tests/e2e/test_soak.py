@@ -72,14 +72,15 @@ class Engine:
         return result
 
     def capture(self, buffer: torch.Tensor) -> None:
-        """Every key with the first static tensor inside a capture scope; the others move there afterwards."""
+        """Every key with each static tensor, inside capture scopes."""
         with self.runtime.capturing():
             for mode, key in self._plan():
                 self._step_all(mode, key, buffer, scale=0)
                 self.dispatcher.mark_captured(mode, key)
-        for mode, key in self._plan():
-            for scale in range(1, len(self.scales)):
-                self._step_all(mode, key, buffer, scale)
+        with self.runtime.capturing():
+            for mode, key in self._plan():
+                for scale in range(1, len(self.scales)):
+                    self._step_all(mode, key, buffer, scale)
 
     def check_counts(self) -> None:
         """Each region was captured once for each instance and static tensor, and replayed as often as was asked."""
@@ -194,7 +195,8 @@ class Soak:
         self.engine.check_counts()
         replayed = sum(c.replayed for c in self._graphed_counts())
         assert replayed - self.captured_by_graphed == self.graphed_replays
-        assert {c.captured for c in self._graphed_counts()} == {1}
+        most = len(self.engine.scales)  # a graph for each static tensor
+        assert all(1 <= c.captured == c.static_sets <= most for c in self._graphed_counts())
 
 
 @pytest.mark.parametrize("num_calls", [2_000, pytest.param(1_000_000, marks=pytest.mark.soak)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from graphpass.partition import Partition, partition
+from graphpass.regions import Partition, partition
 
 # Not on every machine that runs the GPU tests.
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline

@@ -21,6 +21,7 @@ from graphpass import (
     OptionError,
     ShapeError,
 )
+from graphpass.regions import register_padding_rule
 from tests.unit.manager.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = pytest.mark.cuda
@@ -293,6 +294,9 @@ def scaled_by_largest(x: torch.Tensor) -> torch.Tensor:
 @scaled_by_largest.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+register_padding_rule("graphpass_gpu_manager::scaled_by_largest", lambda call: call.tensor("x"))
 
 
 def test_an_op_that_waits_for_the_device_stays_eager_where_it_is_listed(cuda: torch.device) -> None:

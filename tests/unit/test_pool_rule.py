@@ -274,13 +274,14 @@ def test_one_model_in_two_runtimes(rt: GraphRuntime, in_between: list[Callable[[
 
 def test_two_graphed_models_in_one_runtime(rt: GraphRuntime) -> None:
     models = [Model().eval(), Other(1).eval()]
-    fast = [gp.graphed(model, [2, 4], {"x": 0}, runtime=rt, compiler="eager") for model in models]
+    options = {"runtime": rt, "compiler": "eager", "padding_check": "declared"}  # nobody vouches for the op
+    fast = [gp.graphed(model, [2, 4], {"x": 0}, **options) for model in models]
     for graphed in fast:
         graphed.capture(torch.randn(4, 6))
 
     def work(thread: int) -> None:
         for step in range(20):
-            x = torch.randn(1 + (thread + step) % 4, 6)
+            x = torch.randn(2 + (thread + step) % 3, 6)
             with torch.no_grad():
                 torch.testing.assert_close(fast[(thread + step) % 2](x), models[(thread + step) % 2](x))
 

@@ -98,8 +98,8 @@ class Doubled(nn.Module):
 def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eager", **options: Any) -> Call:
     """The captured model as a function of four rows.
 
-    Where a graph went with a weight and capture is closed, the call is refused; it is captured once more then, as an
-    engine would.
+    Where a graph went with a weight, or a weight moved, and capture is closed, the call is refused; it is captured once
+    more then, as an engine would.
     """
     options = {"compiler": compiler, "splitting_ops": [MIX], **options}
     if way == "graphed":
@@ -116,8 +116,8 @@ def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eag
     def call_or_capture(x: torch.Tensor) -> torch.Tensor:
         try:
             return call(x)
-        except CaptureError as error:
-            if "capture is closed" not in str(error):
+        except (CaptureError, gp.StaticInputError) as error:
+            if isinstance(error, CaptureError) and "capture is closed" not in str(error):
                 raise
             with rt.capturing():
                 return call(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_static_keyword_is_read_in_place(rig: Any) -> None:
 
 
 def test_each_set_of_static_inputs_has_its_graph(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x, weight: x * weight, static_inputs=[1], input_names=("x", "weight"))
+    wrapper = rig.wrap(lambda x, weight: x * weight, static_inputs=[1], input_names=("x", "weight"), lazy=True)
     weights = [torch.full((8,), float(n)) for n in range(4)]
     rig.capture(wrapper, X, weights[0])
     for weight in weights[1:]:
@@ -172,7 +173,7 @@ def test_module_instances_are_not_moved_inputs(rig: Any) -> None:
 
 def test_a_weight_that_keeps_moving_is_staged_for_its_instance_alone(rig: Any) -> None:
     moving, steady = (torch.nn.Parameter(torch.ones(8), requires_grad=False) for _ in range(2))
-    wrapper = rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"))
+    wrapper = rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"), lazy=True)
     rig.capture(wrapper, X, steady)
     for n in range(12):
         moving.data = torch.full((8,), float(n))
@@ -184,7 +185,7 @@ def test_a_weight_that_keeps_moving_is_staged_for_its_instance_alone(rig: Any) -
 
 
 def test_what_keeps_moving_is_staged(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x, w, v: x * w + v, static_inputs=[1, 2], input_names=("x", "w", "v"))
+    wrapper = rig.wrap(lambda x, w, v: x * w + v, static_inputs=[1, 2], input_names=("x", "w", "v"), lazy=True)
     steady = torch.ones(8)
     weights = [torch.full((8,), float(n)) for n in range(12)]
     rig.capture(wrapper, X, weights[0], steady)
@@ -212,6 +213,27 @@ def test_a_moved_input_is_refused_by_name_where_asked(rig: Any) -> None:
     assert rig.counts(wrapper) == Counts(1, 1, 1, 1, 1)
     assert torch.equal(rig.call(wrapper, X, weight), X)
     assert torch.equal(rig.capture(wrapper, X, other), X * 3)  # a capture was asked for
+
+
+def test_a_moved_input_is_no_reason_to_capture_while_serving(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
+    weight, other, third = torch.ones(8), torch.full((8,), 3.0), torch.full((8,), 4.0)
+    wrapper = rig.wrap(lambda x, w: x * w, static_inputs=[1], input_names=("x", "positions"), name="g0.full")
+    rig.capture(wrapper, X, weight)
+    with pytest.raises(StaticInputError, match=r"capturing\(\)") as refused:
+        rig.call(wrapper, X, other)
+    assert "'positions'" in refused.value.problem
+    assert rig.counts(wrapper) == Counts(1, 1, 1, 1, 1)
+
+    lazy = rig.wrap(lambda x, w: x * w, static_inputs=[1], input_names=("x", "positions"), name="g1.full", lazy=True)
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        rig.capture(lazy, X, weight)
+        assert not caplog.records
+        for moved in (other, third, other):
+            assert torch.equal(rig.call(lazy, X, moved), X * moved)
+    (warning,) = caplog.records
+    for piece in ("g1.full", "8 tokens", "while serving"):
+        assert piece in warning.message
+    assert rig.counts(lazy).captured == 3
 
 
 def test_one_view_of_static_memory_is_not_another(rig: Any) -> None:
@@ -264,7 +286,7 @@ def test_a_view_of_a_parameter_does_not_keep_it(rig: Any) -> None:
 
 
 def test_other_static_inputs_are_held(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x, w: x * w, static_inputs=[1])
+    wrapper = rig.wrap(lambda x, w: x * w, static_inputs=[1], lazy=True)
     weight = torch.full((1000,), 2.0)
     x = torch.ones(1000)
     rig.capture(wrapper, x, weight)

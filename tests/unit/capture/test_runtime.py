@@ -345,6 +345,13 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     assert rig.notes() == "2 a reason"
 
 
+def test_the_report_says_what_may_be_padded(rig: Any) -> None:
+    rows = (("num_reqs", "proved", ""), ("seq_len", "not proved", "mean at model.py:3"))
+    rig.runtime.register(CallableRecord("g0", (), 1))
+    rig.runtime.register(CallableRecord("g1", (), 1, padding=rows))
+    assert rig.runtime.report()["Padding"].rows == tuple(("g1", *row) for row in rows)
+
+
 def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="graphpass")
     for _ in range(3):

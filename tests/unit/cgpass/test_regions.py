@@ -88,7 +88,7 @@ def test_the_dump_has_one_file_a_graph(tmp_path: Path) -> None:
 
 
 def test_explain_says_what_would_be_captured() -> None:
-    report = cgpass.explain(two_layers, torch.randn(4, 6), options={"splitting_ops": [ATTEND]})
+    report = cgpass.explain(two_layers, torch.randn(4, 6), options={"splitting_ops": [ATTEND]}, dynamic=False)
     assert_expected_inline(
         "\n".join(" | ".join(filter(None, row)) for row in report["Regions"].rows),
         """\
@@ -99,6 +99,28 @@ g0.r3 | eager | 3 | splitting op: cgpasstest::attend
 g0.r4 | captured | 3""",
     )
     assert report["Keys"].rows == ()
+
+
+def test_explain_says_what_may_be_padded_and_what_not() -> None:
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x * 2).mean(1)
+
+    rows = cgpass.explain(pooled, torch.randn(4, 6, 8))["Padding"].rows
+    verdicts = {size: verdict for graph, size, verdict, why in rows if graph == "g0" and not why}
+    assert verdicts == {"x[0]": "proved", "x[1]": "unproved", "x[2]": "proved"}
+    (reason,) = {why for _, size, _, why in rows if size == "x[1]" and why}
+    line = pooled.__code__.co_firstlineno + 1
+    assert "depends on padding of 'x[1]' through aten.mean" in reason
+    assert f"test_regions.py:{line}: `return torch.relu(x * 2).mean(1)`" in reason
+
+
+def test_explain_names_sizes_as_the_options_do() -> None:
+    options = {"dynamic_dims": {"x": {0: "num_reqs"}}, "splitting_ops": [ATTEND]}
+    rows = cgpass.explain(two_layers, torch.randn(4, 6), options=options)["Padding"].rows
+    assert {size for _, size, _, _ in rows if size} >= {"num_reqs"}
+    (reason, *_) = [why for _, size, _, why in rows if size == "num_reqs" and why]
+    assert "cgpasstest.attend" in reason
+    assert "no padding rule" in reason
 
 
 def test_explain_checks_its_options() -> None:

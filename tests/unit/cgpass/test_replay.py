@@ -226,7 +226,7 @@ def test_two_instances_share_a_callable_and_keep_their_weights(rt: GraphRuntime,
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_weights_with_new_memory_are_seen(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    model, compiled = compiled_block(rt)
+    model, compiled = compiled_block(rt, lazy_capture=True)
     x = torch.randn(4, 6)
     before = at_key(compiled, mode, 4, x, capture=rt)
     kept = model.first.weight.data
@@ -268,8 +268,22 @@ def test_moved_weights_can_be_refused_by_name(rt: GraphRuntime, at_key: Run) -> 
     assert "on_moved_input='copy'" in raised.value.remedy
 
 
-def test_a_fifth_set_of_weights_is_copied(rt: GraphRuntime, at_key: Run) -> None:
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_weights_with_new_memory_are_refused_where_capture_is_closed(rt: GraphRuntime, at_key: Run, mode: str) -> None:
     model, compiled = compiled_block(rt)
+    x = torch.randn(4, 6)
+    at_key(compiled, mode, 4, x, capture=rt)
+    model.first.weight.data = model.first.weight.data + 1
+    captured = rt.stats().captured
+    with pytest.raises(StaticInputError, match="weight"):
+        at_key(compiled, mode, 4, x)
+    assert rt.stats().captured == captured
+    torch.testing.assert_close(at_key(compiled, mode, 4, x, capture=rt), model(x).detach())
+    torch.testing.assert_close(at_key(compiled, mode, 4, x + 1), model(x + 1).detach())
+
+
+def test_a_fifth_set_of_weights_is_copied(rt: GraphRuntime, at_key: Run) -> None:
+    model, compiled = compiled_block(rt, lazy_capture=True)
     x = torch.randn(4, 6)
     at_key(compiled, "FULL", 4, x, capture=rt)
     kept = [model.first.weight.data]
@@ -282,12 +296,17 @@ def test_a_fifth_set_of_weights_is_copied(rt: GraphRuntime, at_key: Run) -> None
     assert any("copied from now on" in what for _, what in rt.report()["Notes"].rows)
 
 
-def test_lazy_capture_captures_at_first_use(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
+def test_lazy_capture_captures_at_first_use_with_a_warning(
+    rt: GraphRuntime, at_key: Run, tally: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     model, compiled = compiled_block(rt, lazy_capture=True)
-    for _ in range(2):
-        x = torch.randn(4, 6)
-        torch.testing.assert_close(at_key(compiled, "PIECEWISE", 4, x), model(x).detach())
-        torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        for _ in range(2):
+            x = torch.randn(4, 6)
+            torch.testing.assert_close(at_key(compiled, "PIECEWISE", 4, x), model(x).detach())
+            torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
+    warned = [record.message.split()[0] for record in caplog.records if record.name == "graphpass"]
+    assert sorted(warned) == ["g0.full", *sorted(name for name, _ in tally(rt, "PIECEWISE"))], "one a region and key"
     assert tally(rt, "FULL") == {("g0.full", 4): (1, 2)}
     assert set(tally(rt, "PIECEWISE").values()) == {(1, 2)}
 

@@ -94,7 +94,9 @@ def test_another_backend_has_none() -> None:
 
 def test_equal_options_share_callable_and_runtime(at_key: Run) -> None:
     model = Shifted()
-    first, second = (torch.compile(model, backend="cgpass", options={"compiler": "eager"}) for _ in range(2))
+    first, second = (
+        torch.compile(model, backend="cgpass", options={"compiler": "eager", "dispatch": "context"}) for _ in range(2)
+    )
     with torch.no_grad():
         first(torch.randn(4, 6))
         second(torch.randn(4, 6))
@@ -134,7 +136,7 @@ def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRun
 @pytest.mark.parametrize("give_runtime", [False, True])
 def test_a_compiled_model_can_be_copied_and_starts_without_graphs(at_key: Run, give_runtime: bool) -> None:
     runtime = GraphRuntime()
-    options = {"compiler": "eager", **({"runtime": runtime} if give_runtime else {})}
+    options = {"compiler": "eager", "dispatch": "context", **({"runtime": runtime} if give_runtime else {})}
     compiled = torch.compile(Shifted(), backend="cgpass", options=options)
     x = torch.randn(4, 6)
     with torch.no_grad():

@@ -21,6 +21,7 @@ from graphpass import (
     InputSpec,
     ShapeError,
 )
+from graphpass.regions import register_padding_rule
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 WIDTH, LARGEST, NUM_SLOTS = 6, 10, 16
@@ -118,6 +119,23 @@ def replays(manager: CudaGraphManager) -> int:
 
 def notes(manager: CudaGraphManager) -> str:
     return "\n".join(text for _, text in manager.report()["Notes"].rows)
+
+
+# -- an op that reads all rows, and whose author vouches that rows stay apart
+
+
+@torch.library.custom_op("graphpass_manager_test::sum_of_rows", mutates_args=())
+def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """Shows what lies in all rows that a model is given, padding included."""
+    return x.sum(0)
+
+
+@sum_of_rows.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[1:])
+
+
+register_padding_rule("graphpass_manager_test::sum_of_rows", lambda call: call.fresh())
 
 
 # -- an attention that keeps something of every token, in a slot of its own

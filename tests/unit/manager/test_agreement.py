@@ -25,6 +25,7 @@ from graphpass import (
 )
 from graphpass.dispatch.ranks import RankBatch
 from graphpass.manager.agreement import AgreedSteps, RankDecision
+from graphpass.regions import register_padding_rule
 from tests.unit.manager.managed import (
     EVENTS,
     FULL,
@@ -314,6 +315,7 @@ def test_the_context_knows_the_tokens_of_all_ranks() -> None:
         return x.clone()
 
     look.register_fake(torch.empty_like)
+    register_padding_rule("graphpass_agreement_test::look", lambda call: call.tensor("x"))
     written = Written()
     manager = made(
         lambda x: torch.ops.graphpass_agreement_test.look(x * 2),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CaptureError, CudaGraphManager, InputSpec, ShapeError, StaticInputError, compat
+from graphpass import Batch, CaptureError, CudaGraphManager, InputSpec, ShapeError, StaticInputError
+from graphpass.manager.guards import KeptLayouts
 from tests.unit.manager.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.manager.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run
 
@@ -57,12 +58,7 @@ class Square(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("seen_by_dynamo", [True, False])
-def test_a_transposed_weight_is_refused_whatever_dynamo_would_see(
-    mode: str, seen_by_dynamo: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step asks none of Dynamo's guards, so it does not matter what they see of layouts."""
-    monkeypatch.setattr(compat, "guards_see_layouts", lambda: seen_by_dynamo)
+def test_a_transposed_weight_is_refused(mode: str) -> None:
     model = Square().eval()
     manager = captured(model, mode)
     assert_right(manager, model)
@@ -74,6 +70,19 @@ def test_a_transposed_weight_is_refused_whatever_dynamo_would_see(
     weight.data = weight.data.t()
     assert_right(manager, model)
     assert manager.runtime.stats().captured == 3
+
+
+def test_layouts_are_compared_and_not_modes() -> None:
+    weight, other = nn.Parameter(torch.randn(4, 4)), torch.randn(3)
+    layouts = KeptLayouts([weight, other, weight])
+    layouts.refuse_change()
+    weight.requires_grad_(False)
+    weight.add_(1)
+    layouts.refuse_change()
+    layouts.refuse_change()
+    weight.data = weight.data.t()
+    with pytest.raises(ShapeError, match=r"another layout than at capture.*\(1, 4\)"):
+        layouts.refuse_change()
 
 
 def test_weights_loaded_by_assignment_are_found() -> None:

@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import graphpass as gp
-from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec, OptionError, ShapeError
-from tests.unit.manager.managed import LARGEST, SIZES, WIDTH, Doubled, Rows, X, assert_right, captured, made, rows, run
+from graphpass import (
+    Batch,
+    CaptureError,
+    ContextError,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    GraphRuntime,
+    InputSpec,
+    OptionError,
+    ShapeError,
+)
+from tests.unit.manager.managed import (
+    LARGEST,
+    SIZES,
+    WIDTH,
+    Attends,
+    Doubled,
+    Rows,
+    SlotBuilder,
+    X,
+    assert_right,
+    captured,
+    made,
+    rows,
+    run,
+)
 
 BAD: Mapping[str, Callable[[], Any]] = {
     "missing": dict,
@@ -115,3 +141,97 @@ def test_a_model_that_takes_other_arguments_is_refused_at_capture() -> None:
     manager = made(Rows(), specs=[InputSpec("y", (LARGEST, WIDTH), torch.float32)])
     with pytest.raises(Exception, match="unexpected keyword argument"):
         manager.capture()
+
+
+# -- metadata without a field
+
+
+class LeavesOut(SlotBuilder):
+    """Metadata without one of its fields: always, or once the capture is over."""
+
+    field = "sums"
+    lacks = True
+
+    def build(self, attention: Any, key: Any) -> Any:
+        built = super().build(attention, key)
+        fields = {"sums": built.sums, "slot_mapping": built.slot_mapping}
+        return SimpleNamespace(**{n: v for n, v in fields.items() if n != self.field}) if self.lacks else built
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_metadata_without_a_field_that_an_op_reads_is_refused_by_builder_field_and_op(mode: str) -> None:
+    builder = LeavesOut()
+    manager = made(Attends().eval(), mode, attention=builder)
+    with pytest.raises(ContextError, match="no field 'sums'") as raised:
+        manager.capture()
+    assert "LeavesOut.build()" in raised.value.expected
+    assert "SimpleNamespace" in raised.value.found
+    assert "add_to_slots" in raised.value.found
+    builder.lacks = False
+    manager.capture()
+    assert not builder.sums[: builder.num_slots].any()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_metadata_that_lacks_a_field_in_a_step_is_refused_and_the_next_step_is_right(mode: str) -> None:
+    builder = LeavesOut()
+    builder.lacks = False
+    model = Attends().eval()
+    manager = captured(model, mode, attention=builder)
+    builder.lacks = True
+    for num_tokens in (3, 9) if mode == "PIECEWISE" else (9,):
+        with pytest.raises(ContextError, match="no field 'sums'"):
+            run(manager, rows(num_tokens), attention=[0] * num_tokens)
+    builder.lacks = False
+    before = builder.sums[4:6].clone()
+    with torch.no_grad():
+        sums = before + model.before(rows(2))
+        torch.testing.assert_close(run(manager, rows(2), attention=[4, 5]), model.after(sums).relu() + rows(2))
+
+
+def test_metadata_without_a_slot_mapping_is_refused() -> None:
+    builder = LeavesOut()
+    builder.field = "slot_mapping"
+    with pytest.raises(ContextError, match="no field 'slot_mapping'") as raised:
+        made(Attends().eval(), attention=builder).capture()
+    assert "LeavesOut.build()" in raised.value.expected
+
+
+def test_other_missing_attributes_stay_what_they_are() -> None:
+    class Fails(SlotBuilder):
+        def build(self, attention: Any, key: Any) -> Any:
+            return attention.no_such_attribute
+
+    with pytest.raises(AttributeError, match="no_such_attribute"):
+        made(Attends().eval(), attention=Fails()).capture()
+
+
+# -- function transforms
+
+
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp"])
+def test_a_batch_inside_a_function_transform_is_refused_by_name(name: str) -> None:
+    model = Rows().eval()
+    manager = captured(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = run(manager, x).sum()
+        return result
+
+    calls: Mapping[str, Callable[[], Any]] = {
+        "vmap": lambda: torch.vmap(step)(rows(6).view(2, 3, WIDTH)),
+        "grad": lambda: torch.func.grad(step)(rows(3)),
+        "jvp": lambda: torch.func.jvp(step, (rows(3),), (rows(3),)),
+    }
+    with pytest.raises(CaptureError, match=f"inside {name}") as raised:
+        calls[name]()
+    assert "transform the model itself" in raised.value.remedy
+    assert_right(manager, model)
+
+
+def test_a_batch_inside_forward_mode_differentiation_is_refused() -> None:
+    model = Rows().eval()
+    manager = captured(model)
+    with forward_ad.dual_level(), pytest.raises(CaptureError, match="inside forward-mode AD"):
+        run(manager, forward_ad.make_dual(rows(3), rows(3)))
+    assert_right(manager, model)

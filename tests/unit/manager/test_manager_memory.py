@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphpass import BatchDescriptor, CaptureError, CudaGraphManager, GraphRuntime, get_forward_context
+from graphpass import BatchDescriptor, CaptureError, CudaGraphManager, GraphRuntime
 from tests.unit.manager.managed import (
     EVENTS,
     LARGEST,
@@ -157,13 +158,13 @@ def test_an_estimate_of_no_keys() -> None:
 
 
 def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
-    @torch.compiler.disable
-    def failing(x: torch.Tensor) -> torch.Tensor:
-        if get_forward_context().runtime_mode:
-            raise FloatingPointError("on purpose")
-        return x + 1
+    class Fails(SlotBuilder):
+        def build(self, attention: Any, key: BatchDescriptor | None) -> Any:
+            if self.built_for:  # the first run has been
+                raise FloatingPointError("on purpose")
+            return super().build(attention, key)
 
-    manager = made(lambda x: failing(x * 2) + 1, "PIECEWISE")
+    manager = made(Attends().eval(), "PIECEWISE", attention=Fails())
     with pytest.raises(FloatingPointError, match="on purpose"):
         manager.estimate()
     assert manager.runtime.counts() == {}

@@ -50,7 +50,7 @@ class Breaks(nn.Module):
 )
 def test_a_model_with_a_graph_break_goes_through_dynamo_and_says_so(scope: Any, mode: str) -> None:
     model = Breaks().eval()
-    manager = captured(model, mode, cut={0: {0: "num_tokens"}})
+    manager = captured(model, mode)
     assert "every step goes through Dynamo's guards: the model is 2 graphs" in notes(manager)
     before, artifacts = replays(manager), manager.runtime.compiled()
     with scope():

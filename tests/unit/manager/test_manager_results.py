@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CaptureError, ShapeError
-from tests.unit.manager.managed import LARGEST, WIDTH, Doubled, captured, made, rows, run
+from graphpass import Batch, CaptureError, InputSpec, ShapeError
+from tests.unit.manager.managed import LARGEST, WIDTH, Doubled, captured, made, rows, run, sum_of_rows
 
 # -- results
 
@@ -44,7 +44,6 @@ RESULTS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "an input among them": lambda x: (x + 1, x),
     "a view of an input": lambda x: x[:, 1:3],
     "tokens last": lambda x: (x + 1).t(),
-    "tokens in two dimensions": lambda x: x @ x.t(),
     "another dtype": lambda x: x > 0,
     "a number": lambda x: (x + 1, 3.5, True),
 }
@@ -82,7 +81,7 @@ def test_parameters_and_what_is_never_padded_are_returned_whole(mode: str) -> No
             return {"hidden": x + 1, "weight": self.weight, "scale": self.weight * 2}
 
     model = Returns()
-    manager = captured(model, mode, cut={"weight": {}})
+    manager = captured(model, mode)
     for num_tokens in (3, 8, 9):
         x = rows(num_tokens)
         torch.testing.assert_close(run(manager, x), {k: v.detach() for k, v in model(x).items()}, check_stride=False)
@@ -98,11 +97,26 @@ def test_a_model_that_computes_nothing_is_refused() -> None:
         manager.capture()
 
 
+@pytest.mark.parametrize("size", [lambda x: x.shape[0], lambda x: x.shape[0] * 2, lambda x: 8], ids=["", "twice", "8"])
+def test_a_number_that_may_be_a_padded_size_is_refused(size: Callable[[torch.Tensor], int]) -> None:
+    manager = made(lambda x: (x * 2, size(x)))
+    with pytest.raises(ShapeError, match="a number that comes from the padded size"):
+        manager.capture()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("width", [8, LARGEST])
+def test_a_width_that_equals_a_key_is_not_cut(mode: str, width: int) -> None:
+    manager = captured(Doubled(), mode, specs=[InputSpec("x", (LARGEST, width), torch.float32)])
+    for num_tokens in (3, 8, 9):
+        torch.testing.assert_close(run(manager, rows(num_tokens, width)), rows(num_tokens, width) * 2 + 1)
+
+
 def test_a_result_that_nothing_says_how_to_cut_is_refused_by_name() -> None:
     manager = made(lambda x: x.reshape(-1))
     with pytest.raises(ShapeError, match="output 0") as raised:
         manager.capture()
-    assert "cut={0" in raised.value.remedy
+    assert "dimension of their own" in raised.value.remedy
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -174,11 +188,11 @@ def test_what_the_model_writes_to_padding_is_padding_again_in_the_next_step(mode
     """Ids that go up in every step would leave the table."""
 
     def model(x: torch.Tensor) -> Any:
-        rest = x.sum(0) * 1
+        rest = sum_of_rows(x)
         x.add_(1)
         return x * 2, rest
 
-    manager = captured(model, mode, cut={1: {}})
+    manager = captured(model, mode)
     for _ in range(3):
         _, total = run(manager, torch.ones(3, WIDTH))
         torch.testing.assert_close(total, torch.full((WIDTH,), 3.0))
@@ -192,7 +206,7 @@ def test_buffers_of_the_model_end_as_without_graphs(mode: str) -> None:
             self.register_buffer("last", torch.zeros(WIDTH))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last.copy_(x[0])
+            self.last.copy_(sum_of_rows(x))
             return x + self.last
 
     model, plain = Remembers(), Remembers()

@@ -14,6 +14,8 @@ from torch import nn
 import graphpass as gp
 from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec, OptionError, ShapeError
 from graphpass.manager.stepbuffers import OutputBuffers, StepBuffers
+from graphpass.regions import register_padding_rule
+from tests.unit.manager.managed import sum_of_rows
 
 WIDTH, LARGEST = 4, 10
 CPU = torch.device("cpu")
@@ -51,8 +53,8 @@ def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
     }
     assert buffers.largest == {"num_tokens": LARGEST}
     assert not any(tensor.any() for tensor in buffers.tensors.values())
-    # One token more than the largest batch, which no batch uses.
-    assert buffers.num_bytes() == 4 * (LARGEST + 1) * WIDTH + 8 * 3 * (LARGEST + 1) + 2
+    # Two tokens more than the largest batch, which no batch uses.
+    assert buffers.num_bytes() == 4 * (LARGEST + 2) * WIDTH + 8 * 3 * (LARGEST + 2) + 2
 
 
 def test_what_the_model_is_given_is_the_start_of_the_buffers_at_any_size() -> None:
@@ -356,7 +358,7 @@ class Sums(nn.Module):
     """Shows what lies in all rows that it is given."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        return x * 2, x.sum(0)
+        return x * 2, sum_of_rows(x)
 
 
 RULES: Mapping[str, tuple[Any, Callable[[torch.Tensor, int], torch.Tensor]]] = {
@@ -376,7 +378,7 @@ RULES: Mapping[str, tuple[Any, Callable[[torch.Tensor, int], torch.Tensor]]] = {
 def test_a_model_sees_the_declared_padding_whatever_was_there_before(name: str, mode: str) -> None:
     rule, expected = RULES[name]
     spec = InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)
-    manager = manager_of(Sums(), [spec], mode, cut={1: {}})
+    manager = manager_of(Sums(), [spec], mode)
     for num_tokens in (3, 1, 4, 7, 2, 9, 5):
         for poison in (8, LARGEST):
             manager.run(Batch(poison, inputs={"x": torch.full((poison, WIDTH), math.nan)}))
@@ -394,7 +396,7 @@ class Masked(nn.Module):
     """A mean over real rows alone, whatever padding holds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - gp.zero_padding(x).sum(0)
+        return x - sum_of_rows(gp.zero_padding(x))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
@@ -407,7 +409,7 @@ def test_the_context_says_which_rows_are_padding(mode: str) -> None:
 
 
 def test_padding_after_an_input_that_was_refused() -> None:
-    manager = manager_of(Sums(), [X], cut={1: {}})
+    manager = manager_of(Sums(), [X])
     manager.run(Batch(8, inputs={"x": torch.full((8, WIDTH), math.nan)}))
     with pytest.raises(ShapeError):
         manager.run(Batch(2, inputs={"x": torch.ones(5, WIDTH)}))
@@ -424,7 +426,7 @@ def test_a_padding_function_that_fails_leaves_the_next_batch_right() -> None:
             raise FloatingPointError("on purpose")
         return torch.cat([real, real.new_zeros(shape[0] - len(real), *shape[1:])])
 
-    manager = manager_of(Sums(), [InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], cut={1: {}})
+    manager = manager_of(Sums(), [InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)])
     failing[0] = True
     with pytest.raises(FloatingPointError):
         manager.run(Batch(3, inputs={"x": torch.full((3, WIDTH), math.nan)}))
@@ -457,3 +459,6 @@ def valid(ids: torch.Tensor) -> torch.Tensor:
 @valid.register_fake
 def _(ids: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(ids)
+
+
+register_padding_rule("graphpass_step_buffers_test::valid", lambda call: call.tensor("ids"))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpass.partition import Partition, partition
+from graphpass.regions import Partition, partition
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,11 +116,18 @@ def custom_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("function", [checkpointed, vmapped, differentiated, looped, custom_gradient])
+@pytest.mark.parametrize("function", [checkpointed, vmapped, differentiated, custom_gradient])
 def test_higher_order_code_is_one_captured_region(dynamo_split: Split, function: Callable[..., Any]) -> None:
     split = dynamo_split(function, torch.rand(3, 4, requires_grad=function is custom_gradient))
     assert [region.kind for region in split.regions] == ["captured"]
     assert split.mutated_inputs == ()
+
+
+def test_a_loop_that_the_host_ends_is_eager(dynamo_split: Split) -> None:
+    split = dynamo_split(looped, torch.rand(3, 4))
+    (loop,) = [region for region in split.regions if "control flow" in (region.reason or "")]
+    assert "while_loop" in loop.reason
+    assert split.regions[-1].kind == "captured"
 
 
 def test_an_aten_graph_is_split() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from graphpass.partition import DEFAULT_RULES, Partition, SplitRule, partition
+from graphpass.regions import DEFAULT_RULES, Partition, SplitRule, partition
 
 
 @pytest.fixture

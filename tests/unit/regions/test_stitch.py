@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from graphpass.errors import PartitionError
-from graphpass.partition import Partition, partition
+from graphpass.regions import Partition, partition
 
 SOFTMAX = ["aten::softmax"]
 Pair = namedtuple("Pair", ["left", "right"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx
 
-from graphpass.partition import SplitReason, analysis, partition
+from graphpass.regions import SplitReason, analysis, partition
 
 PACKAGE = str(Path(analysis.__file__).parent)
 SPLIT = ["aten::sin"]

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphpass.errors import PartitionError
-from graphpass.partition import GuardedSymbols, Partition, partition, symbol_of_dim
+from graphpass.regions import GuardedSymbols, Partition, partition, symbol_of_dim
 
 
 def traced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, Partition]:

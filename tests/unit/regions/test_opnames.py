@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from graphpass.errors import PartitionError
-from graphpass.partition import partition
-from graphpass.partition.opnames import matcher_of, names_of
+from graphpass.regions import partition
+from graphpass.regions.opnames import matcher_of, names_of
 
 
 class Calls(nn.Module):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from graphpass.errors import PartitionError
-from graphpass.partition import Partition, partition
-from graphpass.partition.execute import execute, value_of
+from graphpass.regions import Partition, partition
+from graphpass.regions.execute import execute, value_of
 
 Split = Callable[..., Partition]
 SOFTMAX = ["aten::softmax"]

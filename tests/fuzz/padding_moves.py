@@ -1,0 +1,242 @@
+"""Operators of random programs that move entries: views, slices, joins, and entries named by index."""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv
+
+from tests.fuzz.padding import CODES, FLOAT, INT, WIDTH, Program, Value, aten
+
+
+def is_float(value: Value) -> bool:
+    return value.dtype == FLOAT
+
+
+def has_dims(value: Value) -> bool:
+    return value.rank > 0
+
+
+def has_two(size: sympy.Expr) -> bool:
+    """Whether a dimension has at least two entries at all sizes that are tried."""
+    return bool(size.is_Symbol or (size.is_Integer and size >= 2))
+
+
+def product(sizes: list[sympy.Expr] | tuple[sympy.Expr, ...]) -> sympy.Expr:
+    return sympy.Mul(*sizes)
+
+
+def reduced(value: Value, dims: list[int], keep: bool) -> list[sympy.Expr]:
+    kept = [sympy.Integer(1) if d in dims else size for d, size in enumerate(value.shape)]
+    return kept if keep else [size for d, size in enumerate(kept) if d not in dims]
+
+
+def transpose(p: Program) -> Value | None:
+    value = p.pick(lambda v: v.rank >= 2)
+    if value is None:
+        return None
+    order = list(range(value.rank))
+    p.choose.shuffle(order)
+    return p.call(aten.permute.default, (value, order), [value.shape[d] for d in order], value.dtype)
+
+
+def regroup(p: Program) -> Value | None:
+    """A view of other sizes with the same product, which may or may not keep the sizes apart."""
+    value = p.pick(lambda v: has_dims(v) and all(size.is_Symbol or size.is_Integer or size.is_Mul for size in v.shape))
+    if value is None:
+        return None
+    factors: list[sympy.Expr] = []
+    for size in value.shape:
+        number, rest = size.as_coeff_Mul()
+        parts = [] if number == 1 else [number]
+        parts += [] if rest == 1 else list(sympy.Mul.make_args(rest))
+        factors += [part for base in parts for part in ([base.base] * int(base.exp) if base.is_Pow else [base])]
+    if p.choose.random() < 0.3:
+        factors = [
+            part for size in factors for part in ([2, size // 2] if size.is_Integer and size % 2 == 0 else [size])
+        ]
+    if p.choose.random() < 0.25:
+        p.choose.shuffle(factors)
+    shape: list[sympy.Expr] = []
+    for factor in factors:
+        if shape and p.choose.random() < 0.45:
+            shape[-1] = shape[-1] * factor
+        else:
+            shape.append(sympy.sympify(factor))
+    shape = shape or [sympy.Integer(1)]
+    contiguous = p.call(aten.clone.default, (value,), value.shape, value.dtype, memory_format=torch.contiguous_format)
+    p.values.pop()
+    return p.call(aten.view.default, (contiguous, p.sizes(shape)), shape, value.dtype)
+
+
+def back(p: Program) -> Value | None:
+    """A view back to the shape of an earlier value."""
+    value = p.pick(has_dims)
+    like = value and p.pick(lambda v: product(v.shape) == product(value.shape) and v.shape != value.shape)
+    if not value or not like:
+        return None
+    contiguous = p.call(aten.clone.default, (value,), value.shape, value.dtype, memory_format=torch.contiguous_format)
+    p.values.pop()
+    return p.call(aten.view.default, (contiguous, p.sizes(like.shape)), like.shape, value.dtype)
+
+
+def unsqueeze(p: Program) -> Value | None:
+    value = p.pick(lambda v: v.rank < 4)
+    if value is None:
+        return None
+    at = p.choose.randint(0, value.rank)
+    return p.call(
+        aten.unsqueeze.default, (value, at), (*value.shape[:at], sympy.Integer(1), *value.shape[at:]), value.dtype
+    )
+
+
+def squeeze(p: Program) -> Value | None:
+    value = p.pick(lambda v: 1 in v.shape)
+    if value is None:
+        return None
+    at = value.shape.index(sympy.Integer(1))
+    return p.call(aten.squeeze.dim, (value, at), (*value.shape[:at], *value.shape[at + 1 :]), value.dtype)
+
+
+def expand(p: Program) -> Value | None:
+    value = p.pick(lambda v: 1 in v.shape)
+    if value is None:
+        return None
+    at = value.shape.index(sympy.Integer(1))
+    size = p.choose.choice([*(list(p.symbols)), sympy.Integer(2)])
+    shape = (*value.shape[:at], size, *value.shape[at + 1 :])
+    return p.call(aten.expand.default, (value, p.sizes(shape)), shape, value.dtype)
+
+
+def select(p: Program) -> Value | None:
+    value = p.pick(has_dims)
+    if value is None:
+        return None
+    dim = p.choose.randrange(value.rank)
+    index = p.choose.choice([0, 0, 0, 1, -1]) if has_two(value.shape[dim]) else 0
+    return p.call(aten.select.int, (value, dim, index), reduced(value, [dim], False), value.dtype)
+
+
+def cut(p: Program) -> Value | None:
+    value = p.pick(lambda v: any(size.free_symbols for size in v.shape))
+    if value is None:
+        return None
+    dim = p.choose.choice([d for d, size in enumerate(value.shape) if size.free_symbols])
+    size = value.shape[dim]
+    if size.is_Add:
+        return None
+    start, end, step, left = p.choose.choice(
+        [
+            (1, 2**63 - 1, 1, size - 1),
+            (0, -1, 1, size - 1),
+            (0, 2, 1, sympy.Integer(2)),
+            (-1, 2**63 - 1, 1, sympy.Integer(1)),
+            (0, 2**63 - 1, 2, FloorDiv(size + 1, 2)),
+            (0, 1, 1, sympy.Integer(1)),
+            (1, 2, 1, sympy.Integer(1)),
+        ]
+    )
+    shape = (*value.shape[:dim], left, *value.shape[dim + 1 :])
+    return p.call(aten.slice.Tensor, (value, dim, start, end, step), shape, value.dtype)
+
+
+def features(p: Program) -> Value | None:
+    value = p.pick(lambda v: has_dims(v) and v.shape[-1] == WIDTH)
+    if value is None:
+        return None
+    start = p.choose.choice([0, 1, 2])
+    shape = (*value.shape[:-1], sympy.Integer(WIDTH - start))
+    return p.call(aten.slice.Tensor, (value, value.rank - 1, start), shape, value.dtype)
+
+
+def join(p: Program) -> Value | None:
+    value = p.pick(has_dims)
+    if value is None:
+        return None
+    dim = p.choose.randrange(value.rank)
+    rest = reduced(value, [dim], True)
+    other = p.pick(lambda v: v.rank == value.rank and v.dtype == value.dtype and reduced(v, [dim], True) == rest)
+    pair = [value, other] if p.choose.random() < 0.5 else [other, value]
+    shape = (*value.shape[:dim], value.shape[dim] + (other.shape[dim] if other else 0), *value.shape[dim + 1 :])
+    return other and p.call(aten.cat.default, (pair, dim), shape, value.dtype)
+
+
+def pad(p: Program) -> Value | None:
+    value = p.pick(lambda v: has_dims(v) and is_float(v))
+    if value is None:
+        return None
+    before, after = p.choose.choice([(1, 0), (0, 1), (1, 1), (2, 0)])
+    dim = p.choose.randrange(value.rank)
+    amounts = [0] * (2 * (value.rank - dim - 1)) + [before, after]
+    shape = (*value.shape[:dim], value.shape[dim] + before + after, *value.shape[dim + 1 :])
+    return p.call(aten.constant_pad_nd.default, (value, amounts, p.choose.choice([0.0, 1.0])), shape, FLOAT)
+
+
+def repeat(p: Program) -> Value | None:
+    value = p.pick(has_dims)
+    if value is None:
+        return None
+    times = [p.choose.choice([1, 1, 2]) for _ in value.shape]
+    shape = [size * count for size, count in zip(value.shape, times, strict=True)]
+    return p.call(aten.repeat.default, (value, times), shape, value.dtype)
+
+
+def lookup(p: Program) -> Value | None:
+    table = p.pick(lambda v: is_float(v) and v.shape == (CODES, WIDTH))
+    index = p.pick(lambda v: v.dtype == INT and v.node.op == "placeholder" and v.node.name != "count")
+    if table is None or index is None:
+        return None
+    return p.call(aten.embedding.default, (table, index), (*index.shape, WIDTH), FLOAT)
+
+
+def gather(p: Program) -> Value | None:
+    """Entries named by data, taken modulo 2, so that they exist at every size."""
+    value = p.pick(lambda v: has_dims(v) and all(map(has_two, v.shape)))
+    index = p.pick(lambda v: v.dtype == INT and v.rank == 1)
+    if value is None or index is None:
+        return None
+    small = p.call(aten.remainder.Scalar, (index, 2), index.shape, INT)
+    dim = p.choose.randrange(value.rank)
+    if p.choose.random() < 0.5:
+        shape = (*value.shape[:dim], index.shape[0], *value.shape[dim + 1 :])
+        return p.call(aten.index_select.default, (value, dim, small), shape, value.dtype)
+    return p.call(aten.index.Tensor, (value, [small]), (*index.shape, *value.shape[1:]), value.dtype)
+
+
+def by_range(p: Program) -> Value | None:
+    """An index by ranges of whole dimensions, and perhaps one by data."""
+    value = p.pick(lambda v: v.rank >= 2 and v.shape[0].is_Symbol and has_two(v.shape[1]))
+    if value is None:
+        return None
+    size = value.shape[0]
+    span = p.call(aten.arange.default, (p.number(size),), (size,), INT)
+    rest = value.shape[2:]
+    other = p.pick(lambda v: v.dtype == INT and v.shape in ((size,), ()))
+    if other is None or p.choose.random() < 0.4:
+        return p.call(aten.index.Tensor, (value, [span]), value.shape, value.dtype)
+    small = p.call(aten.remainder.Scalar, (other, 2), other.shape, INT)
+    return p.call(aten.index.Tensor, (value, [span, small]), (size, *rest), value.dtype)
+
+
+def scatter(p: Program) -> Value | None:
+    index = p.pick(lambda v: v.dtype == INT and v.rank == 1 and v.node.op == "placeholder" and v.node.name != "count")
+    target = p.pick(lambda v: v.shape == (CODES, WIDTH) or v.shape == (CODES,))
+    source = (
+        index and target and p.pick(lambda v: v.dtype == target.dtype and v.shape == (*index.shape, *target.shape[1:]))
+    )
+    if not index or not target or not source:
+        return None
+    if p.choose.random() < 0.5:
+        return p.call(aten.index_add.default, (target, 0, index, source), target.shape, target.dtype)
+    return p.call(aten.index_put.default, (target, [index], source, True), target.shape, target.dtype)
+
+
+def assign(p: Program) -> Value | None:
+    value = p.pick(lambda v: has_dims(v) and all(map(has_two, v.shape)))
+    if value is None:
+        return None
+    dim = p.choose.randrange(value.rank)
+    rest = tuple(reduced(value, [dim], False))
+    source = p.pick(lambda v: v.dtype == value.dtype and v.shape == rest)
+    index = p.choose.choice([0, 0, 1, -1])
+    return source and p.call(aten.select_scatter.default, (value, source, dim, index), value.shape, value.dtype)

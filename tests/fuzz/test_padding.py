@@ -1,0 +1,236 @@
+"""Random aten graphs under the padding pass, with brute force as the oracle: what is PROVED never differs.
+
+Default runs take a few hundred programs, always the same; ``tox run -e fuzz`` searches ten thousand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from graphpass.regions.padding import PaddingProof, Verdict, padding_of
+from tests.fuzz.padding import KINDS, Program, padded_input, real_input, walk
+from tests.fuzz.padding_ops import OPS
+
+# Sizes at run time: real ones, and what is added where a key field is padded. Equal sizes show what is mixed up.
+SIZES = (
+    ({"b": 3, "s": 5}, {"b": 2, "s": 3}),
+    ({"b": 4, "s": 4}, {"b": 1, "s": 4}),
+    ({"b": 2, "s": 3}, {"b": 4, "s": 1}),
+)
+SCALES = (1.0, 1e4)
+TOLERANCE = 1e-8
+
+FINITE, VISIBLE, SCORES = "padding is finite", "visible real entry", "scores are small"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the search found.
+
+    Attributes:
+        fields: the verdicts of all key fields of all programs.
+        rested: programs with a proved field whose proof states an assumption: padding was neutral to some operator.
+        excused: differences that only contents beyond a proof's stated assumptions make.
+        precise: fields that are not proved, and really differ.
+        wrong: programs that are proved and differ, with what differs.
+    """
+
+    programs: int = 0
+    fields: Counter[Verdict] = field(default_factory=Counter)
+    excused: Counter[str] = field(default_factory=Counter)
+    rested: int = 0
+    precise: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def share_proved(self) -> float:
+        return self.fields[Verdict.PROVED] / max(1, self.fields.total())
+
+    def __str__(self) -> str:
+        verdicts = ", ".join(f"{count} {verdict.name}" for verdict, count in self.fields.items())
+        lines = [
+            f"{self.programs} programs; fields: {verdicts} ({self.share_proved:.0%} proved); "
+            f"{self.rested} programs rest on assumptions; {self.precise} unproved fields differ; "
+            f"excused: {dict(self.excused)}",
+            *(f"{count:6} {reason}" for reason, count in self.reasons.most_common(40)),
+        ]
+        return "\n    ".join([*lines, *self.wrong])
+
+
+def make_program(seed: int) -> tuple[Program, fx.GraphModule]:
+    """The program of a seed: a few operators over a few inputs."""
+    choose = random.Random(seed)
+    program = Program(choose)
+    names = choose.sample(
+        ["x", "y", "g", "v", "u", "l", "zeros", "low", "ids", "ids0", "codes", "hide"], choose.randint(2, 4)
+    )
+    extra = [name for name in ("mask", "weight", "table", "state", "count") if choose.random() < 0.5]
+    names = [name for name in KINDS if name in {*names, *extra}]
+    if not any(KINDS[name].shape[0] in ("b", "s") for name in names):
+        names.append("x")
+    for name in names:
+        program.add_input(name)
+    wanted = choose.randint(3, 12)
+    for _ in range(6 * wanted):
+        op = choose.choices(list(OPS), list(OPS.values()))[0]
+        before = len(program.values)
+        op(program)
+        wanted -= len(program.values) > before
+        if wanted <= 0:
+            break
+    return program, program.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """One graph at real sizes and at padded ones."""
+
+    program: Program
+    graph: fx.Graph
+
+    def of(self, inputs: Iterable[Tensor]) -> list[Tensor]:
+        """The outputs, and the inputs as the graph leaves them."""
+        given = [value.clone() for value in inputs]
+        torch.default_generator.manual_seed(0)
+        return [*walk(self.graph, given), *given]
+
+    def tried(
+        self, fields: Collection[str], scales: Iterable[float]
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], str]]:
+        """Inputs at real sizes, the same ones padded, and a description."""
+        for at, (real, more) in enumerate(SIZES):
+            sizes = {name: real[name] + more[name] * (name in fields) for name in real}
+            generator = torch.Generator().manual_seed(at)
+            inputs = [real_input(name, real, generator) for name in self.program.inputs]
+            for scale in scales:
+                padded = [
+                    padded_input(name, value, sizes, scale, generator)
+                    for name, value in zip(self.program.inputs, inputs, strict=True)
+                ]
+                yield inputs, padded, f"{real} padded to {sizes}, contents x{scale:g}"
+
+    def difference(
+        self, fields: Collection[str], scales: Iterable[float], assumed: str = ""
+    ) -> tuple[str, bool] | None:
+        """The first difference, and whether an assumption of the proof excuses it."""
+        found = None
+        for inputs, padded, text in self.tried(fields, scales):
+            real, larger = self.of(inputs), self.of(padded)
+            wrong = [at for at, (a, b) in enumerate(zip(real, larger, strict=True)) if not _same(a, b)]
+            if not wrong:
+                continue
+            if excuse := self._excuse(inputs, padded, assumed):
+                found = found or (excuse, True)
+                continue
+            return f"{fields}: results {wrong} at {text}", False
+        return found
+
+    def _excuse(self, inputs: list[Tensor], padded: list[Tensor], assumed: str) -> str:
+        """The stated assumption that these contents break."""
+        seen: list[str] = []
+
+        def hidden(node: fx.Node, args: Any, _: Any) -> None:
+            name = str(node.target)
+            if "softmax" in name or "logsumexp" in name:
+                dims = args[1] if isinstance(args[1], list) else [args[1]]
+                seen.append("hidden" * bool((args[0].amax(dims) <= -9e3).any()))
+            elif "attention" in name and args[5] is not None:
+                seen.append("hidden" * bool((args[5].amax(-1) <= -9e3).any()))
+
+        def infinite(_: fx.Node, __: Any, result: Any) -> None:
+            for value in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    seen.append("infinite" * bool(value.isnan().any() or (value == float("inf")).any()))
+
+        if VISIBLE in assumed:
+            walk(self.graph, [value.clone() for value in inputs], hidden)
+            if any(seen):
+                return VISIBLE
+        if FINITE in assumed:
+            walk(self.graph, [value.clone() for value in padded], infinite)
+            if any(seen):
+                return FINITE
+        return ""
+
+
+def _same(real: Any, padded: Any) -> bool:
+    if not isinstance(real, Tensor):
+        return bool(real == padded)
+    if real.dim() != padded.dim() or any(a > b for a, b in zip(real.shape, padded.shape, strict=True)):
+        return False
+    cut = padded[tuple(slice(size) for size in real.shape)]
+    if not real.is_floating_point():
+        return torch.equal(real, cut)
+    return torch.allclose(real, cut, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+def proved_fields(proof: PaddingProof) -> tuple[str, ...]:
+    return tuple(name for name, verdict in proof.verdicts.items() if verdict is Verdict.PROVED)
+
+
+def judge(seed: int, tally: Tally, measure: bool) -> None:
+    """Prove one program and try its proof."""
+    program, module = make_program(seed)
+    proof = padding_of(module, program.symbols, program.declared)
+    proved, assumed = proved_fields(proof), "; ".join(proof.assumptions)
+    scales = SCALES[:1] if SCORES in assumed else SCALES
+    runs = Runs(program, module.graph)
+    tally.programs += 1
+    tally.fields.update(proof.verdicts.values())
+    tally.rested += bool(proved and assumed)
+    tally.reasons.update({f"{finding.op}: {finding.why}" for finding in proof.findings})
+    for fields in sorted({proved, *((name,) for name in proved)} - {()}):
+        found = runs.difference(fields, scales, assumed)
+        if found is not None and found[1]:
+            tally.excused[found[0]] += 1
+        elif found is not None:
+            tally.wrong.append(f"seed {seed}: {found[0]}\n{module.code}\nassumed: {assumed}")
+            return
+    if measure:
+        left = proof.verdicts.keys() - set(proved)
+        tally.precise += sum(runs.difference((name,), SCALES) is not None for name in left)
+
+
+def search(seeds: Iterable[int], measure: bool = False) -> Tally:
+    tally = Tally()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            for seed in seeds:
+                judge(seed, tally, measure)
+                if len(tally.wrong) >= 3:
+                    break
+    finally:
+        torch.set_num_threads(threads)
+    return tally
+
+
+def check(tally: Tally) -> None:
+    """Nothing wrong, and nothing vacuous: many fields are proved, many are not, and few need an excuse."""
+    assert tally.wrong == [], str(tally)
+    assert 0.4 <= tally.share_proved <= 0.9, str(tally)
+    assert tally.rested >= 0.05 * tally.programs, str(tally)
+    assert tally.excused.total() <= 0.05 * tally.programs, str(tally)
+
+
+def test_proved_programs_never_differ() -> None:
+    tally = search(range(200), measure=True)
+    check(tally)
+    unproved = tally.fields.total() - tally.fields[Verdict.PROVED]
+    assert tally.precise >= 0.4 * unproved, str(tally)
+
+
+@pytest.mark.fuzz
+def test_ten_thousand_proved_programs_never_differ() -> None:
+    tally = search(range(1_000_000, 1_010_000))
+    check(tally)

@@ -1,0 +1,222 @@
+"""The documented engine loop: one compilation a graph, captures inside ``capturing()`` alone, replays afterwards.
+
+The loop is run as the quickstart prints it, and as engines write it: with buffers made in one way or another.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import graphpass as gp
+from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, GraphRuntime
+
+QUICKSTART = Path(__file__).parents[3] / "docs" / "quickstart.md"
+SIZES = [1, 2, 4, 8]
+Made = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def graphs_of_dynamo() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_counters() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def captures_and_replays(rt: GraphRuntime) -> dict[tuple[str, BatchDescriptor], tuple[int, int]]:
+    return {(str(mode), key): (c.captured, c.replayed) for (_, mode, key), c in rt.counts().items()}
+
+
+def test_the_quickstarts_loop_as_printed() -> None:
+    section = QUICKSTART.read_text(encoding="utf-8").split("## Your own loop")[1]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    loop, served = code.split("    step = dispatcher.dispatch(")
+    served = "    step = dispatcher.dispatch(" + served.split("\n\nwith torch.no_grad()")[0]
+    names: dict[str, Any] = {"torch": torch, "graphpass": gp, "device": "cpu", "rows": torch.randn(5, 64)}
+
+    exec(compile(loop, str(QUICKSTART), "exec"), names)
+    rt = names["runtime"]
+    keys = [key for _, descriptors in names["dispatcher"].capture_plan() for key in descriptors]
+    assert captures_and_replays(rt) == {("FULL", key): (1, 1) for key in keys}
+    assert [key.num_tokens for key in keys] == SIZES[::-1]
+    assert (graphs_of_dynamo(), rt.stats().callables, rt.compiled()) == (2, 2, 2), "sizes from 2 on, and size 1"
+
+    served = "with torch.inference_mode():\n" + served
+    for _ in range(3):
+        exec(compile(served, str(QUICKSTART), "exec"), names)
+        torch.testing.assert_close(names["result"], names["model"](names["rows"]).detach())
+    assert graphs_of_dynamo() == 2
+    assert rt.stats().captured == len(SIZES)
+    assert rt.stats().replayed == len(SIZES) + 3
+    rt.close()
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.ops.cgpasstest.attend(self.embedding(ids) + positions.unsqueeze(-1)))
+
+
+def buffers(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(size, dtype=torch.long), torch.zeros(size)
+
+
+class Engine:
+    """The loop of an engine author: ids and positions in persistent buffers, two modes."""
+
+    def __init__(self, **options: Any) -> None:
+        self.rt = GraphRuntime()
+        self.model = Decoder().eval()
+        self.dispatcher = CudagraphDispatcher("FULL_AND_PIECEWISE", SIZES, max_num_reqs=8)
+        given = {
+            "splitting_ops": ["cgpasstest::attend"],
+            "mode": "FULL_AND_PIECEWISE",
+            "capture_sizes": SIZES,
+            "runtime": self.rt,
+            "compiler": "aot_eager",
+            **options,
+        }
+        self.compiled = torch.compile(self.model, backend="cgpass", dynamic=True, options=given)
+
+    def forward(self, mode: CUDAGraphMode, key: BatchDescriptor, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
+            return self.compiled(ids, positions)
+
+    def capture(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        with self.rt.capturing():
+            for mode, descriptors in self.dispatcher.capture_plan():
+                for key in descriptors:
+                    self.forward(mode, key, ids[: key.num_tokens], positions[: key.num_tokens])
+                    self.dispatcher.mark_captured(mode, key)
+
+    def serve(self, inputs: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Every size, in both modes; results are those of eager."""
+        for is_decode in (False, True):
+            for num_tokens in (8, 1, 3, 2, 5, 4, 7, 6):
+                step = self.dispatcher.dispatch(num_tokens, uniform_decode=is_decode)
+                ids, positions = inputs(step.descriptor.num_tokens)
+                assert step.mode is (CUDAGraphMode.FULL if is_decode else CUDAGraphMode.PIECEWISE)
+                got = self.forward(step.mode, step.descriptor, ids, positions)
+                torch.testing.assert_close(got, self.model(ids, positions))
+
+
+def fill(ids: torch.Tensor, positions: torch.Tensor) -> None:
+    ids.copy_(torch.randint(50, ids.shape))
+    positions.copy_(torch.rand(positions.shape))
+
+
+@pytest.mark.parametrize("made", ["in inference mode", "before", "before, longer than the largest batch"])
+def test_buffers_are_compiled_once_and_captured_inside_the_scope_alone(
+    made: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    outside = buffers(9 if "longer" in made else 8)
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "graphpass"):
+        ids, positions = buffers(8) if made == "in inference mode" else outside
+        engine.capture(ids, positions)
+        counts = captures_and_replays(engine.rt)
+        assert set(counts.values()) == {(1, 1)}
+        assert (engine.rt.stats().callables, engine.rt.compiled()) == (2, 4), "two regions, and again for size 1"
+        # A slice as long as its buffer is traced by itself where Dynamo sees the buffer behind it.
+        assert graphs_of_dynamo() == (3 if made == "before" else 2)
+        captured, graphs = engine.rt.stats().captured, graphs_of_dynamo()
+
+        def slices(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            fill(ids[:size], positions[:size])
+            return ids[:size], positions[:size]
+
+        caplog.clear()
+        for _ in range(2):
+            engine.serve(slices)
+    assert (engine.rt.stats().captured, graphs_of_dynamo()) == (captured, graphs)
+    assert not [record for record in caplog.records if record.name == "graphpass"], "nothing new while serving"
+    for (_, _, key), c in engine.rt.counts().items():
+        batches = {1: 1, 2: 1, 4: 2, 8: 4}[key.num_tokens]
+        assert (c.captured, c.replayed) == (1, 1 + 2 * batches), key
+
+
+@pytest.mark.parametrize("is_captured_in_inference", [True, False])
+def test_inputs_made_in_inference_mode_replay_what_others_captured(
+    is_captured_in_inference: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo traces them anew; the graph is the same and has its keys, so that nothing is compiled or captured."""
+    engine = Engine()
+    ordinary = buffers(9)
+    with torch.inference_mode():
+        engine.capture(*(buffers(9) if is_captured_in_inference else ordinary))
+        before = engine.rt.stats()
+
+        def made(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+            ids, positions = (t[:size] for t in ordinary) if is_captured_in_inference else buffers(size)
+            fill(ids, positions)
+            return ids, positions
+
+        with caplog.at_level(logging.WARNING, "graphpass"):
+            engine.serve(made)
+    after = engine.rt.stats()
+    assert (after.callables, after.artifacts, after.captured) == (before.callables, before.artifacts, before.captured)
+    assert after.replayed > before.replayed
+    warned = [record.message for record in caplog.records if record.name == "graphpass"]
+    assert len(warned) == len(set(warned)) == 2, "once for each of the two graphs"
+    assert all("inference_mode" in text for text in warned)
+
+
+def test_what_was_captured_in_inference_mode_replays_under_no_grad() -> None:
+    engine = Engine()
+    ids, positions = buffers(9)
+    with torch.inference_mode():
+        engine.capture(ids, positions)
+    before = engine.rt.stats()
+    with torch.no_grad():
+        engine.serve(lambda size: (ids[:size], positions[:size]))
+        step = engine.dispatcher.dispatch(4)
+        result = engine.forward(step.mode, step.descriptor, ids[:4], positions[:4])
+    assert not result.is_inference()
+    after = engine.rt.stats()
+    assert (after.callables, after.artifacts, after.captured) == (before.callables, before.artifacts, before.captured)
+
+
+def test_captures_that_nobody_directed_are_information(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(dispatch="auto")
+    with torch.inference_mode(), caplog.at_level(logging.INFO, "graphpass"):
+        for _ in range(3):
+            engine.compiled(*buffers(4))
+    said = [record for record in caplog.records if record.name == "graphpass" and "captured" in record.message]
+    assert {record.levelno for record in said} == {logging.INFO}
+    assert len(said) == engine.rt.stats().captured == 1, "FULL, which may hold the splitting op"
+    assert engine.rt.stats().replayed == 2
+
+
+def test_graphs_that_differ_in_a_number_are_not_taken_for_one() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    rt = GraphRuntime()
+    model = Scaled()
+    compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager", "runtime": rt})
+    x = torch.randn(4, 6)
+    with torch.inference_mode(), rt.capturing():
+        for scale in (2.0, 3.0, 5.0, 2.0):
+            model.scale = scale
+            with gp.set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(4)):
+                assert torch.equal(compiled(x), x * scale)

@@ -1,0 +1,131 @@
+"""A key's shape is compared with the arguments before anything is captured, so that the right ones still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass import BatchDescriptor, CaptureError, GraphRuntime, ShapeError
+from tests.unit.cgpass.attended import BOTH, Attended, Run, agrees, compiled_with
+
+
+@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("how", ["only symbol", "marked", "declared"])
+def test_five_rows_are_no_eight_tokens(rt: GraphRuntime, at_key: Run, mode: str, how: str) -> None:
+    model = Attended().eval()
+    options = {"dynamic_dims": {"x": 0}} if how == "declared" else {}
+    compiled = compiled_with(rt, model, options=options, dynamic=None if how == "marked" else True)
+
+    def rows(number: int) -> torch.Tensor:
+        x = torch.randn(number, 6)
+        if how == "marked":
+            torch._dynamo.mark_dynamic(x, 0)
+        return x
+
+    for size in (5, 16, 7):
+        with pytest.raises(ShapeError, match="'x'") as raised:
+            at_key(compiled, mode, 8, rows(size), capture=rt)
+        assert str(size) in raised.value.found
+        assert rt.stats().captured == 0
+    at_key(compiled, mode, 8, rows(8), capture=rt)
+    with pytest.raises(ShapeError):
+        at_key(compiled, mode, 8, rows(5))
+    x = rows(8)
+    agrees(at_key(compiled, mode, 8, x), model(x).detach())
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x]).relu() * 2
+
+
+def pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y`` has two rows for each of ``x``."""
+    return x.repeat_interleave(2, 0) + y
+
+
+def by_request(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1, keepdim=True) + x
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "descriptors"),
+    [
+        (doubled, lambda n: (torch.randn(n, 6).mul(2),), [(4, BatchDescriptor(4)), (8, BatchDescriptor(8))]),
+        (pairs, lambda n: (torch.randn(n), torch.randn(2 * n)), [(4, BatchDescriptor(8)), (3, BatchDescriptor(6))]),
+        (
+            by_request,
+            lambda n: (torch.randn(n, 3, 2),),
+            [(4, BatchDescriptor(12, num_reqs=4, uniform=True)), (5, BatchDescriptor(15))],
+        ),
+        (
+            by_request,
+            lambda n: (torch.randn(n, 3, 2),),
+            [(4, BatchDescriptor(16, extra=(("images", 4),))), (5, BatchDescriptor(16, extra=(("images", 5),)))],
+        ),
+    ],
+    ids=["the size", "twice the size", "a product with fixed sizes", "another field"],
+)
+def test_what_a_key_counts_may_be_another_number_of_the_input(
+    rt: GraphRuntime, at_key: Run, model: Callable[..., Any], make: Any, descriptors: Any
+) -> None:
+    compiled = compiled_with(rt, model, dynamic=None)
+    marked = make(descriptors[0][0])
+    for tensor in marked:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with rt.capturing():
+        at_key(compiled, "FULL", descriptors[0][1], *marked)
+        for size, descriptor in descriptors:
+            at_key(compiled, "FULL", descriptor, *make(size))
+            with pytest.raises((ShapeError, CaptureError)):
+                at_key(compiled, "FULL", descriptor, *make(7))
+    for size, descriptor in descriptors:
+        args = make(size)
+        agrees(at_key(compiled, "FULL", descriptor, *args), model(*args))
+    assert {(c.captured, c.static_sets) for c in rt.counts().values()} == {(1, 1)}
+
+
+def test_a_graph_for_one_size_takes_the_key_that_it_comes_with(rt: GraphRuntime, at_key: Run) -> None:
+    model = Attended().eval()
+    compiled = compiled_with(rt, model, dynamic=False)
+    for size in (8, 3):
+        at_key(compiled, "FULL", size, torch.randn(size, 6), capture=rt)
+    for size in (3, 8):
+        x = torch.randn(size, 6)
+        agrees(at_key(compiled, "FULL", size, x), model(x).detach())
+
+
+def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(rt: GraphRuntime, at_key: Run) -> None:
+    compiled = compiled_with(rt, Attended().eval(), dynamic=False, options={"dynamic_dims": {"x": 0}})
+    with pytest.raises(ShapeError, match="'x'"):
+        at_key(compiled, "FULL", 8, torch.randn(5, 6), capture=rt)
+    assert rt.stats().captured == 0
+    at_key(compiled, "FULL", 8, torch.randn(8, 6), capture=rt)
+
+
+def test_declared_fields_are_read_from_the_key_without_capture_sizes(rt: GraphRuntime, at_key: Run) -> None:
+    dims = {"x": {0: "num_reqs", 1: "seq_len"}}
+    compiled = compiled_with(rt, by_request, options={"dynamic_dims": dims})
+    key = BatchDescriptor(12, num_reqs=3, extra=(("seq_len", 4),))
+    for shape in ((4, 3), (3, 5)):
+        with pytest.raises(ShapeError, match="'x'"):
+            at_key(compiled, "FULL", key, torch.randn(*shape), capture=rt)
+    x = torch.randn(3, 4)
+    agrees(at_key(compiled, "FULL", key, x, capture=rt), by_request(x))
+    agrees(at_key(compiled, "FULL", key, x + 1), by_request(x + 1))
+
+
+def test_several_symbols_leave_open_what_the_key_counts(rt: GraphRuntime, at_key: Run) -> None:
+    """An image has a height and a width, and its key counts patches."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + 1
+
+    compiled = compiled_with(rt, model)
+    x = torch.randn(28, 42)
+    agrees(at_key(compiled, "FULL", 2 * 3, x, capture=rt), model(x))
+    agrees(at_key(compiled, "FULL", 2 * 3, x + 1), model(x + 1))
+    with pytest.raises((ShapeError, CaptureError)):
+        at_key(compiled, "FULL", 2 * 3, torch.randn(42, 28))

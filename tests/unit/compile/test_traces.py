@@ -1,0 +1,228 @@
+"""The aten graph of each structure is shown once, by the step that compiles it, and nothing is left behind by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from graphpass import compat
+from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, traced_regions
+from graphpass.regions import Partition, partition
+
+cut = torch.ops.compiletest.cut
+
+
+class Layers(torch.nn.Module):
+    """Three structures: before the first cut, between two, behind the last."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + cut(torch.relu(layer(x)))
+        return x * 0.5
+
+
+def ops_of(aten: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in aten.graph.nodes if node.op == "call_function"]
+
+
+@dataclass
+class Traced:
+    """A backend that compiles with a trace, and what it saw."""
+
+    compiler: str
+    trace: Callable[[fx.GraphModule], Any] | None = ops_of
+    regions: RegionCompiler = field(default_factory=RegionCompiler)
+    parts: list[Partition] = field(default_factory=list)
+    compiled: list[CompiledRegions] = field(default_factory=list)
+    eager: list[Mapping[str, RegionTrace]] = field(default_factory=list)
+    facts: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __call__(self, graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        parts = partition(graph_module, ["compiletest::cut"])
+        captured = [region for region in parts.regions if region.kind == "captured"]
+        compiled = self.regions.compile(captured, self.compiler, trace=self.trace)
+        shape_env = compat.shape_env_of(given.value for given in parts.inputs)
+        before = compat.facts_of(shape_env)
+        if self.trace is not None:
+            self.eager.append(traced_regions([r for r in parts.regions if r.kind == "eager"], self.trace))
+        self.facts.append((before, compat.facts_of(shape_env)))
+        self.parts.append(parts)
+        self.compiled.append(compiled)
+        callees = {r.name: compiled.by_name.get(r.name) or r.graph_module.forward for r in parts.regions}
+        bound: Callable[..., Any] = parts.bind(callees)
+        return bound
+
+    def run(self, model: Any, *inputs: Any) -> Any:
+        with torch.no_grad():
+            return torch.compile(model, backend=self, dynamic=True, fullgraph=True)(*inputs)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_each_structure_is_shown_once(compiler: str) -> None:
+    shown = []
+    traced = Traced(compiler, lambda aten: (shown.append(aten), ops_of(aten))[1])
+    model, x = Layers(24).eval(), torch.randn(3, 4)
+    torch.testing.assert_close(traced.run(model, x), model(x))
+    (compiled,) = traced.compiled
+    assert set(compiled.traces) == set(compiled.by_name)
+    assert len(compiled.traces) == 25
+    assert {trace.problem for trace in compiled.traces.values()} == {None}
+    assert len({id(trace.result) for trace in compiled.traces.values()}) == 3
+    assert len(shown) == 3 + 1  # and the cuts, which are one structure
+    assert any("addmm" in op for op in compiled.traces["r0"].result)
+    assert {id(trace.result) for trace in traced.eager[0].values()} == {id(traced.eager[0]["r1"].result)}
+    assert traced.eager[0]["r1"].result == ["compiletest.cut.default"]
+
+
+def test_what_another_graph_compiled_is_not_shown_again() -> None:
+    shown: list[Any] = []
+    traced = Traced("aot_eager", shown.append)
+    first, second = Layers(2).eval(), Layers(3).eval()
+    traced.run(first, torch.randn(3, 4))
+    num_shown = len(shown)
+    traced.run(second, torch.randn(3, 4))
+    assert [compiled.num_new for compiled in traced.compiled] == [3, 0]
+    assert len(shown) == num_shown + 1  # the cut: nothing keeps what no callable uses
+    assert set(traced.compiled[1].traces) == {"r0", "r2", "r4", "r6"}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_an_artifact_that_was_compiled_without_a_trace_gets_one(compiler: str) -> None:
+    traced = Traced(compiler, None)
+    first, second, x = Layers(2).eval(), Layers(3).eval(), torch.randn(3, 4)
+    traced.run(first, x)
+    traced.trace = ops_of
+    torch.testing.assert_close(traced.run(second, x), second(x))
+    without, compiled = traced.compiled
+    assert (dict(without.traces), without.num_new, compiled.num_new) == ({}, 3, 0)
+    assert {trace.problem for trace in compiled.traces.values()} == {None}
+    assert len({id(region.function) for made in traced.compiled for region in made.by_name.values()}) == 3
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_regions_of_one_structure_have_symbols_of_their_own(compiler: str) -> None:
+    """The traced graph speaks of one region's symbols, and each region knows them by its own."""
+
+    def model(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return cut(torch.relu(a) * 2), cut(torch.relu(b) * 2)
+
+    def shape_of(aten: fx.GraphModule) -> Any:
+        values = [node.meta["val"] for node in aten.graph.find_nodes(op="placeholder")]
+        return [compat.expression_of(v.shape[0]) for v in values if isinstance(v, torch.Tensor)]
+
+    traced = Traced(compiler, shape_of)
+    a, b = torch.randn(5, 2), torch.randn(7, 2)
+    for x in (a, b):
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        torch.compile(model, backend=traced)(a, b)
+    (parts,), (compiled,) = traced.parts, traced.compiled
+    traces = list(compiled.traces.values())
+    assert traces[0].result is traces[1].result
+    (symbol,) = traces[0].result
+    own = [dict(trace.symbols)[symbol] for trace in traces]
+    by_name = {given.source_name: given.value for given in parts.inputs}
+    assert own == [compat.expression_of(by_name[name].shape[0]) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_trace_adds_no_guard(compiler: str) -> None:
+    def asks(aten: fx.GraphModule) -> bool:
+        sizes = [n.meta["val"] for n in aten.graph.find_nodes(op="placeholder")]
+        return any(bool(size > 5) for size in sizes if isinstance(size, torch.SymInt))
+
+    traced = Traced(compiler, asks)
+    model = Layers(2).eval()
+    compiled = torch.compile(model, backend=traced, dynamic=True)
+    with torch.no_grad():
+        for size in (9, 3, 17):
+            x = torch.randn(size, 4)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert len(traced.compiled) == 1
+    assert traced.compiled[0].traces["r0"].result is True
+    assert all(before == after for before, after in traced.facts)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_an_error_of_the_trace_is_a_reason_and_breaks_nothing(compiler: str) -> None:
+    def fails(aten: fx.GraphModule) -> None:
+        raise ZeroDivisionError("of all things")
+
+    traced = Traced(compiler, fails)
+    model, x = Layers(1).eval(), torch.randn(3, 4)
+    torch.testing.assert_close(traced.run(model, x), model(x))
+    (compiled,) = traced.compiled
+    for trace in (*compiled.traces.values(), *traced.eager[0].values()):
+        assert trace.result is None
+        assert trace.problem is not None
+        assert "ZeroDivisionError: of all things" in trace.problem
+
+
+def test_inductors_cache_serves_a_traced_compilation() -> None:
+    from torch._dynamo.utils import counters
+
+    hits, shown = [], []
+    for _ in range(2):
+        torch.compiler.reset()
+        counters.clear()
+        traced = Traced("inductor")
+        traced.run(Layers(3).eval(), torch.randn(3, 4))
+        hits.append((counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]))
+        shown.append([trace.problem for trace in traced.compiled[0].traces.values()])
+    assert hits[1] == (3, 0)
+    assert shown[1] == [None] * 4
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor", "eager"])
+def test_writes_stay_in_the_graph_and_inputs_that_overlap_have_none(compiler: str) -> None:
+    def writes(a: torch.Tensor, b: torch.Tensor) -> Any:
+        a.add_(1)
+        return a + b, b[1:], a.shape[0]
+
+    traced = Traced(compiler)
+    traced.run(writes, torch.zeros(6), torch.zeros(6))
+    (trace,) = traced.compiled[0].traces.values()
+    assert trace.problem is None
+    assert "aten.copy_.default" in trace.result
+    torch.compiler.reset()
+    memory = torch.zeros(9)
+    traced.run(writes, memory[:6], memory[2:8])
+    (trace,) = traced.compiled[-1].traces.values()
+    assert trace.result is None
+    assert trace.problem
+
+
+def test_regions_that_read_numbers_on_the_host_are_traced_alone() -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return cut(x) * int(x.argmax().item())
+
+    traced = Traced("aot_eager")
+    x = torch.tensor([1.0, 2.0, 5.0])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch.testing.assert_close(traced.run(reads, x), reads(x))
+    (eager,) = traced.eager
+    assert {name: trace.problem for name, trace in eager.items()} == {"r0": None, "r2": None}
+    assert eager["r2"].result == ["aten._local_scalar_dense.default", "aten.mul.Tensor"]
+
+
+def test_sizes_that_only_a_run_can_tell_are_a_reason() -> None:
+    def shrinks(x: torch.Tensor) -> Any:
+        chosen = torch.masked_select(x, x > 1)
+        return cut(torch.relu(x) * 2), cut(chosen)
+
+    traced = Traced("aot_eager")
+    x = torch.tensor([1.0, 2.0, 5.0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.testing.assert_close(traced.run(shrinks, x), shrinks(x))
+    made, taken = traced.eager[0].values()
+    assert "aten.masked_select.default" in made.result
+    assert (taken.result, taken.problem) == (None, "it takes sizes that only a run can tell")

@@ -1,0 +1,70 @@
+"""A graphed model beside the same model run eagerly, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import graphpass as gp
+from tests.observed import Observed
+
+__all__ = ["agree", "call", "full_counts", "graphed", "replays"]
+
+Made = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def graphed(model: Callable[..., Any], *args: Any, **options: Any) -> gp.GraphedModel:
+    """``graphpass.graphed`` without a compiler: regions run op by op."""
+    return gp.graphed(model, *args, **{"compiler": "eager", **options})
+
+
+def call(*args: Any, **kwargs: Any) -> Made:
+    """Arguments of one call."""
+    return args, kwargs
+
+
+def agree(
+    make: Callable[[], Callable[..., Any]], calls: Sequence[Callable[[], Made]], *args: Any, **options: Any
+) -> gp.GraphedModel:
+    """Make the model twice and call one eagerly and the other over graphs; all that a caller sees has to be the same.
+
+    Args:
+        make: makes the model.
+        calls: each makes the arguments of one call; it is called twice, after the same seed.
+        *args: of ``graphed``.
+        **options: of ``graphed``.
+
+    Returns:
+        The graphed model after the calls.
+    """
+    eager, ours = make(), make()
+    fast = graphed(ours, *args, **options)
+    for number, of_call in enumerate(calls):
+        seen = []
+        for model, called in ((eager, eager), (ours, fast)):
+            torch.manual_seed(number)
+            given, named = of_call()
+            torch.manual_seed(number)
+            with torch.no_grad():
+                result = called(*given, **named)
+            state = model if isinstance(model, torch.nn.Module) else None
+            seen.append(Observed.of(result=result, args=given, kwargs=named, model=state))
+        difference = seen[0].difference(seen[1])
+        assert difference is None, f"call {number}: {difference}"
+    return fast
+
+
+def full_counts(fast: gp.GraphedModel) -> dict[int, tuple[int, int]]:
+    """{padded tokens: (captured, replayed)} of graphs of whole callables."""
+    return {
+        key.num_tokens: (c.captured, c.replayed)
+        for (region, _, key), c in fast.runtime.counts().items()
+        if region.endswith(".full")
+    }
+
+
+def replays(fast: gp.GraphedModel) -> int:
+    """Replays so far."""
+    return fast.runtime.stats().replayed

@@ -1,0 +1,425 @@
+"""Python around the graph is what torch.compile makes of it: identity, state, branches and sharing are the caller's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.graphed.oracle import agree, call, graphed, replays
+
+SIZES = (5, 3, 5, 3, 6, 3, 5, 6, 4, 5)
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    rows: torch.Tensor
+    extra: Any
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def x_of(size: int) -> torch.Tensor:
+    return torch.randn(size, 4)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+class Shapes(nn.Module):
+    """Takes its arguments in every way that Python has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Any, /, y: Any = None, *more: torch.Tensor, scale: float = 1.0, **named: Any) -> Any:
+        total = self.inner(x.x if isinstance(x, Batch) else x["x"] if isinstance(x, dict) else x) * scale
+        for value in (y, *more, *named.values()):
+            if isinstance(value, torch.Tensor):
+                total = total + value
+        return {"total": total, "names": list(named), "count": len(more)}
+
+
+WAYS: dict[str, Callable[[int], Any]] = {
+    "positional": lambda n: call(x_of(n)),
+    "two positional": lambda n: call(x_of(n), x_of(n)),
+    "a keyword": lambda n: call(x_of(n), scale=3.0),
+    "another number": lambda n: call(x_of(n), scale=2.0),
+    "an int for a float": lambda n: call(x_of(n), scale=2),
+    "positional and keyword": lambda n: call(x_of(n), y=x_of(n)),
+    "any number of positional": lambda n: call(x_of(n), None, x_of(n), x_of(n)),
+    "names of the caller's": lambda n: call(x_of(n), first=x_of(n), second=x_of(n)),
+    "the same in another order": lambda n: call(x_of(n), second=x_of(n), first=x_of(n)),
+    "names that are no identifiers": lambda n: call(x_of(n), **{"not a name": x_of(n), "class": x_of(n)}),
+    "a name that is in use": lambda n: call(x_of(n), x=x_of(n), graphed_model=x_of(n)),
+    "a dict": lambda n: call({"x": x_of(n), "other": 1}),
+    "a dataclass": lambda n: call(Batch(x_of(n))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_signature(way: str) -> None:
+    fast = agree(Shapes, [lambda n=n: WAYS[way](n) for n in SIZES])
+    assert replays(fast) >= 2
+
+
+def test_several_signatures_at_once() -> None:
+    with torch._dynamo.config.patch(recompile_limit=64):
+        fast = agree(Shapes, [lambda way=way, n=n: way(n) for n in (5, 3, 5, 3, 5) for way in WAYS.values()])
+    assert replays(fast) > 0
+
+
+def test_positional_and_keyword_arguments_are_one_call() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor, *, scale: int = 1) -> torch.Tensor:
+        return (x - y) * scale
+
+    fast = graphed(model, [4, 8], {"x": 0, "y": 0}, padding_check="off")
+    x, y = x_of(3), x_of(3)
+    fast.capture(x, y, scale=2)
+    captured = fast.runtime.stats().captured
+    for args, kwargs in (((x, y), {}), ((x,), {"y": y}), ((), {"y": y, "x": x})):
+        torch.testing.assert_close(fast(*args, scale=2, **kwargs), (x - y) * 2)
+    assert fast.runtime.stats().captured == captured
+    assert replays(fast) == captured + 3
+
+
+def test_missing_and_unknown_arguments_are_pythons_errors() -> None:
+    fast = graphed(linear())
+    for args, kwargs in (((), {}), ((x_of(2), x_of(2)), {}), ((x_of(2),), {"z": 1})):
+        with pytest.raises(TypeError):
+            fast(*args, **kwargs)
+
+
+@pytest.mark.parametrize("values", [(2, 2.0), (True, 1), (2.0, True), ("a", "b"), (None, 1), ([1, 2], (1, 2))])
+def test_equal_values_of_other_types_are_other_values(values: tuple[Any, Any]) -> None:
+    def model(x: torch.Tensor, by: Any) -> Any:
+        number = by if isinstance(by, (int, float)) else 3
+        return x.long() * number, type(by).__name__
+
+    calls = [lambda n=n, by=by: call(x_of(n), by) for n in (5, 3) for by in (*values, *values)]
+    agree(lambda: model, calls)
+
+
+def test_the_order_of_a_dict_is_the_callers() -> None:
+    def model(parts: dict[str, torch.Tensor]) -> Any:
+        return torch.cat(list(parts.values()), 1), list(parts)
+
+    calls = [
+        lambda n=n, names=names: call({name: torch.full((n, 1), ord(name)) for name in names})
+        for n in (5, 3, 5)
+        for names in ("ab", "ba", "ab", "ba")
+    ]
+    agree(lambda: model, calls)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, list, tuple, Pair, Batch])
+def test_containers_come_back_as_they_are(kind: Any) -> None:
+    def model(parts: Any) -> Any:
+        if isinstance(parts, Batch):
+            return Batch(parts.x * 2, parts.mask)
+        if isinstance(parts, dict):
+            return type(parts)((name, value * 2) for name, value in parts.items())
+        return type(parts)(*[v * 2 for v in parts]) if isinstance(parts, Pair) else type(parts)(v * 2 for v in parts)
+
+    def made(n: int) -> Any:
+        values = [x_of(n), x_of(n)]
+        if kind in (dict, OrderedDict):
+            return call(kind(zip("ab", values, strict=True)))
+        return call(kind(values) if kind in (list, tuple) else kind(*values))
+
+    fast = agree(lambda: model, [lambda n=n: made(n) for n in SIZES])
+    assert replays(fast) > 0
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+
+def identical(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y if x is y else x - y
+
+
+def test_one_tensor_twice_is_one_tensor() -> None:
+    def once(n: int) -> Any:
+        x = x_of(n)
+        return call(x, x)
+
+    calls = [lambda n=n, way=way: way(n) for n in (5, 3, 5, 3) for way in (once, lambda n: call(x_of(n), x_of(n)))]
+    agree(lambda: identical, calls * 2)
+
+
+def views_of_a_result(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = x * 2
+    return y, y[:, 0], y.t()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x,
+        lambda x: (x, x * 2, x),
+        lambda x: x[:, :2],
+        lambda x: x.t(),
+        lambda x: (x.view(-1), x[1:], x * 2),
+        lambda x: [x + 1] * 2,
+        views_of_a_result,
+        lambda x: {"x": x, "shape": x.shape, "size": x.shape[0], "half": x.shape[0] / 2},
+    ],
+    ids=["itself", "with others", "columns", "turned", "views", "twice", "views of a result", "sizes"],
+)
+def test_results_share_what_eager_results_share(model: Callable[..., Any]) -> None:
+    agree(lambda: model, [lambda n=n: call(x_of(n)) for n in SIZES])
+
+
+class Meta(torch.Tensor):
+    """A subclass that only has a name."""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: nn.Parameter(x),
+        lambda x: nn.Parameter(x, requires_grad=False),
+        lambda x: x.requires_grad_(),
+        lambda x: x.as_subclass(Meta),
+    ],
+    ids=["parameter", "parameter without grad", "requires grad", "subclass"],
+)
+def test_what_kind_of_tensor_it_is_decides(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, (nn.Parameter, Meta)) or x.requires_grad:
+            return x.detach() * 2
+        return x * 3
+
+    calls = [lambda n=n, kind=kind: call(kind(x_of(n))) for n in (5, 3, 5, 3) for kind in (made, lambda x: x)]
+    agree(lambda: model, calls)
+
+
+LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "transposed": lambda n: torch.randn(4, n).t(),
+    "every other row": lambda n: torch.randn(2 * n, 4)[::2],
+    "columns": lambda n: torch.randn(n, 8)[:, 2:6],
+    "expanded": lambda n: torch.randn(1, 4).expand(n, 4),
+    "one column expanded": lambda n: torch.randn(n, 1).expand(n, 4),
+    "from the middle": lambda n: torch.randn(n + 3, 4)[2:-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arguments_in_any_layout(layout: str) -> None:
+    def model(x: torch.Tensor) -> Any:
+        return x * 2, x.is_contiguous(), x.stride(1), x.reshape(-1).cos()
+
+    calls = [lambda n=n, way=way: call(way(n)) for n in (5, 3, 5) for way in (x_of, LAYOUTS[layout], LAYOUTS[layout])]
+    agree(lambda: model, calls)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "expanded" not in name])
+def test_writing_to_arguments_in_any_layout(layout: str) -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(y)
+        return x.sum(1)
+
+    agree(lambda: model, [lambda n=n: call(LAYOUTS[layout](n), x_of(n)) for n in (5, 3, 5, 3, 5, 6)])
+
+
+def shifted(n: int) -> Any:
+    memory = torch.randn(n + 2, 4)
+    return call(memory[:n], memory[2:])
+
+
+def test_arguments_that_overlap_where_one_is_written() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x + y
+
+    calls = [lambda n=n, way=way: way(n) for n in (5, 3, 5, 3) for way in (shifted, lambda n: call(x_of(n), x_of(n)))]
+    agree(lambda: model, calls * 2)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps a tensor of each call, and reads that of the last one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.what = what
+        self.prev: Any = None
+        self.kept: list[Any] = []
+        self.named: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        last = self.prev
+        self.prev = {"argument": x, "result": y, "view": x[:, :2], "none": None}[self.what]
+        self.named["last"] = self.prev
+        if len(self.kept) < 3:
+            self.kept.append(self.prev)
+        return y if last is None else y + last.sum()
+
+
+@pytest.mark.parametrize("what", ["argument", "result", "view", "none"])
+def test_what_the_model_keeps_of_a_call_stays_what_it_was(what: str) -> None:
+    agree(lambda: Keeps(what), [lambda n=n: call(x_of(n)) for n in SIZES])
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.register_buffer("total", torch.zeros(4))
+        self.seen: list[int] = []
+        self.registry: set[str] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        self.total += x.sum(0)
+        self.seen.append(self.step)
+        self.registry.add(str(self.step % 3))
+        return x * self.step + self.total
+
+
+def test_python_state_and_buffers_advance_once_a_call() -> None:
+    agree(Steps, [lambda n=n: call(x_of(n)) for n in SIZES])
+
+
+def test_capture_leaves_the_state_of_two_calls() -> None:
+    model = Steps()
+    graphed(model, [1, 2, 4], {"x": 0}).capture(torch.ones(3, 4))
+    assert (model.step, model.seen) == (2, [1, 2])
+    assert torch.equal(model.total, torch.full((4,), 4.0)), "three rows, and once more one"
+
+
+GLOBAL: dict[str, Any] = {"flag": True, "count": 0}
+
+
+def test_globals_are_read_and_written() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        GLOBAL["count"] += 1
+        return x * 2 if GLOBAL["flag"] else x * 3
+
+    fast = graphed(model)
+    GLOBAL.update(flag=True, count=0)
+    for number in range(1, 7):
+        GLOBAL["flag"] = number % 3 != 0
+        x = x_of(3 + number % 2)
+        torch.testing.assert_close(fast(x), x * (2 if GLOBAL["flag"] else 3))
+        assert GLOBAL["count"] == number
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+BRANCHES: dict[str, Callable[..., Any]] = {
+    "on the size": lambda x: x * 2 if x.shape[0] > 4 else x * 3,
+    "on an odd size": lambda x: x * 2 if x.shape[0] % 2 else x * 3,
+    "on the value": lambda x: x * 2 if x.sum() > 0 else x * 3,
+    "on all values": lambda x: x * 2 if bool((x > -1.5).all()) else x * 3,
+    "loop over the size": lambda x: sum((x * i for i in range(x.shape[0] % 3)), x),
+    "the number of rows as a factor": lambda x: x / x.shape[0],
+    "a host read in the middle": lambda x: x + x.max().item(),
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_branches(branch: str) -> None:
+    agree(lambda: BRANCHES[branch], [lambda n=n: call(x_of(n)) for n in SIZES * 2])
+
+
+class Switched(nn.Module):
+    """After a graph break, one of two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = linear(), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        torch._dynamo.graph_break()
+        if float(x.flatten()[0]) > 0:
+            return self.two(y)
+        return y.sum(0)
+
+
+def test_another_branch_after_a_graph_break_is_another_graph() -> None:
+    with torch._dynamo.config.patch(recompile_limit=64):
+        fast = agree(Switched, [lambda n=n: call(x_of(n)) for n in SIZES * 3])
+    assert replays(fast) > 0
+
+
+def outputs_of(model: Callable[..., Any], sizes: Sequence[int]) -> None:
+    agree(lambda: model, [lambda n=n: call(x_of(n)) for n in sizes])
+
+
+@torch._dynamo.disable
+def triple(x: torch.Tensor) -> None:
+    x.mul_(3)
+
+
+def test_what_python_between_graphs_writes_reaches_the_caller() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        triple(x)
+        return x + y
+
+    outputs_of(model, SIZES)
+
+
+def test_results_that_were_kept_do_not_change() -> None:
+    fast = graphed(lambda x: (x.cos(), x, x[:, :2]))
+    given = [x_of(n) for n in SIZES * 2]
+    kept = [fast(x) for x in given]
+    for x, (y, same, part) in zip(given, kept, strict=True):
+        torch.testing.assert_close((y, part), (x.cos(), x[:, :2]))
+        assert same is x
+
+
+def test_results_fed_back_as_arguments() -> None:
+    for outputs in ("clone", "view"):
+        fast = graphed(lambda x: x * 1.5 + 1, outputs=outputs)
+        found = wanted = torch.randn(5, 4)
+        for _ in range(6):
+            found, wanted = fast(found), wanted * 1.5 + 1
+            torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("around", ["no_grad", "enable_grad", "inference_mode"])
+@pytest.mark.parametrize("made_in", ["no_grad", "inference_mode"])
+def test_the_callers_modes(around: str, made_in: str) -> None:
+    def model(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total.add_(x.sum())
+        return x * 2 + total
+
+    if made_in == "inference_mode" != around:
+        pytest.skip("eager cannot write to such tensors outside of inference mode")
+    fast = graphed(model)
+    total = wanted = 0.0
+    for n in SIZES:
+        with getattr(torch, made_in)():
+            x, running = x_of(n), torch.tensor(total)
+        with getattr(torch, around)():
+            got = fast(x, running)
+        wanted = total + x.sum()
+        torch.testing.assert_close(got, x * 2 + wanted)
+        torch.testing.assert_close(running, torch.as_tensor(wanted))
+        assert not got.requires_grad
+        total = float(wanted)
+    assert replays(fast) > 0

@@ -1,0 +1,173 @@
+"""Programs whose padding is masked, or where a mask does not do what it seems to do."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.unit.padding.table import program as P
+
+INF = float("inf")
+LEAST = torch.finfo(torch.float64).min
+
+
+def scores(x: Tensor) -> Tensor:
+    return x @ x.mT
+
+
+def positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1])
+
+
+def raised(x: Tensor, mask: Tensor) -> Tensor:
+    for _ in range(12):
+        x = x + (1 - mask) * 999.0
+    return x
+
+
+MASKED = [
+    P("masked sum", "b+ s+", lambda x, fm: (x * fm[..., None]).sum(1)),
+    P("masked mean", "b+ s+", lambda x, fm: (x * fm[..., None]).sum(1) / fm.sum(1, keepdim=True)),
+    P("masked mean by an integer mask", "b+ s+", lambda x, am: (x * am[..., None]).sum(1) / am.sum(1)[:, None]),
+    P("masked mean by a bool mask", "b+ s+", lambda x, m: (x * m[..., None]).sum(1) / m.sum(1)[:, None]),
+    P("masked sum by filling", "b+ s+", lambda x, m: x.masked_fill(~m[..., None], 0.0).sum(1)),
+    P("masked sum by choosing", "b+ s+", lambda x, m: torch.where(m[..., None], x, 0.0).sum(1)),
+    P("chosen the wrong way", "b+ s-", lambda x, m: torch.where(m[..., None], 0.0, x).sum(1)),
+    P("masked maximum", "b+ s+", lambda x, m: x.masked_fill(~m[..., None], -INF).amax(1)),
+    P("masked maximum with its place", "b+ s~", lambda g, m: g.masked_fill(~m, -INF).max(1)),
+    P("maximum of very low values", "b+ s-", lambda g, m: (g - 1e6).masked_fill(~m, -1e4).amax(1)),
+    P("maximum of low values", "b+ s+", lambda g, m: (g - 1e6).masked_fill(~m, -INF).amax(1)),
+    P("minimum of high values", "b+ s-", lambda g, m: (g + 1e6).masked_fill(~m, 1e4).amin(1)),
+    P("masked minimum", "b+ s+", lambda x, m: x.masked_fill(~m[..., None], INF).amin(1)),
+    P(
+        "maximum of what is filled with zero",
+        "b+ s-",
+        lambda x, m: (x.abs() * -1).masked_fill(~m[..., None], 0.0).amax(1),
+    ),
+    P("masked product", "b+ s+", lambda g, m: g.masked_fill(~m, 1.0).prod(1)),
+    P("product of what is filled with zero", "b+ s-", lambda g, m: g.masked_fill(~m, 0.0).prod(1)),
+    P("masked logsumexp", "b+ s+", lambda g, m: g.masked_fill(~m, -INF).logsumexp(1)),
+    P("masked softmax", "b+ s+", lambda g, m: g.masked_fill(~m, -INF).softmax(1)),
+    P(
+        "masked softmax, then weights",
+        "b+ s+",
+        lambda x, g, m: (g.masked_fill(~m, -INF).softmax(1)[..., None] * x).sum(1),
+    ),
+    P("any masked", "b+ s+", lambda g, m: ((g > 0.5) & m).any(1)),
+    P("all unless masked", "b+ s+", lambda g, m: ((g > -0.5) | ~m).all(1)),
+    P("any without a mask", "b+ s-", lambda g: (g > 1.5).any(1)),
+    P("masked norm", "b+ s+", lambda x, fm: (x * fm[..., None]).norm(dim=1)),
+    P("count of what is visible", "b+ s+", lambda am: am.sum(1)),
+    P("count of what is hidden", "b+ s-", lambda am: (1 - am).sum(1)),
+    P("positions from a mask", "b+ s+", lambda am, table: F.embedding((am.cumsum(1) * am) % 11, table)),
+    P("length from a mask", "b+ s+", lambda x, am: x * am.sum(1)[:, None, None]),
+    P("padding declared visible", "b+ s-", lambda x, seen: (x * seen[..., None]).sum(1)),
+    P("mask without a declaration", "b+ s-", lambda x, free: (x * free[..., None]).sum(1)),
+    P("mask of what is hidden", "b+ s+", lambda x, hide: x.masked_fill(hide[..., None], 0.0).sum(1)),
+    P("mask of what is hidden, used as visible", "b+ s-", lambda x, hide: (x * hide[..., None]).sum(1)),
+    P("mask from declared token ids", "b+ s+", lambda x, ids0: (x * (ids0 != 0)[..., None]).sum(1)),
+    P("mask from token ids", "b+ s-", lambda x, ids: (x * (ids != 0)[..., None]).sum(1)),
+    P("mask by lengths", "b+ s~", lambda x, lens: (x * (positions(x) < lens[:, None])[..., None]).sum(1)),
+    P("attention with a mask", "b+ s+", lambda x, m: scores(x).masked_fill(~m[:, None], -INF).softmax(-1) @ x),
+    P(
+        "attention with the least number",
+        "b+ s+",
+        lambda x, m: scores(x).masked_fill(~m[:, None], LEAST).softmax(-1) @ x,
+    ),
+    P("attention with an added mask", "b+ s+", lambda x, bias: (scores(x) + bias[:, 0]).softmax(-1) @ x),
+    P("added mask from an integer one", "b+ s+", lambda x, am: (scores(x) + (1 - am[:, None]) * LEAST).softmax(-1) @ x),
+    P("added mask of -10000", "b+ s+", lambda x, am: (scores(x) + (1 - am[:, None]) * -1e4).softmax(-1) @ x, (1.0,)),
+    P("added mask of -10000, scaled down", "b+ s-", lambda g, am: ((g + (1 - am) * -1e4) * 1e-3).softmax(1), (1.0,)),
+    P("added mask, divided", "b+ s-", lambda g, am: ((g + (1 - am) * -1e4) / 1e3).softmax(1), (1.0,)),
+    P("added mask, clamped", "b+ s-", lambda g, am: (g + (1 - am) * -1e4).clamp(min=-9).softmax(1), (1.0,)),
+    P("added mask, negated", "b+ s-", lambda g, am: (-(g + (1 - am) * -1e4)).softmax(1), (1.0,)),
+    P("added mask, squared", "b+ s-", lambda g, am: (g + (1 - am) * -1e4).square().softmax(1), (1.0,)),
+    P("added mask, bounded by tanh", "b+ s-", lambda g, am: (g + (1 - am) * -1e4).tanh().softmax(1), (1.0,)),
+    P("added mask, raised in steps", "b+ s-", lambda g, am: raised(g + (1 - am) * -1e4, am).softmax(1), (1.0,)),
+    P("masked scores plus much", "b+ s-", lambda g, am: (g + (1 - am) * -1e4 + (1 - am) * 1e4).softmax(1), (1.0,)),
+    P(
+        "masked scores minus themselves",
+        "b+ s-",
+        lambda g, am: ((g - 1e4 * (1 - am)) - (g - 1e4 * (1 - am)) + g).softmax(1),
+        (1.0,),
+    ),
+    P("mask subtracted", "b+ s-", lambda g, am: (g - (1 - am) * -1e4).softmax(1), (1.0,)),
+    P("divided by declared zeros", "b+ s-", lambda g, fm, ones: (g * fm / (ones - 1)).sum(1)),
+    P("declared zeros divide", "b+ s-", lambda y, zeros: (y / zeros).sum(1)),
+    P("masked, then filled where data says", "b+ s-", lambda g, fm, free: (g * fm).masked_fill(free, 1.0).sum(1)),
+    P("masked, then chosen by data", "b+ s-", lambda g, fm, free: torch.where(free, g * fm, 1.0).sum(1)),
+    P("bias of masked tokens, summed", "s-", lambda u, sm, w, p: F.linear(u * sm[:, None], w, p).sum(0)),
+    P("masked tokens through weights, summed", "s+", lambda u, sm, w: (u * sm[:, None] @ w).sum(0)),
+    P(
+        "products of two flattenings",
+        "b+ s-",
+        lambda x, y, fm: ((x * fm[..., None]).flatten(1)[:, None] @ y.mT.flatten(1)[..., None]).flatten(),
+    ),
+    P("weakly masked", "b+ s-", lambda x, weak: (scores(x) + weak[:, 0]).softmax(-1) @ x),
+    P("temperature before the mask", "b+ s+", lambda g, m: (g / 0.1).masked_fill(~m, -INF).softmax(1)),
+    P("temperature after the mask", "b+ s+", lambda g, m: (g.masked_fill(~m, -INF) / 0.1).softmax(1)),
+    P(
+        "mask along the wrong dimension",
+        "b+ s-",
+        lambda x, m: scores(x).masked_fill(~m[..., None], -9.0).softmax(-1) @ x,
+    ),
+    P(
+        "mask of queries and keys",
+        "b+ s+",
+        lambda x, m: scores(x).masked_fill(~(m[:, None] & m[..., None]), LEAST).softmax(-1) @ x * m[..., None],
+    ),
+    P(
+        "mask of queries or keys",
+        "b+ s-",
+        lambda x, m: scores(x).masked_fill(~(m[:, None] | m[..., None]), LEAST).softmax(-1) @ x,
+    ),
+    P("masked pairs, counted", "b+ s~", lambda m: (m[:, None] & m[..., None]).sum((1, 2))),
+    P("softmax in half precision", "b+ s+", lambda half, m: half.masked_fill(~m[..., None], -INF).softmax(1)),
+    P("least of float32 in half precision", "b+ s+", lambda g, am: (g + (1 - am) * -3e38).float().softmax(1)),
+    P("mask cut short, then summed", "b+ s-", lambda x, fm: (x * fm[..., None])[:, :-1].sum(1)),
+    P("mask cut at the front", "b+ s+", lambda x, fm: (x * fm[..., None])[:, 1:].sum(1)),
+    P("every second masked token", "b+ s~", lambda x, fm: (x * fm[..., None])[:, ::2].sum(1)),
+    P("masked, padded behind", "b+ s+", lambda x, fm: F.pad(x * fm[..., None], (0, 0, 0, 1))),
+    P("masked, padded behind and before", "b+ s+", lambda x, fm: F.pad(x * fm[..., None], (0, 0, 1, 1)).sum(1)),
+    P("masked, then shifted by one", "b+ s-", lambda x, fm: (x * fm[..., None] + 1).sum(1)),
+    P("masked, then exponential", "b+ s-", lambda g, fm: (g * fm).clamp(-5, 5).exp().sum(1)),
+    P("masked, then odd functions", "b+ s+", lambda g, fm: (g * fm).tanh().sin().sum(1)),
+    P("masked tokens in a product", "b+ s+", lambda x, y, fm: (x * fm[..., None]).mT @ y),
+    P("masked on the other side", "b+ s+", lambda x, y, fm: x.mT @ (y * fm[..., None])),
+    P("masked over the batch as well", "b+ s~", lambda x, fm: (x * fm[..., None]).sum((0, 1))),
+    P("masked in the other dimension", "b+ s-", lambda x, v: (x * (v[:, None] > 0)).sum(1)),
+    P("masked twice, flattened", "b+ s~", lambda x, fm: (x * fm[..., None]).flatten(0, 1).sum(0)),
+    P("declared zeros", "b+ s+", lambda zeros: zeros.sum(1)),
+    P("declared zeros over the batch", "b+ s+", lambda zeros: zeros.sum(0)),
+    P("declared zeros over everything", "b+ s~", lambda zeros: zeros.sum()),
+    P("declared ones, multiplied", "b+ s+", lambda ones: ones.prod(1)),
+    P("declared ones, summed", "b+ s-", lambda ones: ones.sum(1)),
+    P(
+        "masked cross attention",
+        "b+ s+ t+",
+        lambda x, mem, tm: (x @ mem.mT).masked_fill(~tm[:, None], -INF).softmax(-1) @ mem,
+    ),
+    P("cross attention", "b+ s+ t-", lambda x, mem: (x @ mem.mT).softmax(-1) @ mem),
+    P(
+        "cross attention, mask of the other sequence",
+        "b+ s+ t-",
+        lambda x, mem, m: ((x * m[..., None]) @ mem.mT).softmax(-1) @ mem,
+    ),
+    P("log of masked probabilities", "b+ s+", lambda g, m: g.masked_fill(~m, -INF).log_softmax(1)),
+    P(
+        "entropy of masked probabilities",
+        "b+ s~",
+        lambda g, m: -(g.masked_fill(~m, -1e9).log_softmax(1).exp() * g).sum(1),
+    ),
+    P(
+        "labels that are ignored",
+        "b~ s~",
+        lambda x, am: F.cross_entropy(x.mT, torch.where(am > 0, am, -100), reduction="none").sum(1),
+    ),
+    P(
+        "softmax over all scores at once",
+        "b+ s~",
+        lambda x, m: scores(x).masked_fill(~(m[:, None] & m[..., None]), -INF).flatten(1).softmax(-1)[:, :1],
+    ),
+]

@@ -1,0 +1,37 @@
+"""One row of the tables of programs: a function and, by hand, what padding does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from graphpass.regions.padding import Verdict
+
+_VERDICTS = {"+": Verdict.PROVED, "-": Verdict.UNPROVED, "~": Verdict.UNPROVED, "?": Verdict.RUNTIME}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A small program with its verdicts by hand.
+
+    Attributes:
+        name: what it shows.
+        verdicts: of each key field that it has.
+        cautious: the fields that are UNPROVED although no contents of the padding change anything.
+        function: the names of its parameters say what its inputs are.
+        scales: magnitudes of the padding that are tried; large ones overflow where a program takes an exponential.
+    """
+
+    name: str
+    verdicts: dict[str, Verdict]
+    cautious: frozenset[str]
+    function: Callable[..., Any]
+    scales: tuple[float, ...]
+
+
+def program(name: str, verdicts: str, function: Callable[..., Any], scales: tuple[float, ...] = (1.0, 1e4)) -> Program:
+    """Verdicts are words such as ``b+``: + proved, - unproved and seen to differ, ~ unproved by caution, ? run time."""
+    words = verdicts.split()
+    cautious = frozenset(word[0] for word in words if word[1] == "~")
+    return Program(name, {word[0]: _VERDICTS[word[1]] for word in words}, cautious, function, scales)

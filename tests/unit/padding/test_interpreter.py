@@ -1,0 +1,331 @@
+"""The interpreter of the padding pass: values through a graph, what leaves it, registered rules, independence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from graphpass.errors import OptionError
+from graphpass.regions.padding import (
+    AtenGraph,
+    OpCall,
+    PaddedValue,
+    PaddingProof,
+    PaddingReason,
+    Verdict,
+    independent_along,
+    interpret,
+    padding_of,
+    register_padding_rule,
+)
+from graphpass.regions.padding.values import LOW_SCORES, VISIBLE_ENTRY
+
+aten = torch.ops.aten
+BATCH, SEQ, FEATURES = 3, 5, 8
+
+
+class Traced:
+    """A function of x [batch, seq, features] and of more tensors, as a record."""
+
+    def __init__(self, function: Callable[..., Any], *more: Tensor) -> None:
+        x = torch.randn(BATCH, SEQ, FEATURES)
+        module = make_fx(lambda *inputs: _flat(function(*inputs)), tracing_mode="symbolic")(x, *more)
+        self.graph = AtenGraph.of(module)
+        sizes: Any = self.graph.inputs[0]
+        self.batch, self.seq, self.features = sizes.sizes
+        self.fields = {self.batch: "batch", self.seq: "seq"}
+
+    def prove(self, declared: dict[int, float | int | bool] | None = None) -> PaddingProof:
+        return padding_of(self.graph, self.fields, declared)
+
+    def verdicts(self, declared: dict[int, float | int | bool] | None = None) -> str:
+        proof = self.prove(declared)
+        assert all(finding.field in self.fields.values() for finding in proof.findings)
+        return " ".join(f"{field}:{verdict.name}" for field, verdict in proof.verdicts.items())
+
+
+def _flat(result: Any) -> Any:
+    return result if isinstance(result, tuple) else (result,)
+
+
+BOTH = "batch:PROVED seq:PROVED"
+BATCH_ONLY = "batch:PROVED seq:UNPROVED"
+MASK = torch.ones(BATCH, SEQ, dtype=torch.int64)
+
+
+def test_known_padding_makes_a_sum_safe() -> None:
+    traced = Traced(lambda x, mask: (x * mask[..., None]).sum(1), MASK)
+    assert traced.verdicts({1: 0}) == BOTH
+    assert traced.verdicts({1: 1}) == BATCH_ONLY
+    (finding,) = traced.prove().findings
+    assert (finding.field, finding.op, finding.target) == ("seq", "aten.sum.dim_IntList", "output 0")
+    assert finding.why == "sum over the padded dimension 1"
+
+
+def test_a_verdict_names_what_it_assumes_where_it_does() -> None:
+    traced = Traced(lambda x, mask: (x.sum(-1) + (1 - mask) * -1e9).softmax(-1) @ x[0, :, 0], MASK)
+    assert set(traced.prove({1: 0}).assumptions) >= {VISIBLE_ENTRY, LOW_SCORES}
+    assert Traced(lambda x: x * 2).prove().assumptions == ()
+
+
+def test_output_factors_are_outermost_first() -> None:
+    traced = Traced(lambda x: (x.transpose(0, 1), x.flatten(0, 1), x.shape[1]))
+    proof = padding_of(traced.graph, {traced.batch: "batch"})
+    b, s, d = traced.batch, traced.seq, traced.features
+    assert proof.output_factors[:2] == (((s,), (b,), (d,)), ((b, s), (d,)))
+    assert proof.output_factors[2] is None
+
+
+def test_padding_inside_a_dimension_cannot_be_cut() -> None:
+    traced = Traced(lambda x: x.flatten(0, 1))
+    proof = traced.prove()
+    assert proof.verdicts == {"batch": Verdict.PROVED, "seq": Verdict.UNPROVED}
+    assert "padding stands inside dimension 0" in proof.findings[0].why
+
+
+def test_fields_are_accepted_in_order() -> None:
+    traced = Traced(lambda x: x.flatten(0, 1))
+    proof = padding_of(traced.graph, {traced.seq: "seq", traced.batch: "batch"})
+    assert proof.verdicts == {"seq": Verdict.UNPROVED, "batch": Verdict.PROVED}
+
+
+def test_contents_decide_where_data_names_entries() -> None:
+    index = torch.zeros(BATCH, dtype=torch.int64)
+    traced = Traced(lambda x, at: x[torch.arange(x.shape[0]), at], index)
+    assert traced.verdicts() == "batch:PROVED seq:RUNTIME"
+    assert [finding.verdict for finding in traced.prove().findings] == [Verdict.RUNTIME]
+
+
+def test_a_written_input_is_a_result() -> None:
+    traced = Traced(lambda x, state: (state.copy_(x.mean(1)), x * 2)[1], torch.zeros(BATCH, FEATURES))
+    assert traced.verdicts() == BATCH_ONLY
+    proof = padding_of(traced.graph, traced.fields, written={1: "state"})
+    assert [finding.target for finding in proof.findings] == ["written input 'state'"]
+    unwritten = Traced(lambda x, state: (x.mean(1), x * 2)[1], torch.zeros(BATCH, FEATURES))
+    assert unwritten.verdicts() == BOTH
+
+
+def test_a_size_is_no_number() -> None:
+    assert Traced(lambda x: x / x.shape[1]).verdicts() == BATCH_ONLY
+    assert Traced(lambda x: x + torch.full((), x.shape[1])).verdicts() == BATCH_ONLY
+    assert Traced(lambda x: x[:, : x.shape[1] - 1]).verdicts() == BOTH
+
+
+def test_random_numbers_concern_the_whole_graph() -> None:
+    proof = Traced(lambda x: (torch.rand_like(x), x * 2)[1]).prove()
+    assert set(proof.verdicts.values()) == {Verdict.UNPROVED}
+    assert {finding.target for finding in proof.findings} == {"random numbers"}
+    assert Traced(lambda x: (torch.rand(7), x * 2)[1]).verdicts() == BOTH
+
+
+def test_a_number_that_the_host_reads_concerns_the_whole_graph() -> None:
+    proof = Traced(lambda x: x * x.amax((0, 1))[0].item()).prove()
+    assert set(proof.verdicts.values()) == {Verdict.UNPROVED}
+    assert "a number that the host reads" in {finding.target for finding in proof.findings}
+
+
+def test_arguments_are_read_by_name() -> None:
+    weight = torch.ones(FEATURES)
+
+    def normalised(x: Tensor, weight: Tensor, training: bool) -> Tensor:
+        keywords = {"training": training, "momentum": 0.1, "eps": 1e-5}
+        rows = x.flatten(0, 1)
+        return aten._native_batch_norm_legit_functional(rows, weight, None, weight, weight, **keywords)[0].view_as(x)
+
+    assert Traced(lambda x, weight: normalised(x, weight, False), weight).verdicts() == BOTH
+    assert Traced(lambda x, weight: normalised(x, weight, True), weight).verdicts() == "batch:UNPROVED seq:UNPROVED"
+
+
+def test_an_unknown_operator_is_refused_where_it_meets_padding() -> None:
+    assert Traced(lambda x: torch.linalg.inv(x[:, :1, :1])).verdicts() == "batch:UNPROVED seq:PROVED"
+    assert Traced(lambda x, w: x @ torch.linalg.inv(w), torch.eye(FEATURES)).verdicts() == BOTH
+
+
+def test_softmax_taken_apart_is_softmax() -> None:
+    def softmax(x: Tensor, mask: Tensor) -> Tensor:
+        scores = x.sum(-1) + (1 - mask) * -1e5
+        powers = (scores - scores.amax([1], True)).exp()
+        return powers / powers.sum([1], True)
+
+    def greatest(x: Tensor, mask: Tensor) -> Tensor:
+        return (x.sum(-1) + (1 - mask) * -1e5).amax(1)
+
+    def unequal(x: Tensor, mask: Tensor) -> Tensor:
+        scores = x.sum(-1) + (1 - mask) * -1e5
+        powers = (scores - scores.amax([1], True)).exp()
+        return powers / (powers + 1).sum([1], True)
+
+    assert Traced(softmax, MASK).verdicts({1: 0}) == BOTH
+    assert Traced(greatest, MASK).verdicts({1: 0}) == BATCH_ONLY
+    assert Traced(unequal, MASK).verdicts({1: 0}) == BATCH_ONLY
+
+
+def test_a_mask_extended_for_alignment_still_hides() -> None:
+    def attend(x: Tensor, mask: Tensor, behind: int) -> Tensor:
+        heads = x[:, None]
+        bias = torch.where(mask[:, None, None].bool(), 0.0, -math.inf).expand(-1, 1, x.shape[1], -1)
+        bias = F.pad(bias, (0, 3))[..., : x.shape[1] + behind]
+        return aten._scaled_dot_product_efficient_attention(heads, heads, heads, bias, False)[0]
+
+    assert Traced(lambda x, mask: attend(x, mask, 0), MASK).verdicts({1: 0}) == BOTH
+    assert Traced(lambda x, mask: attend(x, mask, 0), MASK).verdicts() == BATCH_ONLY
+
+
+@pytest.mark.parametrize(
+    ("diagonal", "verdicts"), [(-1, BOTH), (0, BOTH), (1, BATCH_ONLY)], ids=["strictly", "with itself", "one ahead"]
+)
+def test_index_differences_are_compared(diagonal: int, verdicts: str) -> None:
+    def causal(x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        hidden = torch.where((at[None] - at[:, None]) <= diagonal, 1.0, 0.0)
+        return hidden.expand(x.shape[0], -1, -1) @ x
+
+    assert Traced(causal).verdicts() == verdicts
+
+
+def test_a_graph_may_start_from_what_another_left() -> None:
+    traced = Traced(lambda x: x.sum(1))
+    b, s, d = traced.batch, traced.seq, traced.features
+    inputs: list[Any] = list(traced.graph.inputs)
+    inputs[0] = PaddedValue(((b,), (s,), (d,))).with_pads({(1, 0): 0.0})
+    run = interpret(traced.graph, inputs, traced.fields)
+    (output,) = run.outputs
+    assert isinstance(output, PaddedValue)
+    assert output.factors == ((b,), (d,))
+    assert not output.findings
+    inputs[0] = PaddedValue(((b,), (b,), (d,)))
+    (output,) = interpret(traced.graph, inputs, traced.fields).outputs
+    assert isinstance(output, PaddedValue)
+    assert any("other sizes than its graph" in finding.why for finding in output.findings)
+
+
+def test_a_record_is_pickled_with_its_proof() -> None:
+    traced = Traced(lambda x: F.gelu(x).softmax(-1) + x.mean(1, keepdim=True))
+    again = pickle.loads(pickle.dumps(traced.graph))
+    assert again == traced.graph
+    assert padding_of(again, traced.fields).findings == traced.prove().findings
+
+
+@pytest.fixture
+def operator() -> str:
+    """A fresh operator that doubles a tensor, by name."""
+    name = f"padding_test::double_{next(_NUMBERS)}"
+    torch.library.custom_op(name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor").register_fake(
+        torch.empty_like
+    )
+    return name
+
+
+_NUMBERS = itertools.count()
+
+
+def _call(name: str, x: Tensor) -> Tensor:
+    return getattr(torch.ops.padding_test, name.partition("::")[2])(x)
+
+
+def test_a_registered_rule_answers_for_its_operator(operator: str) -> None:
+    seen: list[OpCall] = []
+
+    def rule(call: OpCall) -> PaddedValue:
+        seen.append(call)
+        return call.tensor("x")
+
+    traced = Traced(lambda x: _call(operator, x))
+    assert traced.verdicts() == "batch:UNPROVED seq:UNPROVED"
+    register_padding_rule(operator, rule)
+    assert traced.verdicts() == BOTH
+    assert seen[0].op == operator.replace("::", ".")
+    assert not any(call.asks_independence for call in seen)
+    assert independent_along(traced.graph, traced.seq) == ()
+    assert any(call.asks_independence for call in seen)
+    with pytest.raises(OptionError, match="already"):
+        register_padding_rule(operator, rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (lambda call: PaddingReason("it sorts"), "it sorts"),
+        (lambda call: 1 // 0, "ZeroDivisionError"),
+        (lambda call: PaddedValue(((2,),)), "its padding rule says"),
+        (lambda call: (call.fresh(), call.fresh()), "2 values for 1 results"),
+        (lambda call: None, "its padding rule says None"),
+    ],
+    ids=["reason", "exception", "other sizes", "too many", "nothing"],
+)
+def test_a_rule_that_gives_no_value_proves_nothing(operator: str, rule: Any, why: str) -> None:
+    register_padding_rule(operator, rule)
+    proof = Traced(lambda x: _call(operator, x)).prove()
+    assert set(proof.verdicts.values()) == {Verdict.UNPROVED}
+    assert all(why in finding.why for finding in proof.findings)
+
+
+@pytest.mark.parametrize(
+    ("op", "rule", "message"),
+    [
+        ("aten::softmx", lambda call: call.fresh(), "_?softmax"),
+        ("aten::softmax", lambda call: call.fresh(), "already"),
+        (aten.add.Tensor, None, "cannot be called"),
+        (aten.relu_, 3, "cannot be called"),
+        (3, lambda call: call.fresh(), "cannot be identified"),
+        ("no_namespace", lambda call: call.fresh(), "no operator"),
+    ],
+)
+def test_a_wrong_registration_is_refused(op: Any, rule: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        register_padding_rule(op, rule)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.layer_norm(x, (FEATURES,)).relu() @ torch.ones(FEATURES, 2),
+        lambda x: x[:, :, None].expand(-1, -1, 4, -1).transpose(1, 2).softmax(-1),
+        lambda x: x * torch.arange(x.shape[1])[:, None],
+        lambda x: x[torch.arange(x.shape[0])],
+        lambda x: x.masked_fill(x > 0, 0.0).cumsum(-1),
+    ],
+    ids=["layers", "heads", "positions", "every row", "features"],
+)
+def test_rows_that_are_independent(function: Callable[[Tensor], Tensor]) -> None:
+    traced = Traced(function)
+    assert independent_along(traced.graph, traced.seq) == ()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.cumsum(1),
+        lambda x: x[:, 1:],
+        lambda x: x + x[:, :1],
+        lambda x: F.pad(x, (0, 0, 1, 0)),
+        lambda x: torch.cat([x[:, :1], x], 1),
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda x: torch.ones(x.shape[1], x.shape[1]).tril().expand(x.shape[0], -1, -1) @ x,
+        lambda x: x @ x.transpose(1, 2),
+        lambda x: F.conv1d(x.transpose(1, 2), torch.ones(FEATURES, FEATURES, 1)),
+        lambda x: x[:, torch.zeros(5, dtype=torch.int64)],
+        lambda x: x / x.shape[1],
+        lambda x: x.flip(1),
+    ],
+    ids=["scan", "shift", "first", "pad", "prepend", "causal", "triangle", "pairs", "window", "index", "size", "flip"],
+)
+def test_rows_that_are_not_independent(function: Callable[[Tensor], Tensor]) -> None:
+    traced = Traced(function)
+    assert independent_along(traced.graph, traced.seq) != ()
+
+
+def test_symbols_without_names_are_their_own_fields() -> None:
+    traced = Traced(lambda x: x * 2)
+    assert dict(padding_of(traced.graph, [traced.seq]).verdicts) == {str(traced.seq): Verdict.PROVED}
+    assert isinstance(traced.seq, sympy.Symbol)

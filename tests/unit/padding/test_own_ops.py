@@ -1,0 +1,86 @@
+"""What padded rows do in graphpass's own ops, alone in an eager region and inside of a larger graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphpass import zero_padding
+from graphpass.errors import ContextError
+from graphpass.manager.loraop import ADD_LORA
+from graphpass.manager.pagedop import PAGED_ATTENTION
+from graphpass.regions import Verdict
+from tests.unit.padding.test_compose import Prover, text_of, verdicts
+
+PROVED, UNPROVED = Verdict.PROVED, Verdict.UNPROVED
+X = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("splitting_ops", [(), ("graphpass::zero_padding",)])
+def test_rows_that_the_context_marks_are_zero(compiler: str, splitting_ops: tuple[str, ...]) -> None:
+    def zeroed(x: Tensor) -> Tensor:
+        return zero_padding(x * 2).sum(0)
+
+    def left(x: Tensor) -> Tensor:
+        return (x * 2).sum(0)
+
+    proof = Prover(splitting_ops, compiler).prove(zeroed, X, dims=(0,))
+    assert verdicts(proof) == {"x.0": PROVED}
+    assert "the forward context marks the padded rows" in proof.assumptions
+    assert verdicts(Prover(splitting_ops, compiler).prove(left, X, dims=(0,))) == {"x.0": UNPROVED}
+
+
+def test_the_context_marks_rows_of_one_field() -> None:
+    def zeroed(x: Tensor) -> Tensor:
+        return zero_padding(x * 2, 2).sum(1)
+
+    proof = Prover(()).prove(zeroed, X[:, :, None] * torch.ones(3))
+    assert verdicts(proof) == {"x.0": UNPROVED, "x.1": UNPROVED}
+    assert "which of the rows" in text_of(proof)
+
+
+@pytest.mark.parametrize("splitting_ops", [(), (PAGED_ATTENTION,)])
+def test_paged_attention_mixes_rows_by_its_metadata_alone(splitting_ops: tuple[str, ...]) -> None:
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(-1, 2, 2)
+        out = torch.zeros_like(heads)
+        torch.ops.graphpass.paged_attention(heads, heads * 2, heads * 3, out, 0, 1.0, -1)
+        return out.flatten(1) + x
+
+    def of_two_dims(x: Tensor) -> Tensor:
+        return attend(x.flatten(0, 1)).view(x.shape)
+
+    def sums(x: Tensor) -> Tensor:
+        return attend(x).sum(0)
+
+    def proved(model: Any, *inputs: Tensor, dims: tuple[int, ...] = (0,)) -> Any:
+        prover = Prover(splitting_ops)
+        with pytest.raises(ContextError):  # without metadata it cannot run
+            prover.prove(model, *inputs, dims=dims)
+        return prover.proofs[-1]
+
+    proof = proved(attend, X)
+    assert verdicts(proof) == {"x.0": PROVED}
+    assert any("scratch slots" in assumption for assumption in proof.assumptions)
+    # What was zero before the op wrote to it is not zero afterwards.
+    assert verdicts(proved(sums, X)) == {"x.0": UNPROVED}
+    two = proved(of_two_dims, torch.randn(3, 5, 4), dims=(0, 1))
+    assert verdicts(two) == {"x.0": PROVED, "x.1": UNPROVED}
+
+
+@pytest.mark.parametrize("splitting_ops", [(), (ADD_LORA,)])
+def test_a_token_gets_its_own_adapter(splitting_ops: tuple[str, ...]) -> None:
+    down, up, order = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.arange(2)
+
+    def adapted(x: Tensor, slots: Tensor) -> Tensor:
+        out = x * 2
+        torch.ops.graphpass.add_lora(x, out, down, up, slots, order)
+        return out
+
+    slots = torch.zeros(6, dtype=torch.int64)
+    proof = Prover(splitting_ops, fields={"slots.0": "x.0"}).prove(adapted, X, slots, dims=(0,))
+    assert verdicts(proof) == {"x.0": PROVED}
