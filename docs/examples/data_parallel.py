@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import distributed, multiprocessing, nn
 
 import graphpass
+from graphpass.regions import register_padding_rule
 
 NUM_RANKS, WIDTH, LARGEST = 4, 16, 32
 # One row a step, one column a rank: tokens, 0 for a rank without a batch. "d": each request decodes one token.
@@ -44,6 +45,10 @@ def mean_over_ranks(x: torch.Tensor) -> torch.Tensor:
 @mean_over_ranks.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
+
+
+# Rows meet in it on purpose, real ones alone: without this line the manager would refuse the op.
+register_padding_rule("example::mean_over_ranks", lambda call: call.tensor("x"))
 
 
 class Model(nn.Module):

@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         fast.capture(**batches[0])
         outcome = embed_all(encoder, fast, batches, mode)
         report = fast.report()
-        titles = ("Regions", "Dispatches", "Notes") if mode == "PIECEWISE" else ("Dispatches",)
+        titles = ("Regions", "Calls", "Notes") if mode == "PIECEWISE" else ("Calls",)
         for title in titles:
             console.print(f"[bold]{mode}[/bold]")
             console.print(report[title].draw())
