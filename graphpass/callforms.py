@@ -185,10 +185,16 @@ def _function_of_form(
     by_name = zip(keywords, parameters[num_positional:], strict=True)
     passed = [*positional, *(f"**{{{name!r}: {parameter}}}" for name, parameter in by_name)]
     call = f"{target}.forward" if isinstance(model, torch.nn.Module) else target
-    source = f"def call_model({', '.join(parameters)}):\n    return {call}({', '.join(passed)})\n"
-    scope: dict[str, Any] = {target: model}
+    # The model is in a closure: Dynamo's guards keep a function's globals alive.
+    source = (
+        f"def of_model({target}):\n"
+        f"    def call_model({', '.join(parameters)}):\n"
+        f"        return {call}({', '.join(passed)})\n"
+        f"    return call_model\n"
+    )
+    scope: dict[str, Any] = {}
     exec(compile(source, "<graphed>", "exec"), scope)
-    function: Callable[..., Any] = scope["call_model"]
+    function: Callable[..., Any] = scope["of_model"](model)
     return function
 
 

@@ -56,9 +56,13 @@ class TraceKey:
 
         None for a graph that something else has traced: its values are not known yet, and nothing traces it again.
         """
-        if any(value_of(node) is None for node in graph_module.graph.find_nodes(op="placeholder")):
+        graph = graph_module.graph
+        if any(
+            value_of(node) is None
+            for node in (*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes)
+        ):
             return None
-        inputs = graph_inputs(graph_module.graph)
+        inputs = graph_inputs(graph)
         return cls(
             frame=compat.frame_id(),
             settings=settings,

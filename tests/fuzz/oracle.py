@@ -124,14 +124,17 @@ def _calls(program: Program) -> Sequence[Call]:
 
 
 def _seen(side: _Side, given: Sequence[torch.Tensor], results: Sequence[Any], *, without: str) -> dict[str, Any]:
-    """All that a caller can look at after a call: arguments, both modules' state, results."""
+    """All that a caller can look at after a call: arguments, both modules' state, results; not the one ``without``."""
     state = {
         f"{name} of module {index}": getattr(module, name)
         for index, module in enumerate(side.modules)
         for name in STATE
     }
     arguments = {name: value for name, value in zip("xyi", given, strict=True) if name != without}
-    return {**arguments, **state, **_named(results)}
+    ended = [value for name, value in zip("xyi", given, strict=True) if name == without]
+    # Dynamo's code may hand an argument back that the graph never sees: its memory ends with its argument's.
+    lasting = {name: value for name, value in _named(results).items() if all(value is not tensor for tensor in ended)}
+    return {**arguments, **state, **lasting}
 
 
 def _named(results: Sequence[Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eag
     """The captured model as a function of four rows.
 
     Where a graph went with a weight, or a weight moved, and capture is closed, the call is refused; it is captured once
-    more then, as an engine would.
+    more then, as an engine would, unless ``on_moved_input`` says that a move is an error.
     """
     options = {"compiler": compiler, "splitting_ops": [MIX], **options}
     if way == "graphed":
@@ -117,6 +117,8 @@ def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eag
         try:
             return call(x)
         except (CaptureError, gp.StaticInputError) as error:
+            if options.get("on_moved_input") == "error":
+                raise
             if isinstance(error, CaptureError) and "capture is closed" not in str(error):
                 raise
             with rt.capturing():

@@ -96,7 +96,7 @@ def test_twelve_blocks_at_two_sizes_stage_no_parameter(rt: GraphRuntime, at_key:
 
 def test_blocks_without_a_runtime_share_the_first_ones(at_key: Run, six_blocks: tuple[Blocks, Blocks]) -> None:
     model, eager = six_blocks
-    compile_blocks(model)
+    compile_blocks(model, dispatch="context")
     x = torch.randn(4, 6)
     with torch.no_grad():
         agrees(model(x), eager(x))
