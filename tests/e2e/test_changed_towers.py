@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ import graphpass as gp
 from graphpass.encoder.adapters import adapter_for
 from tests.e2e.hugging_face import CPU
 from tests.e2e.test_encoder_adapters import assert_same, captured, run_eagerly
-from tests.e2e.towers import CLIP, EACH_TOWER, QWEN2_5_VL, QWEN3_VL, SIGLIP, Grid, Tower
+from tests.e2e.towers import CLIP, EACH_TOWER, QWEN2_5_VL, QWEN3_VL, SIGLIP, TOWERS, Grid, Tower
 
 GRIDS = pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
 SIZES: list[Grid] = [(1, 16, 16), (1, 4, 4), (2, 12, 14)]
@@ -174,7 +175,7 @@ def hook_that_averages(layer: Any) -> None:
     layer.mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
 
 
-@pytest.mark.parametrize("stock", [SIGLIP, CLIP], ids=str)
+@pytest.mark.parametrize("stock", [pytest.param(SIGLIP, marks=pytest.mark.soak), CLIP], ids=str)
 @pytest.mark.parametrize(
     "change", [own_attention, wrapped_forward, hook_on_the_first_position, hook_that_averages], ids=lambda f: f.__name__
 )
@@ -219,8 +220,22 @@ def removed(owner: Any, name: str) -> None:
     del getattr(owner, name)[-1]
 
 
-@EACH_TOWER
-@pytest.mark.parametrize("change", [pruned, turned_round, appended, inserted, removed])
+CHANGES = [pruned, turned_round, appended, inserted, removed]
+IN_EVERY_RUN = [*((CLIP, change) for change in CHANGES), (QWEN3_VL, appended), (QWEN2_5_VL, turned_round)]
+
+
+@pytest.mark.parametrize(
+    ("stock", "change"),
+    [
+        pytest.param(
+            stock,
+            change,
+            marks=() if (stock, change) in IN_EVERY_RUN else pytest.mark.soak,
+            id=f"{change.__name__}-{stock}",
+        )
+        for stock, change in itertools.product(TOWERS, CHANGES)
+    ],
+)
 def test_another_list_of_blocks_is_followed(stock: Tower, change: Any) -> None:
     """Eagerly, and in graphs, which are captured anew."""
     tower = stock.build(CPU, **({"deepstack_visual_indexes": [0]} if stock is QWEN3_VL else {}))

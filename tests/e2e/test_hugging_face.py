@@ -87,8 +87,8 @@ def sizes_of(key: BatchDescriptor) -> tuple[int, int | None]:
 @pytest.mark.parametrize(
     ("stock", "compiler", "place"),
     table(
-        (("llama", "vit"), "aot_eager", CPU),
-        (("bert", "siglip_vision"), "eager", CPU),
+        (("llama",), "aot_eager", CPU),
+        (("bert",), "eager", CPU),
         (("vit",), "eager", CPU_BF16),
     ),
 )
@@ -159,7 +159,7 @@ def test_static_compiles_agree_in_every_mode(stock: Stock, compiler: str, place:
         assert_split_at_attention(runtime, 1)
 
 
-@pytest.mark.parametrize(("stock", "compiler", "place"), table((("qwen3", "siglip_text", "vit"), "eager", CPU)))
+@pytest.mark.parametrize(("stock", "compiler", "place"), table((("qwen3", "vit"), "eager", CPU)))
 def test_graphed_full_agrees_at_every_size(stock: Stock, compiler: str, place: Place) -> None:
     assert_graphed_agrees(stock, compiler, place, FULL)
 
@@ -275,9 +275,9 @@ def test_masks_and_far_tokens_matter(name: str) -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        SDPA,
+        pytest.param(SDPA, marks=pytest.mark.soak),
         "transformers.integrations.sdpa_attention.sdpa_attention_forward",
-        "transformers.models.llama.modeling_llama.LlamaAttention",
+        pytest.param("transformers.models.llama.modeling_llama.LlamaAttention", marks=pytest.mark.soak),
     ],
 )
 def test_attention_is_split_off_by_the_name_of_a_callable(op: str) -> None:
