@@ -7,6 +7,8 @@ import functools
 import inspect
 import itertools
 import keyword
+import linecache
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -192,8 +194,11 @@ def _function_of_form(
         f"        return {call}({', '.join(passed)})\n"
         f"    return call_model\n"
     )
-    scope: dict[str, Any] = {}
-    exec(compile(source, "<graphed>", "exec"), scope)
+    filename = f"<graphed {zlib.crc32(source.encode()):08x}>"
+    # A function whose source cannot be found, Dynamo calls through a wrapper that takes *args, and the names are gone.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, filename, "exec"), scope)
     function: Callable[..., Any] = scope["of_model"](model)
     return function
 

@@ -124,15 +124,21 @@ class Runs:
         """The first difference, and whether an assumption of the proof excuses it."""
         found = None
         for inputs, padded, text in self.tried(fields, scales):
-            real, larger = self.of(inputs), self.of(padded)
-            wrong = [at for at, (a, b) in enumerate(zip(real, larger, strict=True)) if not _same(a, b)]
+            wrong = self._differing(inputs, padded)
             if not wrong:
+                continue
+            # Sums of large values that cancel round differently at another size; in float64 they do not show.
+            if not self._differing(map(_in_float64, inputs), map(_in_float64, padded)):
                 continue
             if excuse := self._excuse(inputs, padded, assumed):
                 found = found or (excuse, True)
                 continue
             return f"{fields}: results {wrong} at {text}", False
         return found
+
+    def _differing(self, inputs: Iterable[Tensor], padded: Iterable[Tensor]) -> list[int]:
+        """The results whose real entries differ."""
+        return [at for at, (a, b) in enumerate(zip(self.of(inputs), self.of(padded), strict=True)) if not _same(a, b)]
 
     def _excuse(self, inputs: list[Tensor], padded: list[Tensor], assumed: str) -> str:
         """The stated assumption that these contents break."""
@@ -160,6 +166,10 @@ class Runs:
             if any(seen):
                 return FINITE
         return ""
+
+
+def _in_float64(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _same(real: Any, padded: Any) -> bool:

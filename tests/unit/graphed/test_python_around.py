@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphpass.callforms import _function_of_form as function_of_form
 from tests.unit.graphed.oracle import agree, call, graphed, replays
 
 SIZES = (5, 3, 5, 3, 6, 3, 5, 6, 4, 5)
@@ -423,3 +425,10 @@ def test_the_callers_modes(around: str, made_in: str) -> None:
         assert not got.requires_grad
         total = float(wanted)
     assert replays(fast) > 0
+
+
+def test_dynamo_can_find_the_source_of_a_form() -> None:
+    """Else it calls the function through one of ``*args``, and no input has the name of its parameter."""
+    form = function_of_form(nn.Linear(2, 2), nn.Linear(2, 2).forward, 1, ())
+    assert "input" in inspect.getsource(form)
+    assert list(inspect.signature(form).parameters) == ["input"]
