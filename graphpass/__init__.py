@@ -4,7 +4,6 @@
 :class:`GraphRuntime`, a :class:`CudagraphDispatcher` and :func:`set_forward_context` are the parts it is made of.
 """
 
-from graphpass.agreement import DataParallelAgreement
 from graphpass.capture import CapturePolicy, CaptureScope, Counts, CUDAGraphWrapper, GraphRuntime, RuntimeStats
 from graphpass.capture.lookup import runtime_of
 from graphpass.context import (
@@ -42,8 +41,9 @@ from graphpass.errors import (
 )
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
+from graphpass.ranks.group import DataParallelAgreement
 from graphpass.regions import DEFAULT_RULES, GraphInput, Partition, Region, SplitReason, SplitRule, partition
-from graphpass.tables import Report, Table
+from graphpass.report import Report, Table
 
 # isort: split
 # Last: these drive the cgpass backend, which is made of the parts above.
@@ -66,22 +66,27 @@ from graphpass.encoder import (
     pack_items,
     smallest_fitting_budget,
 )
-from graphpass.graphed import GraphedModel, graphed, precapture
-from graphpass.manager import (
-    AdapterBatch,
+from graphpass.engine import (
     AttentionMetadataBuilder,
     Batch,
     CapturedGroup,
     CapturedKey,
     CudaGraphManager,
+    InputSpec,
+    KeyTraffic,
+    ManagerStats,
+)
+from graphpass.graphed import GraphedModel, graphed, precapture
+from graphpass.ladder import GroupEstimate, MemoryEstimate, MemoryGrowth
+from graphpass.offload import WeightOffloader
+from graphpass.ops import zero_padding
+from graphpass.text import (
+    AdapterBatch,
     Drafter,
     Generation,
     GenerationStats,
-    InputSpec,
-    KeyTraffic,
     LoraAdapters,
     LoraModel,
-    ManagerStats,
     NewToken,
     NgramDrafter,
     PageAllocator,
@@ -89,10 +94,7 @@ from graphpass.manager import (
     PagedKVCache,
     PagedRequests,
     Request,
-    WeightOffloader,
-    zero_padding,
 )
-from graphpass.memory import GroupEstimate, MemoryEstimate, MemoryGrowth
 
 __all__ = [
     "DEFAULT_RULES",

@@ -17,7 +17,7 @@ import torch
 from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.capture.fallbacks import Fallbacks
-from graphpass.capture.loop import quietly
+from graphpass.capture.surroundings import quietly
 from graphpass.errors import CaptureError, GraphpassError
 
 __all__ = ["CompiledModel"]

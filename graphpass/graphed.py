@@ -18,11 +18,11 @@ from graphpass import compat
 from graphpass.callforms import CompiledModel
 from graphpass.capture import GraphRuntime
 from graphpass.capture.lookup import runtime_of, runtime_of_compiler
-from graphpass.capture.loop import capture_progress
+from graphpass.capture.surroundings import capture_progress
 from graphpass.errors import CaptureError, OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.symbols import key_symbols
-from graphpass.tables import Report
+from graphpass.report import Report
 
 __all__ = ["GraphedModel", "graphed", "precapture"]
 

@@ -6,6 +6,6 @@ only place where partition, compile and capture meet.
 
 from cgpass.explain import explain
 from cgpass.pipeline import backend
-from cgpass.settings import options
+from graphpass.options import options
 
 __all__ = ["backend", "explain", "options"]

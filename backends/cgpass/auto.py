@@ -21,8 +21,8 @@ from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
 from graphpass import compat
 from graphpass.capture import GraphRuntime
+from graphpass.capture.counts import Counts
 from graphpass.capture.snapshot import state_kept
-from graphpass.capture.tally import Counts
 from graphpass.capture.traffic import CallCounts
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey

@@ -10,14 +10,14 @@ import sympy
 
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes, sizes_of, symbols_in
-from cgpass.settings import Settings
 from cgpass.wholegraphs import never_full
 from graphpass import compat
 from graphpass.compile import RegionTrace
-from graphpass.dispatch.ladder import Ladder
 from graphpass.dispatch.recurring import KeyField, RecurringKeys
+from graphpass.dispatch.sizes import Ladder
 from graphpass.errors import CaptureError
 from graphpass.modes import CUDAGraphMode
+from graphpass.options import Settings
 from graphpass.regions import GraphInput, Partition
 from graphpass.regions.padding import PaddingProof, Verdict
 from graphpass.regions.padding.compose import prove_partition

@@ -17,13 +17,12 @@ from cgpass.calls import AutoRules
 from cgpass.eagerregion import EagerRegion
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
-from cgpass.settings import Settings
 from cgpass.wholegraphs import never_full
 from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
-from graphpass.capture.plan import PlannedReplay, ReplayPlan
+from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
 from graphpass.capture.transforms import refuse_transforms
 from graphpass.capture.wrapper import MAX_STATIC_SETS
 from graphpass.compile import CompiledRegion, RegionTrace
@@ -31,6 +30,7 @@ from graphpass.context import ForwardContext, current_context, entered, without_
 from graphpass.errors import CaptureError, ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
+from graphpass.options import Settings
 from graphpass.regions import GraphInput, Partition, Region
 from graphpass.regions.rules import reshapes_in_place
 from graphpass.regions.symbols import layout_inputs

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cgpass.settings import Settings
 from graphpass.capture import GraphRuntime
-from graphpass.tables import Report
+from graphpass.options import Settings
+from graphpass.report import Report
 
 __all__ = ["explain"]
 

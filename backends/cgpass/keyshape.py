@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.dispatch.grid import SizeGrid
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
+from graphpass.options import Settings
 from graphpass.regions import GraphInput
 from graphpass.regions.symbols import key_symbols
 

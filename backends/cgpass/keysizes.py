@@ -9,11 +9,11 @@ from typing import Any
 import sympy
 from torch import fx
 
-from cgpass.settings import Settings
 from graphpass.compile import SizeRanges
 from graphpass.dispatch.grid import SizeGrid
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
+from graphpass.options import Settings
 from graphpass.regions import Partition
 from graphpass.regions.symbols import GuardedSymbols, key_symbols
 

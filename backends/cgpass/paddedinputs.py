@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from cgpass.graphsizes import Expression, InputLayout, Sizes, symbols_in, value_at
-from cgpass.padrules import PadRule
 from graphpass import compat
 from graphpass.errors import ShapeError
+from graphpass.padrules import PadRule
 
 __all__ = ["PaddedInput", "PaddedMemory", "dense_strides", "layout_numbers"]
 

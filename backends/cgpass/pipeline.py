@@ -14,12 +14,12 @@ from cgpass.autorules import dispatched, padding_rows
 from cgpass.callable import GraphedCallable
 from cgpass.keysizes import KeySizes
 from cgpass.retraces import Retraces, TraceKey
-from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.capture import CallableRecord, CompileSeconds, GraphRuntime
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
+from graphpass.options import Settings
 from graphpass.regions import Partition, partition
 from graphpass.regions.padding import AtenGraph
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from cgpass.callable import GraphedCallable
-from cgpass.settings import Settings
 from graphpass import compat
 from graphpass.compile import CompiledRegion
 from graphpass.compile.structure import StructuralKey, structure_of
+from graphpass.options import Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.symbols import graph_inputs
 

@@ -31,11 +31,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from graphpass.manager.causallm import causal_lm
-from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.generation import Generation
-from graphpass.manager.scheduler import Request
+from graphpass.engine.manager import CudaGraphManager
 from graphpass.modes import CUDAGraphMode
+from graphpass.text.causallm import causal_lm
+from graphpass.text.generation import Generation
+from graphpass.text.scheduler import Request
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -1,9 +1,9 @@
 """Capture and replay: devices, pool, static buffers, wrapper. Knows no FX."""
 
+from graphpass.capture.counts import Counts
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import CallableRecord, CaptureScope, CompileSeconds, EnteredCallable, RuntimeStats
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.tally import Counts
 from graphpass.capture.wrapper import CUDAGraphWrapper
 
 __all__ = [

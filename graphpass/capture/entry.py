@@ -12,12 +12,12 @@ import torch
 from graphpass import compat
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads
+from graphpass.capture.counts import Tally
 from graphpass.capture.device import Graph
-from graphpass.capture.inside import Observed
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
+from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import Staging, alias_pattern
-from graphpass.capture.tally import Tally
 
 __all__ = ["GraphEntry", "StaticSet"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.cudadriver import driver
+from graphpass.capture.driver import driver
 
 __all__ = ["ExecutableCopies"]
 

@@ -14,18 +14,18 @@ from graphpass import compat
 from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ReadLog
+from graphpass.capture.counts import Tally
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.eager import EagerGraph
 from graphpass.capture.entry import GraphEntry, StaticSet
-from graphpass.capture.inside import InsideCapture
 from graphpass.capture.layout import storage_id
-from graphpass.capture.loop import without_cached_casts, without_collections
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.regioncalls import InsideCapture
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
-from graphpass.capture.tally import Tally
+from graphpass.capture.surroundings import without_cached_casts, without_collections
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphpass import compat
-from graphpass.capture.cudadriver import checked, driver
+from graphpass.capture.driver import checked, driver
 
 __all__ = ["RecordingStream"]
 

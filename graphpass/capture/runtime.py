@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from graphpass.capture.arguments import device_of
+from graphpass.capture.counts import Counts, SizesSeen
 from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
-from graphpass.capture.loop import may_freeze
 from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.capture.pool import PoolTurn
 from graphpass.capture.recompiles import captured_earlier, left_behind
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
 from graphpass.capture.runtimereport import report_of
 from graphpass.capture.sentinel import fill_with_sentinel
-from graphpass.capture.tally import Counts, SizesSeen
+from graphpass.capture.surroundings import may_freeze
 from graphpass.capture.tape import TapeDevice
 from graphpass.capture.traffic import CallTraffic
-from graphpass.capture.turn import PoolTurn
 from graphpass.capture.views import HandedViews
 from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, DeviceError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.tables import Report
+from graphpass.report import Report
 
 if TYPE_CHECKING:
     from graphpass.capture.entry import GraphEntry
@@ -61,7 +61,7 @@ class GraphRuntime:
     """Owns pool, capture stream, entries and statistics of every callable made with it.
 
     Use it as a context manager, or call :meth:`close`: graphs and their pool live as long as the runtime holds them.
-    Graphs of one runtime share a pool, so one forward runs at a time; see :class:`~graphpass.capture.turn.PoolTurn`.
+    Graphs of one runtime share a pool, so one forward runs at a time; see :class:`~graphpass.capture.pool.PoolTurn`.
 
     Args:
         pool: a CUDA graph pool handle to share with others; None for one of its own.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from graphpass.capture.counts import Counts
 from graphpass.capture.records import CallableRecord
-from graphpass.capture.tally import Counts
 from graphpass.capture.traffic import CallTraffic
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.tables import Report, Table
+from graphpass.report import Report, Table
 
 __all__ = ["report_of"]
 

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from graphpass import compat
 from graphpass.capture.device import GraphDevice
-from graphpass.capture.inside import CompiledWithin
 from graphpass.capture.layout import distinct_elements, storage_id
+from graphpass.capture.regioncalls import CompiledWithin
 from graphpass.capture.sentinel import fill_with_sentinel
 from graphpass.errors import CaptureError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.tables import Table
+from graphpass.report import Table
 
 __all__ = ["CallCounts", "CallTraffic"]
 

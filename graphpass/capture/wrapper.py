@@ -26,14 +26,14 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.arguments import Call, InputRoles
-from graphpass.capture.comparison import EagerRun
+from graphpass.capture.compare import EagerRun
+from graphpass.capture.counts import Counts, Tally
 from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
-from graphpass.capture.tally import Counts, Tally
 from graphpass.capture.transforms import refuse_transforms
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError, StaticInputError

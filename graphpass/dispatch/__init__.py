@@ -1,8 +1,8 @@
 """Decisions: which graphs exist and which of them serves a batch. No tensor anywhere."""
 
+from graphpass.dispatch.choose import SizePlan, plan_sizes
 from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.dispatch.lora import LoraKeys
-from graphpass.dispatch.plan import SizePlan, plan_sizes
 from graphpass.dispatch.support import AttentionSupport, resolve_mode
 
 __all__ = [

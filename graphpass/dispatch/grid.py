@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from graphpass.dispatch.ladder import capture_sizes_within, decode_sizes, positive_int
+from graphpass.dispatch.sizes import capture_sizes_within, decode_sizes, positive_int
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphpass.dispatch.ladder import Ladder, positive_int
+from graphpass.dispatch.sizes import Ladder, positive_int
 
 __all__ = ["LoraKeys"]
 

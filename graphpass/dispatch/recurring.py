@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphpass.dispatch.ladder import Ladder
+from graphpass.dispatch.sizes import Ladder
 from graphpass.keys import BatchDescriptor
 
 __all__ = ["KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]

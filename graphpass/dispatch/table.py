@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from graphpass.dispatch.decision import Dispatch, DispatchReason
 from graphpass.dispatch.grid import Extra
-from graphpass.dispatch.ladder import Ladder
+from graphpass.dispatch.sizes import Ladder
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 

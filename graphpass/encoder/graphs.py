@@ -21,7 +21,7 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.encoder.stats import CapturedBudget
 from graphpass.errors import EncoderConfigError
-from graphpass.memory import DeviceMemory
+from graphpass.ladder import DeviceMemory
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
@@ -30,7 +30,7 @@ __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
 class EncoderGraphs:
     """Captures keys of one encoder and replays them over shared buffers. They share one pool.
 
-    All of it is done in :func:`graphpass.capture.loop.steadily`, and :meth:`capture` in ``runtime.capturing()``.
+    All of it runs in :func:`graphpass.capture.surroundings.steadily`, and :meth:`capture` in ``runtime.capturing()``.
 
     Args:
         model: the encoder.

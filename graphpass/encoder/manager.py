@@ -1,6 +1,6 @@
 """The encoder manager: any images through a few whole-encoder graphs.
 
-A request is packed into batches (:mod:`graphpass.encoder.batches`), each batch replays a graph or runs eagerly, and the
+A request is packed into batches (:mod:`graphpass.encoder.planner`), each batch replays a graph or runs eagerly, and the
 results come back in the order of the request. The manager owns what lasts; what it decides is decided elsewhere.
 """
 
@@ -14,14 +14,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from graphpass.agreement import DataParallelAgreement
 from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
-from graphpass.capture.loop import steadily
-from graphpass.encoder.batches import BatchPlanner, EncoderBatch, checked_specs
+from graphpass.capture.surroundings import steadily
+from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.graphs import check_outputs, eager_outputs
-from graphpass.encoder.ladder import CapturedLadder, EncoderLadder
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
+from graphpass.encoder.planner import BatchPlanner, EncoderBatch, checked_specs
 from graphpass.encoder.protocol import (
     EncoderItems,
     EncoderItemSpec,
@@ -32,7 +31,8 @@ from graphpass.encoder.protocol import (
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError
-from graphpass.memory import NOTHING_ESTIMATED, MemoryEstimate
+from graphpass.ladder import NOTHING_ESTIMATED, MemoryEstimate
+from graphpass.ranks.group import DataParallelAgreement
 
 __all__ = ["EncoderCudaGraphManager"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphpass.agreement import DataParallelAgreement
 from graphpass.encoder.protocol import EncoderItemSpec
 from graphpass.errors import AgreementError, EncoderConfigError
+from graphpass.ranks.group import DataParallelAgreement
 
 __all__ = ["Balance", "EncodeShare", "balance_items", "encoded_by_all", "gather_rows"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.encoder.protocol import EncoderGraphKey
-from graphpass.memory import MemoryGrowth
-from graphpass.tables import Report, Table
+from graphpass.ladder import MemoryGrowth
+from graphpass.report import Report, Table
 
 __all__ = ["BudgetTraffic", "CapturedBudget", "EncoderCounts", "EncoderStats"]
 

@@ -10,7 +10,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.ambient import training_of
-from graphpass.capture.places import Places
+from graphpass.capture.dictslots import Places
 
 __all__ = ["EncoderWeights", "SharesWeights"]
 

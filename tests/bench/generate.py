@@ -36,10 +36,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from graphpass.manager.causallm import causal_lm
-from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.generation import Generation, generate
-from graphpass.manager.scheduler import Request
+from graphpass.engine.manager import CudaGraphManager
+from graphpass.text.causallm import causal_lm
+from graphpass.text.generation import Generation, generate
+from graphpass.text.scheduler import Request
 from tests.bench.timing import environment, plain_compiled, synchronize, write_json
 
 OURS, STATIC, CONTINUOUS = "ours", "static", "continuous"

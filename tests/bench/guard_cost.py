@@ -26,7 +26,7 @@ from rich.table import Table
 
 import cgpass
 import graphpass as gp
-from graphpass.capture.plan import ReplayPlan
+from graphpass.capture.replayplan import ReplayPlan
 from tests.bench.timing import Timing, environment, interleaved, write_json
 
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from graphpass import EncoderAxis, EncoderCudaGraphConfig, EncoderItemSpec, EncoderOptions, PackingCosts, pack_items
-from graphpass.encoder.batches import BatchPlanner
 from graphpass.encoder.costs import EagerCurve, EncoderCosts
 from graphpass.encoder.options import keys_of
+from graphpass.encoder.planner import BatchPlanner
 
 ITEMS = (200, 2000, 4000)
 ROUNDS = 25

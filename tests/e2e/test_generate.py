@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from graphpass.dispatch import DispatchReason
+from graphpass.engine.batch import Batch
+from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
-from graphpass.manager.attention import PagedAttention
-from graphpass.manager.batch import Batch
-from graphpass.manager.causallm import causal_lm, default_capture_sizes
-from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.generation import Generation, generate
-from graphpass.manager.paged import PagedRequests
-from graphpass.manager.scheduler import Request
 from graphpass.modes import CUDAGraphMode
-from tests.unit.manager.test_manager_capture import GrowingRuntime
+from graphpass.text.causallm import causal_lm, default_capture_sizes
+from graphpass.text.generation import Generation, generate
+from graphpass.text.paged.attention import PagedAttention
+from graphpass.text.paged.cache import PagedRequests
+from graphpass.text.scheduler import Request
+from tests.unit.engine.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import torch
 from graphpass import CudaGraphManager, Generation, LoraAdapters, LoraKeys, OptionError, Request
 from tests.e2e.test_generate import PROMPTS, SIZES, Reference, continued
 from tests.e2e.test_generate import make_model as make_stock_model
-from tests.unit.manager.adapted import Adapter
+from tests.unit.text.adapted import Adapter
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 NAMES = ("polite", "terse", "rhymed")

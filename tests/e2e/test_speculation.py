@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
-from graphpass.manager.causallm import causal_lm
-from graphpass.manager.cudagraphs import CudaGraphManager
-from graphpass.manager.drafting import Drafter, NgramDrafter
-from graphpass.manager.generation import Generation
-from graphpass.manager.scheduler import Ints, Request
-from graphpass.manager.speculation import GenerationStats
 from graphpass.modes import CUDAGraphMode
+from graphpass.text.causallm import causal_lm
+from graphpass.text.drafting import Drafter, NgramDrafter
+from graphpass.text.generation import Generation
+from graphpass.text.scheduler import Ints, Request
+from graphpass.text.speculation import GenerationStats
 from tests.e2e.test_generate import (
     MAX_LENGTH,
     MODES,

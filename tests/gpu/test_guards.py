@@ -14,7 +14,7 @@ from torch import nn
 import cgpass
 import graphpass as gp
 from graphpass.capture import CapturePolicy
-from tests.unit.manager.models import Attends
+from tests.unit.engine.models import Attends
 
 pytestmark = pytest.mark.cuda
 

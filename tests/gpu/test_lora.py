@@ -16,7 +16,7 @@ from graphpass import (
     LoraKeys,
     set_forward_context,
 )
-from tests.unit.manager.adapted import NAMES, Adapted, Adapter, Merged, Mlp, key_kinds, mixes
+from tests.unit.text.adapted import NAMES, Adapted, Adapter, Merged, Mlp, key_kinds, mixes
 
 pytestmark = pytest.mark.cuda
 

@@ -22,7 +22,7 @@ from graphpass import (
     ShapeError,
 )
 from graphpass.regions import register_padding_rule
-from tests.unit.manager.managed import NUM_SLOTS, Attends, SlotBuilder
+from tests.unit.engine.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = pytest.mark.cuda
 

@@ -10,9 +10,9 @@ import torch
 
 import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
-from graphpass.manager.paged import PagedRequests
-from graphpass.manager.pagedop import BatchedKeys, PackedKeys
-from tests.unit.manager.paged_reference import Heads, Paged, StepTensors
+from graphpass.text.paged.cache import PagedRequests
+from graphpass.text.paged.op import BatchedKeys, PackedKeys
+from tests.unit.text.paged_reference import Heads, Paged, StepTensors
 
 pytestmark = pytest.mark.cuda
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from graphpass import compat
-from graphpass.capture.inside import call_compiled
-from graphpass.capture.loop import steadily
+from graphpass.capture.regioncalls import call_compiled
+from graphpass.capture.surroundings import steadily
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 from graphpass.encoder.weights import EncoderWeights, SharesWeights

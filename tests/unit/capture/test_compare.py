@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper
-from graphpass.capture.comparison import first_difference
+from graphpass.capture.compare import first_difference
 from graphpass.errors import MismatchError
 
 X = torch.arange(8.0).reshape(4, 2)

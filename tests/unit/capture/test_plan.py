@@ -9,7 +9,7 @@ import torch
 
 from graphpass.capture import Counts
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.plan import PlannedReplay, ReplayPlan
+from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor

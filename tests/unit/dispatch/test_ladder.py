@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.dispatch.ladder import Ladder, capture_sizes_within, decode_sizes, positive_int
+from graphpass.dispatch.sizes import Ladder, capture_sizes_within, decode_sizes, positive_int
 from graphpass.errors import DispatchError
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=8)

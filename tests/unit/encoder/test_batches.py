@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from graphpass import EncoderAxis, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
-from graphpass.encoder.batches import BatchPlanner, EncoderBatch
 from graphpass.encoder.costs import EncoderCosts
+from graphpass.encoder.planner import BatchPlanner, EncoderBatch
 
 CONFIG = EncoderCudaGraphConfig(
     ("image",),

@@ -25,7 +25,7 @@ from graphpass.encoder import graphs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, MIXED, assert_same, made
-from tests.unit.manager.managed import GrowingRuntime
+from tests.unit.engine.managed import GrowingRuntime
 
 
 def poison(manager: EncoderCudaGraphManager) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from graphpass import zero_padding
 from graphpass.errors import ContextError
-from graphpass.manager.loraop import ADD_LORA
-from graphpass.manager.pagedop import PAGED_ATTENTION
 from graphpass.regions import Verdict
+from graphpass.text.lora.op import ADD_LORA
+from graphpass.text.paged.op import PAGED_ATTENTION
 from tests.unit.padding.test_compose import Prover, text_of, verdicts
 
 PROVED, UNPROVED = Verdict.PROVED, Verdict.UNPROVED

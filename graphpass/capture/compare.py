@@ -1,0 +1,232 @@
+"""``compare=True``: every replay beside an eager run of the same code, on copies of what it writes to.
+
+Two questions are asked, each of the regions in the order they run in. Does a region that was compiled return what it
+returns as it was traced, for the same inputs? That one is the compiler's. Does the replay return what the compiled
+code returns without a graph? That one is the capture's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.capture.regioncalls import InsideCapture, Observed
+from graphpass.capture.snapshot import default_random_state, state_kept
+from graphpass.context import ForwardContext, entered
+from graphpass.errors import MismatchError
+
+__all__ = ["Difference", "EagerRun", "first_difference", "row_errors"]
+
+# (relative, absolute): the same kernels in the same order, up to another choice of algorithm under capture.
+_REPLAY: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
+    {
+        torch.float64: (1e-9, 1e-9),
+        torch.float32: (1e-4, 1e-5),
+        torch.float16: (1e-2, 1e-3),
+        torch.bfloat16: (2e-2, 1e-2),
+    }
+)
+# Of a row's norm: a compiler fuses, reorders and keeps intermediate results wider.
+_COMPILED: Mapping[torch.dtype, float] = MappingProxyType(
+    {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 6e-2}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two tensors part.
+
+    Attributes:
+        row: the first index along dimension 0 at which they differ; None for tensors without dimensions.
+        num_rows: how many such indices there are.
+        magnitude: the largest absolute difference; NaN where only one of them is a number.
+        relative: that, over the largest magnitude expected.
+    """
+
+    row: int | None
+    num_rows: int
+    magnitude: float
+    relative: float
+
+    def __str__(self) -> str:
+        where = "" if self.row is None else f"row {self.row} (of {self.num_rows} rows that differ), "
+        return f"{where}largest difference {self.magnitude:.3g}, relative {self.relative:.3g}"
+
+
+def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+    """Where ``found`` is not what ``expected`` says up to rounding; None where it is. NaN equals NaN."""
+    relative, absolute = _REPLAY.get(_real(expected.dtype), (0.0, 0.0))
+    found, expected = _wide(found), _wide(expected)
+    if not expected.is_floating_point():
+        return _difference(found, expected, found == expected)
+    return _difference(found, expected, torch.isclose(found, expected, rtol=relative, atol=absolute, equal_nan=True))
+
+
+def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+    """:func:`first_difference` between compiled and traced code: rows may part by a share of their norm."""
+    share = _COMPILED.get(_real(expected.dtype))
+    if share is None or not expected.numel():
+        return first_difference(found, expected)
+    found, expected = _wide(found), _wide(expected)
+    off, norms = row_errors(*(t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected)))
+    close = off <= share * (1 + norms)
+    return _difference(found, expected, close if expected.dim() else close[0])
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of two matrices, the norm of their difference, where NaN equals NaN, and that of ``expected``."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    off = torch.where(same, 0.0, found - expected).norm(dim=1)
+    return off, expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> Difference | None:
+    if bool(close.all()):
+        return None
+    rows = (~close).reshape(close.shape[0], -1).any(dim=1).nonzero().flatten() if close.dim() else None
+    wide_found, wide = found.to(torch.float64), expected.to(torch.float64)
+    magnitude = float((wide_found - wide).abs().max())
+    scale = float(wide.abs().nan_to_num().max())
+    return Difference(
+        row=None if rows is None else int(rows[0]),
+        num_rows=1 if rows is None else len(rows),
+        magnitude=magnitude,
+        relative=magnitude / scale if scale else float("inf"),
+    )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class EagerRun:
+    """What one call returns and leaves without a graph.
+
+    Attributes:
+        name: the region.
+        key: mode and padded shape, as errors show them.
+        observed: what the regions inside returned, in order.
+        outputs: flat outputs.
+        leaves: the arguments after the call, copies where it may write to them.
+        names: a name for each argument.
+        written: positions of the arguments that it may write to.
+    """
+
+    name: str
+    key: str
+    observed: tuple[Observed, ...]
+    outputs: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    names: Mapping[int, str]
+    written: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        runnable: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+        *,
+        written: Sequence[int],
+        names: Mapping[int, str],
+        context: ForwardContext,
+        device: torch.device,
+    ) -> EagerRun:
+        """Run ``runnable`` on copies, and leave the random number generators as they are.
+
+        Raises:
+            MismatchError: a compiled region does not return what it returns as it was traced.
+        """
+        key = f"{context.runtime_mode} {context.batch_descriptor}"
+        touched = {storage_id(leaves[position]) for position in written}
+        copies = clone_pool_tensors(leaves, touched - {0})
+        inside = InsideCapture(_plainly, observed=[], before=_CompilerCheck(key, device))
+        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+        with state_kept([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
+            args, kwargs = compat.tree_unflatten(copies, spec)
+            outputs = compat.tree_flatten(inside.call(name, runnable, args, kwargs))[0]
+        assert inside.observed is not None
+        return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), names, tuple(written))
+
+    def compare(self, outputs: Sequence[Any], leaves: Sequence[Any], observed: Sequence[Observed]) -> None:
+        """Compare with what a replay returned and left.
+
+        Raises:
+            MismatchError: naming the first region that differs, its tensor, the row and how far it is off.
+        """
+        for found, expected in zip(observed, self.observed, strict=True):
+            self._refuse(found.region, f"output {found.index}", found.tensor, expected.tensor)
+        for index, (result, reference) in enumerate(zip(outputs, self.outputs, strict=True)):
+            if isinstance(reference, torch.Tensor):
+                self._refuse(self.name, f"output {index}", result, reference)
+            elif result != reference:
+                raise _mismatch(self.name, self.key, f"output {index}", "a replay", repr(result), repr(reference))
+        for position in self.written:
+            what = f"input {self.names[position]!r} after the call"
+            self._refuse(self.name, what, leaves[position], self.leaves[position])
+
+    def _refuse(self, region: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            shown = [f"{tuple(t.shape)} {t.dtype}" for t in (found, expected)]
+            raise _mismatch(region, self.key, what, "a replay", *shown)
+        difference = first_difference(found, expected)
+        if difference is not None:
+            raise _mismatch(region, self.key, what, "a replay", str(difference), "what the same code returns eagerly")
+
+
+def _plainly(runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return runnable(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _CompilerCheck:
+    """Asks of each compiled region whether it returns what it returns as it was traced."""
+
+    key: str
+    device: torch.device
+
+    def __call__(self, region: str, runnable: Any, args: Sequence[Any]) -> Callable[[Any], None] | None:
+        traced = getattr(runnable, "uncompiled", None)
+        if traced is None:
+            return None
+        everything = {storage_id(arg) for arg in args if isinstance(arg, torch.Tensor)} - {0}
+        return partial(self._refuse, region, traced, clone_pool_tensors(args, everything))
+
+    def _refuse(self, region: str, traced: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        with state_kept([], [], self.device):
+            before = default_random_state(self.device)
+            expected = compat.tree_flatten(traced(*args))[0]
+            draws = not torch.equal(before, default_random_state(self.device))
+        if draws:
+            return  # a compiler draws other random numbers
+        for index, (found, reference) in enumerate(zip(compat.tree_flatten(result)[0], expected, strict=True)):
+            if isinstance(reference, torch.Tensor):
+                difference = _compiled_difference(found, reference)
+                if difference is not None:
+                    reached = "what the region returns as it was traced"
+                    raise _mismatch(region, self.key, f"output {index}", "compiled code", str(difference), reached)
+
+
+def _mismatch(region: str, key: str, what: str, who: str, found: str, expected: str) -> MismatchError:
+    remedy = (
+        "try compiler='eager': a difference that goes is the compiler's"
+        if who == "compiled code"
+        else "run with debug=True: a difference that stays is the model's, one that goes is the capture's"
+    )
+    return MismatchError(f"{what} of {region} differs in {who} at {key}", expected=expected, found=found, remedy=remedy)

@@ -1,0 +1,16 @@
+"""Any model over a ladder of captured sizes: dispatch, pad, replay, cut."""
+
+from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
+from graphpass.engine.manager import CudaGraphManager
+from graphpass.engine.stats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
+
+__all__ = [
+    "AttentionMetadataBuilder",
+    "Batch",
+    "CapturedGroup",
+    "CapturedKey",
+    "CudaGraphManager",
+    "InputSpec",
+    "KeyTraffic",
+    "ManagerStats",
+]

@@ -1,0 +1,165 @@
+"""The keys of a manager that have graphs: all of them captured in order, within a limit, or one anew."""
+
+from __future__ import annotations
+
+import contextlib
+
+from graphpass.capture import GraphRuntime
+from graphpass.capture.surroundings import capture_progress, quietly
+from graphpass.dispatch import CudagraphDispatcher
+from graphpass.engine.buffers import StepBuffers
+from graphpass.engine.capture import KeyCapture
+from graphpass.engine.groups import keys_by_group
+from graphpass.engine.refusals import moved_weights, nothing_to_capture
+from graphpass.engine.stats import CapturedKey
+from graphpass.engine.step import KeyStep
+from graphpass.ladder import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.ranks.conversation import AgreedSteps
+
+__all__ = ["CapturedKeys"]
+
+
+class CapturedKeys:
+    """What a manager has captured, and how it captures the rest.
+
+    Args:
+        dispatcher: which keys there are; told which of them are captured.
+        inputs: the manager's buffers.
+        keys: captures one key.
+        runtime: owner of the pool.
+        ranks: data-parallel ranks, which capture the same keys together; None for a model of this process alone.
+
+    Attributes:
+        steps: key -> its graph.
+        records: key -> what its capture took, in the order of capture.
+        left_out: keys for which there was no room.
+    """
+
+    def __init__(
+        self,
+        dispatcher: CudagraphDispatcher,
+        inputs: StepBuffers,
+        keys: KeyCapture,
+        runtime: GraphRuntime,
+        ranks: AgreedSteps | None,
+    ) -> None:
+        self._dispatcher, self._inputs, self._keys = dispatcher, inputs, keys
+        self._runtime, self._ranks = runtime, ranks
+        self._estimate: MemoryEstimate | None = None
+        self.steps: dict[Key, KeyStep] = {}
+        self.records: dict[Key, CapturedKey] = {}
+        self.left_out: tuple[Key, ...] = ()
+
+    def missing(self) -> list[Key]:
+        """The keys without a graph, in the order of capture."""
+        return [key for key in self._all() if key not in self.steps]
+
+    def _all(self) -> list[Key]:
+        """All keys in the order of capture: mixed batches before uniform ones."""
+        keys = [(mode, key) for mode, keys in self._dispatcher.capture_plan() for key in keys]
+        return sorted(keys, key=lambda key: key[1].uniform)
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Let the other ranks know if the body fails."""
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.capturing()
+
+    def _on_some_rank(self, here: bool) -> bool:
+        """Whether something holds on this rank, or on another that captures with it."""
+        return here if self._ranks is None else self._ranks.stops(here, len(self.missing()))
+
+    # -- all of them --------------------------------------------------------------------------------------------------
+
+    def capture_missing(self, max_bytes: int | None) -> None:
+        """Capture every key that has no graph, see :meth:`CudaGraphManager.capture`."""
+        if not self.missing():
+            raise nothing_to_capture(len(self.records))
+        limited = self._on_some_rank(max_bytes is not None)
+        fits = self.estimate().pool if limited else None
+        with quietly(), self._inputs.kept(), self._keys.state_kept(), self._runtime.capturing():
+            self.left_out = self._capture_in_order(max_bytes, fits)
+        self._keys.meter.settle()  # nothing needs any more what warm-ups have left cached
+        if self.left_out:
+            self._runtime.note(f"{len(self.left_out)} keys left out: the pool would exceed {max_bytes} bytes")
+
+    def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
+        """Capture what is missing, or as much of it as fits; returns what is left out."""
+        missing = self.missing()  # learning may have found that there is no FULL
+        with capture_progress(missing) as progress:
+
+            def captured(key: Key) -> None:
+                progress.set_postfix_str(f"{key[0]} {key[1]}")
+                self._capture(key)
+                progress.update()
+
+            if fits is None:
+                for key in missing:
+                    self._on_some_rank(False)  # a rank that failed says so here
+                    captured(key)
+                return ()
+            pool = KeyPool(self._runtime.pool_bytes, captured, self._drop_graphs, self._on_some_rank)
+            return capture_within(max_bytes, pool, list(self.records), missing, fits)
+
+    def estimate(self) -> MemoryEstimate:
+        """What capturing every key takes, see :meth:`CudaGraphManager.estimate`."""
+        with quietly():
+            self._keys.learn()
+            keys, known = self._all(), self._estimate
+            if self._on_some_rank(known is None or known.keys != tuple(keys)):
+                with self._inputs.kept():
+                    known = estimated(
+                        keys_by_group(keys),
+                        self._runtime,
+                        self._keys.meter,
+                        lambda key: self._keys.capture(key)[1].memory,
+                        self._keys.state_kept,
+                        buffer_bytes=self._keys.buffer_bytes(),
+                    )
+            assert known is not None
+            self._estimate = known
+            return known
+
+    # -- one of them --------------------------------------------------------------------------------------------------
+
+    def step_of(self, key: Key) -> KeyStep:
+        """The graph of a key; captured now where there is none, or where it reads weights that were replaced."""
+        found = self.steps.get(key)
+        if found is not None and found.holds(self._keys.modules, self._runtime.generation):
+            return found
+        return self._captured_anew(key, found)
+
+    def _captured_anew(self, key: Key, found: KeyStep | None) -> KeyStep:
+        mode, descriptor = key
+        is_known = key in self.records
+        # Ranks that capture in a step on their own leave the others waiting.
+        if self._ranks is not None or (is_known and self._keys.settings.policy.on_moved_input == "error"):
+            everywhere = self._ranks is not None
+            remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
+            raise moved_weights(key, remedy)
+        if is_known:
+            text = f"{mode} {descriptor}: captured anew, since weights were replaced or a graph was dropped"
+            self._runtime.note(text)
+        if found is not None:  # others that hold the same weights would keep them alive until their next use
+            self.steps = {other: step for other, step in self.steps.items() if step.guards is not found.guards}
+            del found
+        self._runtime.follow_last_forward()
+        with quietly(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scope_opened():
+            return self._capture(key)
+
+    def _capture(self, key: Key) -> KeyStep:
+        self.steps[key], self.records[key] = self._keys.capture(key)
+        self._dispatcher.mark_captured(*key)
+        return self.steps[key]
+
+    # -- giving them back ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Drop all graphs, give the pool back, and forget what was compiled and learned."""
+        self._drop_graphs()
+        self.left_out, self._estimate = (), None
+        self._keys.forget()
+
+    def _drop_graphs(self) -> None:
+        self.steps.clear()
+        self.records.clear()
+        self._dispatcher.forget_captured()
+        self._runtime.close()

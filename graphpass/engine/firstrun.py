@@ -1,0 +1,155 @@
+"""The first run of a model under a manager: without a graph, over example inputs, and undone.
+
+It is entered twice. The first entry stops where the first graph is reached: then it is known what the graph writes and
+what Dynamo's code does to Python state, before anything has happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from graphpass import compat
+from graphpass.capture import CaptureScope, EnteredCallable
+from graphpass.capture.snapshot import state_kept
+from graphpass.engine.pythonstate import (
+    PythonState,
+    python_state_kept,
+    refuse_kept_tensors,
+    refuse_side_effects,
+)
+from graphpass.engine.refusals import nothing_reached
+from graphpass.engine.results import Reached, ResultRecipe, learn_recipe
+from graphpass.engine.step import PaddedInputs
+from graphpass.ladder.padding import by_tensor, versions_of, written_since
+
+__all__ = ["FirstRun", "model_state_kept"]
+
+_Item = TypeVar("_Item")
+
+
+@contextlib.contextmanager
+def model_state_kept(
+    modules: Sequence[torch.nn.Module],
+    tensors: Sequence[torch.Tensor],
+    generators: Sequence[torch.Generator],
+    device: torch.device,
+) -> Iterator[PythonState]:
+    """Undo what the body does to the Python state of modules, to tensors, and to random numbers."""
+    with state_kept(tensors, generators, device), python_state_kept(modules) as state:
+        yield state
+
+
+class FirstRun:
+    """One run of a model without a graph.
+
+    Args:
+        compiled: the model through Dynamo.
+        inputs: its padded inputs.
+        scope: an open capture scope, under a forward context without a mode.
+        modules: all modules of the model.
+        device: where inputs lie.
+
+    Attributes:
+        result: what the model returned; None before :meth:`run`.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        inputs: PaddedInputs,
+        scope: CaptureScope,
+        modules: Sequence[torch.nn.Module],
+        device: torch.device,
+    ) -> None:
+        self.inputs, self.result = inputs, None
+        self._compiled, self._scope = compiled, scope
+        self._modules, self._device = modules, device
+        self._state: PythonState | None = None
+        self._written: list[str] = []
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo what a run in the body does to the model.
+
+        Raises:
+            CaptureError: it does what cannot be undone.
+        """
+        first = self._first_entry()
+        tensors, generators = self._changed_by(first)
+        with model_state_kept(self._modules, tensors, generators, self._device) as self._state:
+            if first is not None:
+                refuse_side_effects(first.reached.side_effects, self._state)
+            yield
+
+    def run(self) -> None:
+        """Run the model.
+
+        Raises:
+            CaptureError: it enters no graph, or a later graph does what cannot be undone.
+        """
+        assert self._state is not None
+        versions = versions_of(self.inputs.buffers)
+        self.result = self._compiled(**self.inputs.arguments)
+        self._written = written_since(self.inputs.buffers, versions)
+        if not self.reached:
+            raise nothing_reached(f"{self.inputs.sizes['num_tokens']} tokens")
+        refuse_side_effects(self.side_effects, self._state)
+        refuse_kept_tensors(self._state, {id(tensor) for tensor in self._buffers()})
+
+    @property
+    def reached(self) -> Reached:
+        """The graphs that the run entered."""
+        return self._scope.reached
+
+    @property
+    def side_effects(self) -> tuple[compat.SideEffect, ...]:
+        """What the graphs' code does to Python state."""
+        return tuple(effect for callable_, _, _ in self.reached for effect in callable_.side_effects)
+
+    def recipe(self) -> ResultRecipe:
+        """How results like this run's are cut and built."""
+        buffers = by_tensor(self.inputs.buffers)
+        recipe = learn_recipe(self.result, self.reached, buffers, padded=self.inputs.sizes, written=self._written)
+        return recipe if len(self.reached) == 1 else recipe.with_state(self._buffers(), self._generators())
+
+    def _first_entry(self) -> EnteredCallable | None:
+        """Where the model enters its first graph."""
+        self._scope.stops_at_entry = True
+        try:
+            self._compiled(**self.inputs.arguments)
+        except EnteredCallable as entered:
+            return entered
+        finally:
+            self._scope.stops_at_entry = False
+        return None
+
+    def _changed_by(self, first: EnteredCallable | None) -> tuple[list[torch.Tensor], list[torch.Generator]]:
+        """Tensors and generators of the model that a run may change."""
+        own = by_tensor(self.inputs.buffers)
+        if first is None:
+            return [], []
+        written = [first.args[position] for position in first.reached.partition.mutated_inputs]
+        state = [tensor for tensor in written if id(tensor) not in own]
+        generators = [value for value in first.args if isinstance(value, torch.Generator)]
+        if first.reached.ends_early is None:
+            return state, generators
+        # Python between graphs may change any buffer and generator, and nothing tells which.
+        return _distinct([*state, *self._buffers()]), _distinct([*generators, *self._generators()])
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer for module in self._modules for buffer in module.buffers(recurse=False)]
+
+    def _generators(self) -> list[torch.Generator]:
+        return [value for module in self._modules for value in vars(module).values() if _is_generator(value)]
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _distinct(items: Iterable[_Item]) -> list[_Item]:
+    return list({id(item): item for item in items}.values())

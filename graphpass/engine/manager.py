@@ -1,0 +1,410 @@
+"""The manager: persistent buffers, a graph for every key, any batch.
+
+A step is a dispatch, a fused copy into the buffers, and the replay of what was captured for the key, past Dynamo: the
+arguments of the graph are the manager's own tensors and the model's parameters, held since the capture. What Dynamo's
+guards would have said about them is asked of the parameters' places and addresses and of torch's settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphpass import compat
+from graphpass.capture import GraphRuntime
+from graphpass.capture.surroundings import quietly
+from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
+from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
+from graphpass.engine.buffers import Sizes, StepBuffers
+from graphpass.engine.capture import KeyCapture
+from graphpass.engine.captured import CapturedKeys
+from graphpass.engine.guards import modules_of
+from graphpass.engine.metadata import fields_named
+from graphpass.engine.refusals import (
+    inside_transform,
+    moved_weights,
+    no_graph,
+    nothing_captured,
+    refuse_options,
+    too_large,
+)
+from graphpass.engine.stats import ManagerStats, StepCounts
+from graphpass.engine.step import KeyStep, Learned, PaddedInputs
+from graphpass.keys import BatchDescriptor
+from graphpass.ladder import Key, MemoryEstimate
+from graphpass.modes import CUDAGraphMode
+from graphpass.offload.offloader import WeightOffloader
+from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
+from graphpass.ranks.group import DataParallelAgreement
+from graphpass.report import Report
+
+__all__ = ["CudaGraphManager"]
+
+_log = logging.getLogger("graphpass")
+_OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
+
+
+class CudaGraphManager:
+    """Runs any batch of a model over the graphs of a dispatcher's keys.
+
+    Args:
+        model: a module or function, called with one keyword argument for each input.
+        dispatcher: which graphs there are, and which of them serves a batch. The manager marks its keys as captured.
+        inputs: the model's tensors, each with its shape at the largest batch.
+        attention: makes the metadata that the model's attention reads from the forward context; None for a model
+            without. It bounds the dispatcher's mode by what it can be captured with.
+        runtime: owner of pool and statistics; None for one of its own.
+        agreement: the data-parallel ranks that run each step alike, see
+            :class:`graphpass.DataParallelAgreement`; None for a model of this process alone.
+        offloader: brings the weights of the model's layers from host memory; None where they are on the device.
+        device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
+        options: the backend's, see :func:`cgpass.options`; those of mode, sizes and outputs are the manager's own.
+
+    Attributes:
+        last_step: mode, padded shape and reason of the last run; None before the first.
+
+    Raises:
+        OptionError: an option, an input or a size cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dispatcher: CudagraphDispatcher,
+        inputs: Sequence[InputSpec],
+        *,
+        attention: AttentionMetadataBuilder | None = None,
+        runtime: GraphRuntime | None = None,
+        agreement: DataParallelAgreement | None = None,
+        offloader: WeightOffloader | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_options(options, _OWN_OPTIONS)
+        self.runtime = runtime if runtime is not None else GraphRuntime()
+        self.dispatcher = dispatcher
+        self.model = model
+        self.attention = attention
+        modules = modules_of(model)
+        self._inputs = StepBuffers(inputs, _device_of(modules) if device is None else torch.device(device))
+        if offloader is not None:
+            offloader.check_model(modules, self._inputs.device)
+        self._bound_mode()
+        num_ranks = None if agreement is None else agreement.num_ranks
+        self._keys = KeyCapture(model, dispatcher, self._inputs, attention, self.runtime, options, offloader, num_ranks)
+        self._ranks = None if agreement is None else self._steps_of_ranks(agreement)
+        self._fields = frozenset(dispatcher.capture_fields)
+        self._captured = CapturedKeys(dispatcher, self._inputs, self._keys, self.runtime, self._ranks)
+        self._counts = StepCounts()
+        self.last_step: Dispatch | None = None
+        self._turn = threading.RLock()
+
+    def _steps_of_ranks(self, agreement: DataParallelAgreement) -> AgreedSteps:
+        settings = self._keys.settings
+        configuration = {
+            "inputs": self._inputs.described(),
+            "on_fallback": settings.on_fallback,
+            "compiler": settings.compiler,
+        }
+        idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
+        return AgreedSteps(agreement, self.dispatcher, configuration, idle_tokens=idle_tokens)
+
+    @classmethod
+    def for_causal_lm(cls, model: torch.nn.Module, **options: Any) -> CudaGraphManager:
+        """A manager that generates text with a stock Hugging Face decoder.
+
+        Takes what :func:`graphpass.text.causallm.causal_lm` takes.
+        """
+        # Not at the top: it makes one of these.
+        from graphpass.text.causallm import causal_lm
+
+        return causal_lm(model, **options)
+
+    # -- what users call ------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Greedy continuations of many prompts, on a manager made by :meth:`for_causal_lm`.
+
+        Takes what :func:`graphpass.text.generation.generate` takes: ``max_new_tokens``, ``eos_token_id``, ...
+        """
+        from graphpass.text.generation import generate
+
+        return generate(self, prompts, **options)
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The input buffers at the largest batch. Whoever writes batches here passes ``inputs=None``."""
+        return self._inputs.tensors
+
+    def needs_capture(self) -> bool:
+        """Whether some key of the dispatcher has no graph yet."""
+        return bool(self._captured.missing())
+
+    def capture(self, max_bytes: int | None = None) -> None:
+        """Capture every key that has no graph: mixed batches, then uniform decode, each from the largest down.
+
+        Before each key its inputs and attention metadata are prepared outside of the graph, with short sequences on
+        scratch pages, and again between its warm-up and its recording.
+
+        Args:
+            max_bytes: what the graph pool may hold afterwards; :meth:`stats` says which keys were left out, and
+                their batches run without a graph. It is estimated first which keys fit (:meth:`estimate`). One that
+                takes the pool above the limit all the same costs the pool: the others are captured anew without it,
+                as after :meth:`recapture`. So the pool may exceed the limit for as long as one capture takes.
+
+        Raises:
+            CaptureError: everything is captured already, or a key could not be captured; it names the key.
+            AgreementError: another rank could not capture its keys.
+        """
+        with self._turn, self._captured.together():
+            self._captured.capture_missing(max_bytes)
+
+    def estimate(self) -> MemoryEstimate:
+        """What capturing every key takes of the device's memory, from at most three keys of each mode.
+
+        They are captured in pools of their own, which are given back; graphs that exist are left alone. The answer
+        holds until the dispatcher's keys change, or :meth:`close`. Results of the last run are overwritten, as by a
+        capture; nobody else may run callables of the runtime meanwhile. Under an agreement every rank calls it.
+
+        Raises:
+            CaptureError: a key could not be captured; it names the key.
+            AgreementError: another rank could not.
+        """
+        with self._turn, self._captured.together():
+            return self._captured.estimate()
+
+    def recapture(self, max_bytes: int | None = None) -> None:
+        """Drop all graphs and capture every key anew: after the weights were replaced, or a setting changed."""
+        self.close()
+        self.capture(max_bytes)
+
+    def run(self, batch: Batch) -> Any:
+        """What the model returns for this batch, over a graph where one fits.
+
+        Its tensors lie in buffers of the manager that all sizes share: they are valid until the next run.
+
+        Raises:
+            ShapeError: the batch is larger than the buffers, or its inputs or requests do not fit it.
+            CaptureError: nothing was captured yet, torch's settings are not those of the capture, or the call stands
+                inside ``vmap``, ``grad`` or forward-mode AD.
+            ContextError: the attention's metadata lacks a field that the model reads.
+            AgreementError: another data-parallel rank failed, is gone or is configured differently; nothing has run.
+        """
+        transform = compat.active_transform()
+        if transform is not None:
+            raise inside_transform(transform)
+        with self._turn:
+            if self._ranks is None:
+                sizes = self._sizes_of(batch)
+                return self._run(self.dispatcher.dispatch(**self._asked(batch)), batch, sizes)
+            decision = self._ranks.decide(lambda: self._proposed(batch))
+            if not decision.has_batch:
+                return self._run_dummy(decision)
+            return self._run(decision.step, batch, self._sizes_of(batch), decision)
+
+    def run_idle(self) -> bool:
+        """Take part in a step of the data-parallel ranks without a batch; whether some rank has one.
+
+        If so, a dummy batch of the agreed size runs: inputs are padding, attention has example metadata on scratch
+        pages, nothing that the model keeps is changed. Without an agreement there is nothing to take part in.
+
+        Raises:
+            AgreementError: as :meth:`run`.
+            CaptureError: nothing was captured yet.
+        """
+        with self._turn:
+            if self._ranks is None:
+                return False
+            decision = self._ranks.decide(lambda: self._proposed(None))
+            self._run_dummy(decision)
+            return decision.agreed.has_work
+
+    def stats(self) -> ManagerStats:
+        """What was captured and how it was used so far."""
+        return ManagerStats(
+            keys=tuple(map(self._counts.of, self._captured.records.values())),
+            fallbacks=self._counts.by_reason(),
+            fallback_tokens=self._counts.fallback_tokens,
+            left_out=self._captured.left_out,
+            pool_bytes=self.runtime.pool_bytes(),
+            buffer_bytes=self._keys.buffer_bytes(),
+        )
+
+    def report(self) -> Report:
+        """The tables of :meth:`stats`, and regions with reasons, counts of each graph, notes."""
+        return Report((*self.stats().tables(), *self.runtime.report().tables))
+
+    def close(self) -> None:
+        """Drop all graphs and give the pool back; it can be captured again."""
+        with self._turn:
+            self._captured.close()
+
+    # -- setting up -------------------------------------------------------------------------------------------------
+
+    def _bound_mode(self) -> None:
+        """Bound the dispatcher's mode by what attention can be captured with."""
+        if self.attention is None:
+            return
+        query_len = self.dispatcher.uniform_decode_query_len
+        mode, reason = resolve_mode(self.dispatcher.mode, self.attention.support, query_len=query_len, piecewise=True)
+        if mode is not self.dispatcher.mode:
+            _log.warning("%s", reason)
+            self.runtime.note(reason)
+            self.dispatcher.initialize_keys(mode, query_len)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def _asked(self, batch: Batch) -> dict[str, Any]:
+        """What the dispatcher is asked for a batch."""
+        extra = batch.extra
+        if self.attention is not None:
+            # A ladder for what attention bounds, or one bound for all keys.
+            extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
+        return {
+            "num_tokens": batch.num_tokens,
+            "num_reqs": batch.num_reqs,
+            "uniform_decode": batch.uniform_decode,
+            "num_active_loras": batch.num_active_loras,
+            "extra": extra,
+        }
+
+    def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
+        """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
+        if not (self._captured.steps or self._captured.left_out) and self._captured.missing():
+            raise nothing_captured(len(self._captured.missing()))
+        for key, step in {id(step.guards): (key, step) for key, step in self._captured.steps.items()}.values():
+            if not step.holds(self._keys.modules, self.runtime.generation):
+                raise moved_weights(key, "call recapture() on every rank")
+        if batch is None or batch.num_tokens == 0:
+            return None
+        sizes = self._sizes_of(batch)
+        if batch.inputs is not None:
+            self._inputs.paired(batch.inputs, sizes, self._keys.inputs_at(self._inputs.largest).buffers)
+        return self._asked(batch)
+
+    def _run_dummy(self, decision: RankDecision) -> Any:
+        """A rank's part in a step that it has no batch for; the result of an empty batch."""
+        step, sizes = decision.step, dict.fromkeys(self._inputs.largest, 0)
+        if not decision.agreed.has_work:
+            return self._run(step, Batch(0), sizes, decision)
+        attention = None
+        if self.attention is not None:
+            query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
+            attention = self.attention.example(step.descriptor, query_len=query_len)
+        self.runtime.follow_last_forward()
+        with quietly(), self._keys.state_kept(is_step=True):
+            return self._run(step, Batch(0, attention=attention), sizes, decision)
+
+    def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
+        self.last_step = step
+        if decision is not None and decision.is_lower:
+            self.runtime.note(f"{step.mode} is what all ranks can run: {decision.agreed.why}")
+        if not step.mode:
+            return self._without_graph(step, batch, sizes, decision)
+        key = (step.mode, step.descriptor)
+        found = self._captured.step_of(key)
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            result = self._replay(found, key, batch, sizes, decision)
+        self._counts.replayed(key, batch.num_tokens)
+        return result
+
+    def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
+        mode, descriptor = key
+        learned = self._keys.learn()
+        # What is filled now may still be read by a replay on another stream.
+        self.runtime.follow_last_forward()
+        self._inputs.fill(batch.inputs, sizes, step.inputs.buffers)
+        metadata = None
+        if self.attention is not None:
+            metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
+        across = None if decision is None else decision.agreed.num_tokens_across_dp
+        entered = self._keys.context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across)
+        with entered as context, self._keys.onloaded(mode), fields_named(self.attention, metadata):
+            if step.plan is None:
+                with quietly():
+                    self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
+            else:
+                assert context is not None
+                self.runtime.enter_forward(context, (step.inputs.is_padding,), "a manager")
+                try:
+                    returned = step.plan.run(step.args, self.runtime, context)
+                    if mode is CUDAGraphMode.PIECEWISE:
+                        flat = returned if step.returns_flat else compat.tree_flatten(returned)[0]
+                        learned.outputs.store(learned.leaves(flat, step.inputs), step.inputs.sizes)
+                finally:
+                    self.runtime.exit_forward()
+        self._copy_back(learned, batch, sizes, step.inputs)
+        return learned.result(sizes)
+
+    def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
+        if step.reason is DispatchReason.NOT_CAPTURED and not (self._captured.steps or self._captured.left_out):
+            raise nothing_captured(len(self._captured.missing()))
+        self._counts.fell_back(step, batch.num_tokens)
+        cause = step.reason if decision is None else decision.agreed.reason  # of all ranks: none refuses it alone
+        if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
+            self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
+        with quietly():
+            learned = self._keys.learn()
+            if step.reason is DispatchReason.EMPTY:
+                return learned.result(sizes)
+            # All rows of an input by request: their number says nothing that a compiled region has to know.
+            num_loras = batch.num_active_loras
+            unpadded = BatchDescriptor(
+                batch.num_tokens or step.descriptor.num_tokens,
+                batch.num_reqs,
+                has_lora=num_loras > 0,
+                num_active_loras=num_loras,
+            )
+            inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": unpadded.num_tokens})
+            self.runtime.follow_last_forward()
+            self._inputs.fill(batch.inputs, sizes, inputs.buffers)
+            metadata = None if self.attention is None else self.attention.build(batch.attention, None)
+            across = None if decision is None else decision.agreed.num_tokens_across_dp
+            context = self._keys.context_of(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across)
+            with context, self._keys.onloaded(CUDAGraphMode.NONE), fields_named(self.attention, metadata):
+                self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
+        self._copy_back(learned, batch, sizes, inputs)
+        return learned.result(sizes)
+
+    def _store(self, learned: Learned, result: Any, sizes: Sizes) -> None:
+        leaves, spec = compat.tree_flatten(result)
+        if spec != learned.recipe.spec:
+            raise learned.other_structure(str(spec))
+        learned.outputs.store(leaves, sizes)
+
+    @staticmethod
+    def _copy_back(learned: Learned, batch: Batch, sizes: Sizes, inputs: PaddedInputs) -> None:
+        """What the model wrote to an input, into the caller's tensor."""
+        if batch.inputs is not None:
+            for name in learned.recipe.mutated:
+                batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
+
+    def _report_fallback(self, step: Dispatch, why: str) -> None:
+        text = f"no graph for {step.descriptor}: {why}; it runs compiled, without a graph"
+        self._keys.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason))
+
+    # -- shapes -----------------------------------------------------------------------------------------------------
+
+    def _sizes_of(self, batch: Batch) -> dict[str, int]:
+        """The real size of each field that an input is cut by.
+
+        Raises:
+            ShapeError: the batch is larger than the buffers, or says no number of requests where an input has them.
+        """
+        sizes = {}
+        for field, largest in self._inputs.largest.items():
+            size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
+            if type(size) is not int or not 0 <= size <= largest:
+                raise too_large(field, size, largest)
+            sizes[field] = size
+        return sizes
+
+
+def _device_of(modules: Sequence[torch.nn.Module]) -> torch.device:
+    first = next((tensor for module in modules[:1] for tensor in module.parameters()), None)
+    return torch.device("cpu") if first is None else first.device

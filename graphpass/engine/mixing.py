@@ -1,0 +1,108 @@
+"""Whether a model leaves the tokens and requests of a batch apart.
+
+A batch packs the tokens of many requests into one row, and padding behind them. A model may mix them in the ops that
+its attention declares, which know whose token is whose; anywhere else a result would depend on what else is in the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from graphpass.engine.pythonstate import PythonState
+from graphpass.engine.results import GraphSymbols
+from graphpass.errors import CaptureError
+from graphpass.regions import PaddingFinding, Partition, mixing_of
+from graphpass.regions.padding.program import where_of
+
+__all__ = ["refuse_mixing", "refuse_tensors_between"]
+
+
+def refuse_mixing(callable_: Any, symbols: GraphSymbols, declared: Collection[str]) -> None:
+    """Refuse a graph in which tokens or requests depend on each other.
+
+    Args:
+        callable_: the graph's callable.
+        symbols: which of its symbols count tokens and requests.
+        declared: the ops that may mix.
+
+    Raises:
+        CaptureError: naming op and line.
+    """
+    if symbols.fixed:
+        fixed = " and ".join(symbols.fixed)
+        raise CaptureError(
+            f"the model fixes {fixed}, so nothing can show that tokens and requests stay apart",
+            expected="a graph that serves every size: its code neither loops over a size nor depends on its value",
+            found=f"{callable_.name}, compiled for one {fixed}",
+            remedy="keep sizes out of Python's control flow, or move that part into an op with a padding rule "
+            "(graphpass.regions.register_padding_rule)",
+        )
+    for field in dict.fromkeys(symbols.fields.values()):
+        of_field = {symbol: name for symbol, name in symbols.fields.items() if name == field}
+        findings = mixing_of(callable_.partition, callable_.traces, of_field, declared)
+        if findings:
+            raise _mixes(callable_.partition, _WHAT[field], findings)
+
+
+def refuse_tensors_between(callable_: Any, symbols: GraphSymbols, state: PythonState) -> None:
+    """Refuse a later graph of a run that reads tensors which Python has computed between the graphs.
+
+    Args:
+        callable_: the graph's callable.
+        symbols: of the graph, with its inputs of unknown origin.
+        state: what the model's modules hold; those tensors are the model's own.
+
+    Raises:
+        CaptureError: naming a tensor.
+    """
+    names = [name for name, tensor in symbols.unknown if not state.holds_tensor(tensor)]
+    if names:
+        raise CaptureError(
+            f"{callable_.name} reads a tensor that Python computes between the graphs of the model",
+            expected="tensors that are inputs, weights, or results of an earlier graph: only graphs can show that "
+            "tokens and requests stay apart",
+            found=", ".join(names),
+            remedy="remove the graph break (TORCH_LOGS=graph_breaks names it), or move that code into an op with a "
+            "padding rule (graphpass.regions.register_padding_rule)",
+        )
+
+
+_WHAT = {"num_tokens": "tokens", "num_reqs": "requests"}
+_SHOWN = 4
+
+
+def _mixes(parts: Partition, what: str, findings: Sequence[PaddingFinding]) -> CaptureError:
+    lines = [f"{finding.op} ({finding.why}) {_place_of(parts, finding)}" for finding in findings]
+    more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    first = findings[0]
+    return CaptureError(
+        f"the model mixes the {what} of a batch through {first.op} {_place_of(parts, first)}",
+        expected=f"{what} that meet in the ops that the attention declares alone: a batch packs the {what} of many "
+        "requests, with padding behind them",
+        found="; ".join(lines[:_SHOWN]) + more,
+        remedy="use attention that knows the requests (attn_implementation='graphpass_paged', or your own op in "
+        f"splitting_ops of the AttentionMetadataBuilder); for another op that keeps {what} apart register a padding "
+        "rule (graphpass.regions.register_padding_rule); or take the op out of the model",
+    )
+
+
+def _place_of(parts: Partition, finding: PaddingFinding) -> str:
+    """Module and line of a finding: ``in layers.3.mixer at model.py:12: `x.mean(0)` ``."""
+    line, _, source = finding.where.partition(": ")
+    module = _module_at(parts, line)
+    place = f"at {line}: `{source}`" if source else f"at {line}" if line else "in a line that is not known"
+    return f"in {module} {place}" if module else place
+
+
+def _module_at(parts: Partition, line: str) -> str:
+    """The module whose forward has this line, by its path in the model; empty where no node of the graph tells."""
+    for region in parts.regions:
+        for node in region.graph_module.graph.nodes:
+            if line and where_of(node.meta.get("stack_trace")).partition(": ")[0] == line:
+                stack = node.meta.get("nn_module_stack") or {}
+                for path, kind in reversed(stack.values()):
+                    name = kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+                    return f"{path.partition('].')[2] or 'the model'} ({name})"  # behind L['model'].
+    return ""

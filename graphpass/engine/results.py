@@ -1,0 +1,271 @@
+"""What a first run teaches about a model's result: how to cut it to real sizes, and how to build it again.
+
+Graphs return flat tensors at padded sizes. Which dimension of which tensor carries which key field is read off the
+symbols of the graphs, from the manager's inputs through every graph that the run entered.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass import compat
+from graphpass.errors import ShapeError
+from graphpass.ladder.padding import InputBuffer
+
+__all__ = ["GraphSymbols", "LeafSources", "Reached", "ResultRecipe", "leaf_sources", "learn_recipe", "symbols_of"]
+
+Reached = Sequence[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
+"""(callable, its flat arguments, its flat outputs) of each graph that a run entered, in order."""
+
+Dims = Mapping[int, str]
+LeafSources = tuple[int | InputBuffer | None, ...]
+"""For each leaf of a result: the graph's flat output that it is, or the buffer of the argument that is returned as it
+is; None for None."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSymbols:
+    """What the symbols of one graph stand for.
+
+    Attributes:
+        fields: symbol -> key field.
+        fixed: key fields that no symbol carries, since the model fixed their size.
+        others: symbols that are no key field.
+        unknown: (name, tensor) of inputs that are no input of the model, no parameter, and no output of an earlier
+            graph of the same run.
+    """
+
+    fields: Mapping[sympy.Symbol, str]
+    fixed: tuple[str, ...]
+    others: frozenset[sympy.Symbol]
+    unknown: tuple[tuple[str, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRecipe:
+    """How to turn the outputs of one key into the model's result.
+
+    Attributes:
+        cuts: for each leaf of the result, {dimension: key field} to cut to the real size.
+        spec: the result's structure.
+        build_result: makes leaves into that structure.
+        mutated: names of the inputs that the model writes to.
+        state: tensors of the model, or reached by it, that it writes to.
+        generators: random number generators that it draws from.
+    """
+
+    cuts: tuple[Dims, ...]
+    spec: Any
+    build_result: Callable[[list[Any]], Any]
+    mutated: frozenset[str]
+    state: tuple[torch.Tensor, ...]
+    generators: tuple[torch.Generator, ...]
+
+    def with_state(self, tensors: Iterable[torch.Tensor], generators: Iterable[torch.Generator]) -> ResultRecipe:
+        """The same recipe of a model that may change these, too."""
+        state = {id(tensor): tensor for tensor in (*self.state, *tensors)}
+        drawn = {id(generator): generator for generator in (*self.generators, *generators)}
+        return replace(self, state=tuple(state.values()), generators=tuple(drawn.values()))
+
+
+def learn_recipe(
+    result: Any,
+    reached: Reached,
+    buffers: Mapping[int, InputBuffer],
+    *,
+    padded: Mapping[str, int],
+    written: Collection[str],
+) -> ResultRecipe:
+    """Learn from one run.
+
+    Args:
+        result: what the model returned.
+        reached: the graphs that the run entered.
+        buffers: id of an input tensor -> its buffer.
+        padded: padded size of each key field.
+        written: names of the inputs that the run wrote to, also between graphs.
+
+    Raises:
+        ShapeError: nothing says how to cut an output.
+    """
+    leaves, spec = compat.tree_flatten(result)
+    followed = _followed(reached, buffers, padded)
+    numbers = _numbers_of_sizes(reached, padded)
+    cuts: list[Dims] = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            _refuse_unknown_structure(index, leaf)
+            _refuse_padded_number(index, leaf, numbers)
+            cuts.append({})
+        elif id(leaf) in followed.dims:
+            cuts.append(followed.dims[id(leaf)])
+        else:
+            raise _unclear(index, leaf, followed.unclear.get(id(leaf), "it is made outside of the captured graphs"))
+    mutations = [args[position] for callable_, args, _ in reached for position in callable_.partition.mutated_inputs]
+    return ResultRecipe(
+        cuts=tuple(cuts),
+        spec=spec,
+        build_result=compat.builder_of(spec),
+        mutated=frozenset(written) | {buffers[id(value)].name for value in mutations if id(value) in buffers},
+        state=tuple(value for value in mutations if id(value) not in buffers),
+        generators=tuple(value for _, args, _ in reached for value in args if isinstance(value, torch.Generator)),
+    )
+
+
+def symbols_of(reached: Reached, buffers: Mapping[int, InputBuffer], padded: Mapping[str, int]) -> list[GraphSymbols]:
+    """The key fields among the symbols of each graph that a run entered."""
+    return _followed(reached, buffers, padded).symbols
+
+
+def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, InputBuffer]) -> LeafSources | str:
+    """Where the leaves of a result come from; or why the graph alone does not tell."""
+    if len(reached) > 1:
+        return f"the model is {len(reached)} graphs, with Python between them"
+    outputs = reached[0][2]
+    positions = {id(output): position for position, output in enumerate(outputs)}
+    sources: list[int | InputBuffer | None] = []
+    for leaf in leaves:
+        if leaf is None:
+            sources.append(None)
+        elif id(leaf) in positions:
+            sources.append(positions[id(leaf)])
+        elif id(leaf) in buffers:
+            sources.append(buffers[id(leaf)])
+        else:
+            return "its result holds more than the graph's outputs"
+    if {source for source in sources if isinstance(source, int)} != set(range(len(outputs))):
+        return "the graph has outputs that are no part of the result: the model keeps state"
+    return tuple(sources)
+
+
+# -- symbols
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """Key fields, followed by symbol from the inputs through the graphs of a run.
+
+    Attributes:
+        dims: id of a tensor -> {dimension: key field}.
+        unclear: id of an output that is not in ``dims`` -> why.
+        symbols: of each graph.
+    """
+
+    dims: dict[int, dict[int, str]]
+    unclear: dict[int, str]
+    symbols: list[GraphSymbols]
+
+
+def _followed(reached: Reached, buffers: Mapping[int, InputBuffer], padded: Mapping[str, int]) -> _Followed:
+    found = _Followed({key: dict(buffer.dims) for key, buffer in buffers.items()}, {}, [])
+    for callable_, args, outputs in reached:
+        # Parameters and buffers are never padded; a model may return them.
+        found.dims.update({id(args[p]): {} for p in callable_.static if id(args[p]) not in found.dims})
+        symbols = _symbols(callable_, args, found.dims, padded)
+        found.symbols.append(symbols)
+        for output, shape in zip(outputs, callable_.partition.output_shapes, strict=True):
+            if isinstance(output, torch.Tensor) and id(output) not in found.dims:
+                dims, problem = _dims_by_symbol(shape or (), symbols)
+                if problem is None:
+                    found.dims[id(output)] = dims
+                else:
+                    found.unclear[id(output)] = problem
+    return found
+
+
+def _symbols(
+    callable_: Any, args: Sequence[Any], known: Mapping[int, Mapping[int, str]], padded: Mapping[str, int]
+) -> GraphSymbols:
+    fields: dict[sympy.Symbol, str] = {}
+    fixed: list[str] = []
+    others: set[sympy.Symbol] = set()
+    for given, value in zip(callable_.partition.inputs, args, strict=True):
+        for dim, field in known.get(id(value), {}).items():
+            expression = compat.expression_of(given.value.shape[dim])
+            if isinstance(expression, sympy.Symbol) and fields.setdefault(expression, field) == field:
+                continue
+            if padded[field] > 1:
+                fixed.append(field)
+    for given, value in zip(callable_.partition.inputs, args, strict=True):
+        # Sizes that are equal by chance can be one symbol, which then tells nothing.
+        for dim, size in enumerate(given.value.shape if id(value) in known else ()):
+            expression = compat.expression_of(size)
+            if dim in known[id(value)]:
+                continue
+            if expression in fields:
+                fixed.append(fields[expression])
+            elif isinstance(expression, sympy.Symbol):
+                others.add(expression)
+    unknown = tuple(
+        (given.source_name or given.name, value)
+        for given, value in zip(callable_.partition.inputs, args, strict=True)
+        if isinstance(value, torch.Tensor) and id(value) not in known
+    )
+    return GraphSymbols(fields, tuple(sorted(set(fixed))), frozenset(others), unknown)
+
+
+def _dims_by_symbol(shape: Sequence[Any], symbols: GraphSymbols) -> tuple[dict[int, str], str | None]:
+    dims = {}
+    for dim, size in enumerate(shape):
+        if size in symbols.fields:
+            dims[dim] = symbols.fields[size]
+        elif isinstance(size, sympy.Expr) and size.free_symbols - symbols.others:
+            return {}, f"dimension {dim} has size {size}, which mixes real and padded rows or is no key field"
+    if symbols.fixed and shape:
+        fixed = ", ".join(symbols.fixed)
+        return {}, f"the model fixes {fixed}, so that no symbol tells which dimension carries it"
+    return dims, None
+
+
+# -- refusals
+
+
+def _unclear(index: int, leaf: torch.Tensor, problem: str) -> ShapeError:
+    return ShapeError(
+        f"nothing says how to cut output {index} to the real size",
+        expected="a dimension whose size is the symbol of one key field",
+        found=f"shape {tuple(leaf.shape)}: {problem}",
+        remedy="return the tensor before it is reshaped, with tokens or requests in a dimension of their own, or leave "
+        "it out of the result",
+    )
+
+
+def _refuse_unknown_structure(index: int, leaf: Any) -> None:
+    """An object that torch's pytrees do not look into may hold padded tensors, which nothing would cut."""
+    if leaf is None or isinstance(leaf, _PLAIN):
+        return
+    raise ShapeError(
+        f"output {index} is a {type(leaf).__name__}, whose tensors cannot be seen",
+        expected="tensors, numbers and text in tuples, lists, dicts and classes that torch's pytrees know",
+        found=repr(leaf)[:200],
+        remedy="return a dict, register the class (torch.export.register_dataclass), or leave it out of the result "
+        "(use_cache=False)",
+    )
+
+
+def _numbers_of_sizes(reached: Reached, padded: Mapping[str, int]) -> list[Any]:
+    """Values of this key's padded sizes, and of the numbers that the graphs compute from them."""
+    if all(size == 1 for size in padded.values()):  # nothing smaller could be padded to it
+        return []
+    computed = [outputs[p] for callable_, _, outputs in reached for p in callable_.partition.symbolic_numbers]
+    return [*computed, *(size for size in padded.values() if size > 1)]
+
+
+def _refuse_padded_number(index: int, leaf: Any, numbers: Sequence[Any]) -> None:
+    """A number that may come from a padded size would be another one without padding."""
+    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and leaf in numbers:
+        raise ShapeError(
+            f"output {index} is a number that comes from the padded size, or equals it",
+            expected="sizes left to the caller, who knows the real ones",
+            found=repr(leaf),
+            remedy="leave it out of the result",
+        )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)

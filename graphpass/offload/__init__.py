@@ -1,0 +1,5 @@
+"""Weights in host memory, copied to the device ahead of the layers that read them."""
+
+from graphpass.offload.offloader import WeightOffloader
+
+__all__ = ["WeightOffloader"]

@@ -1,0 +1,216 @@
+"""The options of the backend, validated where they are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from graphpass.capture import CapturePolicy, GraphRuntime
+from graphpass.compile import COMPILERS
+from graphpass.errors import OptionError, nearest
+from graphpass.modes import CUDAGraphMode
+from graphpass.padrules import PadRule, checked_rule
+
+__all__ = ["Settings", "options"]
+
+DynamicDims = Mapping[str, Mapping[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``torch.compile(model, backend="cgpass", options=...)`` understands.
+
+    Attributes:
+        mode: what the callable is built for, a runtime mode or a pair.
+        splitting_ops: ops that run eagerly between captured regions, by name, op object or callable.
+        capture_sizes: padded sizes that will be captured, {key field: sizes}; empty when unknown.
+        dynamic_dims: {input: {dimension: key field}}.
+        compiler: what compiles a captured region.
+        compile_sizes: sizes compiled each by itself, {key field: sizes}; one field at most.
+        compile_ranges: ranges of sizes compiled each by itself, {key field: ((least, greatest), ...)}; the same field.
+        policy: what wrappers return, when they capture, what they do about moved inputs.
+        on_fallback: what happens where a graph was asked for and cannot be had.
+        dispatch: who decides where no forward context is set: ``auto``, the callable by itself; ``context``, nobody:
+            such calls run without graphs. None stands for ``context`` where a runtime is given, else ``auto``.
+        padding: {input: what fills its padding}; an input that is not named repeats its last real slice.
+        padding_check: how far a declared size has to be proved before it is padded. ``prove``: a size that only
+            contents decide is padded and checked at run time, an unproved one is exact. ``strict``: that is an error,
+            and so is a call without a graph. ``declared``: declared sizes are padded and checked at run time.
+            ``off``: the same without the check.
+        max_graphs: most keys that one callable captures by itself; keys of ``capture_sizes`` do not count.
+        dump_dir: a directory for the partition's text, one file a graph.
+        runtime: owner of pool and statistics; None makes one for each ``torch.compile``.
+    """
+
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    splitting_ops: tuple[str | Callable[..., Any], ...] = ()
+    capture_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dynamic_dims: DynamicDims = field(default_factory=dict)
+    compiler: str = "inductor"
+    compile_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    compile_ranges: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    policy: CapturePolicy = field(default_factory=CapturePolicy)
+    on_fallback: Literal["warn", "error", "silent"] = "warn"
+    dispatch: Literal["auto", "context"] | None = None
+    padding: Mapping[str, PadRule] = field(default_factory=dict)
+    padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
+    max_graphs: int = 64
+    dump_dir: Path | None = None
+    runtime: GraphRuntime | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> Settings:
+        """Validate a user's options.
+
+        Raises:
+            OptionError: an unknown name, with the nearest known ones, or a value that cannot be used.
+        """
+        given = dict(given or {})
+        known = _names()
+        for name in given:
+            if name not in known:
+                close = nearest(name, known)
+                raise OptionError(
+                    f"unknown option {name!r}",
+                    expected=f"one of {', '.join(known)}",
+                    found=repr(name),
+                    remedy=f"did you mean {close}?" if close else "leave it out",
+                )
+        policy = CapturePolicy(**{name: given.pop(name) for name in _POLICY_NAMES if name in given})
+        parsed = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in given.items()}
+        return cls(policy=policy, **parsed)
+
+    def __post_init__(self) -> None:
+        if self.compiler not in COMPILERS:
+            raise _bad_value("compiler", "one of " + ", ".join(COMPILERS), self.compiler)
+        if self.on_fallback not in ("warn", "error", "silent"):
+            raise _bad_value("on_fallback", "'warn', 'error' or 'silent'", self.on_fallback)
+        if self.dispatch not in ("auto", "context", None):
+            raise _bad_value("dispatch", "'auto' or 'context'", self.dispatch)
+        if self.padding_check not in ("prove", "strict", "declared", "off"):
+            raise _bad_value("padding_check", "'prove', 'strict', 'declared' or 'off'", self.padding_check)
+        if not isinstance(self.max_graphs, int) or isinstance(self.max_graphs, bool) or self.max_graphs < 0:
+            raise _bad_value("max_graphs", "an integer of at least 0", self.max_graphs)
+        if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
+            raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
+        if len({*self.compile_sizes, *self.compile_ranges}) > 1:
+            fields = sorted({*self.compile_sizes, *self.compile_ranges})
+            raise _bad_value("compile_sizes", "one key field in compile_sizes and compile_ranges", fields)
+
+    def dispatches_itself(self) -> bool:
+        """Whether a call without a forward context dispatches by itself."""
+        return self.dispatch == "auto" or (self.dispatch is None and self.runtime is None)
+
+    def size_ranges(self) -> tuple[str, tuple[tuple[int, int], ...]] | None:
+        """The key field that is compiled by size, and its ranges, single sizes first; None when nothing is."""
+        for name in (*self.compile_sizes, *self.compile_ranges):
+            single = tuple((size, size) for size in self.compile_sizes.get(name, ()))
+            return name, single + self.compile_ranges.get(name, ())
+        return None
+
+    def runtime_modes(self) -> frozenset[CUDAGraphMode]:
+        """The runtime modes a context may carry to a callable built with these settings."""
+        return frozenset({self.mode.decode_mode(), self.mode.mixed_mode()}) - {CUDAGraphMode.NONE}
+
+
+def options(**given: Any) -> dict[str, Any]:
+    """Validate the backend's options now instead of at the first compile, and return them as a dict.
+
+    See :class:`Settings` for what they mean; ``outputs``, ``on_moved_input`` and ``lazy_capture`` are those of
+    :class:`graphpass.capture.CapturePolicy`.
+
+    Raises:
+        OptionError: an unknown name or a value that cannot be used.
+    """
+    Settings.of(given)
+    return given
+
+
+def _names() -> list[str]:
+    return sorted({f.name for f in fields(Settings)} - {"policy"} | set(_POLICY_NAMES))
+
+
+def _bad_value(name: str, expected: str, found: Any) -> OptionError:
+    return OptionError(
+        f"option {name} cannot be used",
+        expected=expected,
+        found=repr(found),
+        remedy="see cgpass.options for the values",
+    )
+
+
+def _splitting_ops(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _bad_value("splitting_ops", "a list of op names, op objects or callables", value)
+    return tuple(value)
+
+
+def _sizes(option: str, value: Any) -> dict[str, tuple[int, ...]]:
+    ladders = _by_field(value)
+    for name, sizes in ladders.items():
+        if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Sequence) or not sizes:
+            raise _bad_value(option, "a list of sizes, or {key field: list of sizes}", value)
+        if not all(map(_is_size, sizes)):
+            raise _bad_value(option, f"integers of at least 1 for {name}", value)
+    return {name: tuple(sorted(set(sizes))) for name, sizes in ladders.items()}
+
+
+def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
+    expected = "a list of pairs (least, greatest), both included, that do not overlap"
+    ranges = {}
+    for name, given in _by_field(value).items():
+        if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence) or not given:
+            raise _bad_value("compile_ranges", expected, value)
+        if not all(isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_size, pair)) for pair in given):
+            raise _bad_value("compile_ranges", expected, value)
+        pairs = sorted((least, greatest) for least, greatest in given)
+        overlapping = any(one[1] >= following[0] for one, following in itertools.pairwise(pairs))
+        if overlapping or any(least > greatest for least, greatest in pairs):
+            raise _bad_value("compile_ranges", expected, value)
+        ranges[name] = tuple(pairs)
+    return ranges
+
+
+def _by_field(value: Any) -> dict[str, Any]:
+    return {str(name): given for name, given in value.items()} if isinstance(value, Mapping) else {"num_tokens": value}
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
+    if not isinstance(value, Mapping):
+        raise _bad_value("dynamic_dims", "{input: dimension} or {input: {dimension: key field}}", value)
+    dims = {}
+    for name, given in value.items():
+        of_input = {given: "num_tokens"} if isinstance(given, int) else given
+        if not isinstance(of_input, Mapping) or not all(
+            isinstance(dim, int) and isinstance(key_field, str) for dim, key_field in of_input.items()
+        ):
+            raise _bad_value("dynamic_dims", "{input: dimension} or {input: {dimension: key field}}", value)
+        dims[str(name)] = dict(of_input)
+    return dims
+
+
+def _padding(value: Any) -> dict[str, PadRule]:
+    if not isinstance(value, Mapping):
+        raise _bad_value("padding", "{input: a number, 'repeat' or a function}", value)
+    return {str(name): checked_rule(str(name), rule) for name, rule in value.items()}
+
+
+_POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "mode": CUDAGraphMode.parse,
+    "splitting_ops": _splitting_ops,
+    "capture_sizes": partial(_sizes, "capture_sizes"),
+    "compile_sizes": partial(_sizes, "compile_sizes"),
+    "compile_ranges": _compile_ranges,
+    "dynamic_dims": _dynamic_dims,
+    "padding": _padding,
+    "dump_dir": lambda value: None if value is None else Path(value),
+}

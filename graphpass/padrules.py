@@ -1,0 +1,31 @@
+"""What fills the padding of an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from graphpass.errors import OptionError
+
+__all__ = ["PadRule", "checked_rule"]
+
+PadRule = float | int | bool | Literal["repeat"] | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""A value, ``"repeat"`` (the last real slice), or ``f(real tensor, padded shape) -> padded tensor``."""
+
+
+def checked_rule(name: str, rule: Any) -> PadRule:
+    """``rule`` if it is one.
+
+    Raises:
+        OptionError: it is none of the kinds of :data:`PadRule`.
+    """
+    if rule == "repeat" or isinstance(rule, (bool, int, float)) or callable(rule):
+        return rule  # type: ignore[no-any-return]
+    raise OptionError(
+        f"padding of input {name!r} is no padding rule",
+        expected="a number, 'repeat', or a function of (real tensor, padded shape)",
+        found=repr(rule),
+        remedy="leave it out for the default",
+    )

@@ -1,0 +1,24 @@
+"""A decoder that generates text over captured steps: scheduling, paged attention, LoRA adapters, drafts."""
+
+from graphpass.text.drafting import Drafter, NgramDrafter
+from graphpass.text.generation import Generation, NewToken
+from graphpass.text.lora import AdapterBatch, LoraAdapters, LoraModel
+from graphpass.text.paged import PageAllocator, PagedAttention, PagedKVCache, PagedRequests
+from graphpass.text.scheduler import Request
+from graphpass.text.speculation import GenerationStats
+
+__all__ = [
+    "AdapterBatch",
+    "Drafter",
+    "Generation",
+    "GenerationStats",
+    "LoraAdapters",
+    "LoraModel",
+    "NewToken",
+    "NgramDrafter",
+    "PageAllocator",
+    "PagedAttention",
+    "PagedKVCache",
+    "PagedRequests",
+    "Request",
+]

@@ -1,0 +1,402 @@
+"""LoRA adapters under a manager: many adapters of one model, each token with its own, in one batch.
+
+Adapters lie in slots: buffers that captured graphs read, so that loading one is writing into it and asks for no new
+capture. What varies from step to step is an input like any other (each token's slot), and a number that belongs to the
+key: how many adapters the step's graph computes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from graphpass import compat
+from graphpass.checks import check_positive
+from graphpass.dispatch import LoraKeys
+from graphpass.engine.batch import Batch, InputSpec
+from graphpass.errors import OptionError, nearest
+from graphpass.text.lora.op import NO_ADAPTER, LoraLinear, TokenAdapters
+from graphpass.text.lora.weights import adapter_pairs, checked_pairs
+from graphpass.text.scheduler import Request, StepPlan
+from graphpass.text.steptokens import HostBuffer
+
+__all__ = ["AdapterBatch", "LoraAdapters", "LoraModel", "StepAdapters", "lora_keys", "without_lora"]
+
+_SLOTS, _ORDER = "lora_slots", "lora_order"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterBatch:
+    """What a batch says of its adapters.
+
+    Attributes:
+        inputs: each token's slot and the order of slots, by the names of :meth:`LoraAdapters.input_specs`.
+        num_active: different adapters in use, what :attr:`Batch.num_active_loras` is to be.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    num_active: int
+
+    def added_to(self, batch: Batch) -> Batch:
+        """A batch of the model's own inputs, with these and their number: the two go together.
+
+        A graph computes as many adapters as the number says, so one that is too small leaves some out.
+        """
+        inputs = {**(batch.inputs or {}), **self.inputs}
+        return replace(batch, inputs=inputs, num_active_loras=self.num_active)
+
+
+class LoraAdapters:
+    """Slots for adapters in a model's linear layers.
+
+    The targeted layers are replaced in ``model`` by layers with the same parameters under the same names; without an
+    adapter they compute what they did. Made before the model is captured; adapters come and go afterwards.
+
+    A step that computes n adapters costs each layer two products of inner size ``n * max_rank`` on top of its own, a
+    copy of the n adapters' weights where n is below ``max_loras``, and about six kernels. n is what the key says, not
+    what the batch holds: :class:`LoraKeys <graphpass.LoraKeys>` rounds it up.
+
+    Args:
+        model: where the layers are, or any module around it; changed in place.
+        targets: names of layers, each the end of a dotted path, such as ``q_proj`` or ``layers.0.mlp.up_proj``.
+        max_loras: adapters that can be loaded at once.
+        max_rank: their largest rank. Each slot takes the memory of this rank, whatever is loaded.
+
+    Raises:
+        OptionError: a target names nothing, or something else than ``nn.Linear``; or a limit is below 1.
+    """
+
+    def __init__(self, model: nn.Module, targets: Collection[str], *, max_loras: int, max_rank: int) -> None:
+        check_positive({"max_loras": max_loras, "max_rank": max_rank}, "the adapters")
+        self.max_loras, self.max_rank = max_loras, max_rank
+        self.tokens = TokenAdapters()
+        found = _targeted(model, targets)
+        self.layers = {
+            path: LoraLinear(layer, self.tokens, max_loras=max_loras, max_rank=max_rank)
+            for path, layer in found.items()
+        }
+        for path, layer in self.layers.items():
+            owner, _, attribute = path.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, layer)
+        self._slot_of: dict[str, int] = {}
+        self._free = list(range(max_loras))[::-1]
+        self._steps: weakref.WeakSet[StepAdapters] = weakref.WeakSet()
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Names of the adapters that are loaded."""
+        return tuple(self._slot_of)
+
+    def wrap(self, model: nn.Module) -> LoraModel:
+        """``model``, which the layers are in, with two inputs more: those of :meth:`input_specs`."""
+        return LoraModel(model, self)
+
+    def input_specs(self, max_num_tokens: int) -> tuple[InputSpec, InputSpec]:
+        """What a manager has to be told of the inputs that :meth:`wrap` adds. Padding has no adapter."""
+        return (
+            InputSpec(_SLOTS, (max_num_tokens,), torch.int64, padding=NO_ADAPTER),
+            InputSpec(_ORDER, (self.max_loras,), torch.int64, token_dim=None),
+        )
+
+    # -- adapters ---------------------------------------------------------------------------------------------------
+
+    def load(
+        self, name: str, weights: Mapping[str, Any], *, alpha: float | None = None, scaling: float | None = None
+    ) -> None:
+        """Put an adapter into a free slot, in place: graphs that are captured serve it.
+
+        Args:
+            name: what requests call it.
+            weights: {layer's path: (A, B)}, A (rank, in features) and B (out features, rank); or a state dict with
+                PEFT's names. A layer that is left out is not adapted.
+            alpha: what is added is ``alpha / rank * B @ A``, ...
+            scaling: ... or ``scaling * B @ A``; of neither, ``B @ A``.
+
+        Raises:
+            OptionError: the name is taken, no slot is free, a layer takes no adapters, or both scales are given.
+            ShapeError: a tensor does not fit its layer; nothing has been written then.
+        """
+        self._check_room(name)
+        if alpha is not None and scaling is not None:
+            raise OptionError(
+                f"adapter {name!r} has two scales",
+                expected="alpha, which is divided by the rank, or scaling, which is not",
+                found=f"alpha={alpha}, scaling={scaling}",
+                remedy="leave one of them out",
+            )
+        pairs = checked_pairs(name, adapter_pairs(name, weights), self.layers, self.max_rank)
+        slot = self._free.pop()
+        self._blank(slot)
+        with torch.no_grad():
+            for path, (down, up) in pairs.items():
+                rank, layer = down.shape[0], self.layers[path]
+                scale = alpha / rank if alpha is not None else 1.0 if scaling is None else scaling
+                layer.lora_a[slot, :rank].copy_(down)
+                layer.lora_b[slot, :rank].copy_(up.t() * scale)
+        self._slot_of[name] = slot
+
+    def unload(self, name: str) -> None:
+        """Free an adapter's slot.
+
+        Raises:
+            OptionError: there is no such adapter, or a request that is not done uses it.
+        """
+        slot = self.slot_of(name)
+        if any(name in steps.in_use() for steps in self._steps):
+            raise OptionError(
+                f"adapter {name!r} is in use",
+                expected="an adapter that no open request of a Generation has",
+                found="a request that is not done",
+                remedy="wait until its requests are done, or cancel them",
+            )
+        self._blank(slot)
+        del self._slot_of[name]
+        self._free.append(slot)
+
+    def slot_of(self, name: str) -> int:
+        """The slot of a loaded adapter.
+
+        Raises:
+            OptionError: it is not loaded.
+        """
+        if name in self._slot_of:
+            return self._slot_of[name]
+        close = nearest(name, self._slot_of)
+        raise OptionError(
+            f"adapter {name!r} is not loaded",
+            expected=f"one of {sorted(self._slot_of)}" if self._slot_of else "an adapter that load() was called for",
+            found=repr(name),
+            remedy=f"meant {close}?" if close else "load() it first",
+        )
+
+    def _check_room(self, name: str) -> None:
+        if name in self._slot_of or not self._free:
+            raise OptionError(
+                f"adapter {name!r} cannot be loaded",
+                expected=f"a new name, and fewer than max_loras={self.max_loras} adapters",
+                found=f"{len(self._slot_of)} loaded: {sorted(self._slot_of)}",
+                remedy="unload() one of them, or make LoraAdapters with a larger max_loras",
+            )
+
+    def _blank(self, slot: int) -> None:
+        for layer in self.layers.values():
+            layer.lora_a[slot].zero_()
+            layer.lora_b[slot].zero_()
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def of_rows(self, names: Sequence[str | None], num_tokens: Sequence[int] | None = None) -> AdapterBatch:
+        """What a batch whose rows use these adapters is given.
+
+        Args:
+            names: an adapter for each row, None for none.
+            num_tokens: tokens of each row; None for one.
+
+        Raises:
+            OptionError: an adapter is not loaded, or there are other rows than numbers of tokens.
+        """
+        lengths = np.ones(len(names), dtype=np.int64) if num_tokens is None else np.array(num_tokens, dtype=np.int64)
+        if lengths.shape != (len(names),):
+            raise OptionError(
+                "the rows of a batch are counted twice, and differ",
+                expected=f"a number of tokens for each of {len(names)} rows",
+                found=f"{lengths.size} numbers",
+                remedy="pass one number for each row",
+            )
+        slots, order, num_active = self.numbers_of(names)
+        device = next(iter(self.layers.values())).weight.device
+        inputs = {_SLOTS: np.repeat(slots, lengths), _ORDER: order}
+        return AdapterBatch({key: torch.from_numpy(value).to(device) for key, value in inputs.items()}, num_active)
+
+    def numbers_of(self, names: Sequence[str | None]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+        """Slot of each row, all slots with those in use first, and how many are in use.
+
+        Raises:
+            OptionError: an adapter is not loaded.
+        """
+        slots = [NO_ADAPTER if name is None else self.slot_of(name) for name in names]
+        used = sorted({*slots} - {NO_ADAPTER})
+        order = [*used, *(slot for slot in range(self.max_loras) if slot not in used)]
+        return np.array(slots, dtype=np.int64), np.array(order, dtype=np.int64), len(used)
+
+    def watch(self, steps: StepAdapters) -> None:
+        """Refuse to unload what these steps use, for as long as they exist."""
+        self._steps.add(steps)
+
+
+class LoraModel(nn.Module):
+    """A model that is told each token's adapter.
+
+    Called with ``lora_slots`` and ``lora_order`` besides the model's own inputs, by name; returns what it returns.
+
+    Args:
+        model: has the adapted layers.
+        adapters: theirs.
+    """
+
+    def __init__(self, model: nn.Module, adapters: LoraAdapters) -> None:
+        super().__init__()
+        self.model = model
+        self.adapters = adapters
+        self._tokens = adapters.tokens
+
+    def forward(self, *, lora_slots: torch.Tensor, lora_order: torch.Tensor, **inputs: Any) -> Any:
+        """See the class."""
+        tokens = self._tokens
+        tokens.slots, tokens.order = lora_slots, lora_order
+        try:
+            return self.model(**inputs)
+        finally:
+            tokens.slots = tokens.order = None
+
+
+def without_lora(model: Any) -> Any:
+    """The model inside of a :class:`LoraModel`; any other as it is."""
+    return model.model if isinstance(model, LoraModel) else model
+
+
+class StepAdapters:
+    """The adapters of a generation's steps: on the device again only where rows changed.
+
+    Args:
+        model: a manager's; without adapters, requests cannot have any.
+        open_requests: those that are not done; the set itself, which changes.
+        max_num_tokens: of a step.
+        device: where inputs go.
+    """
+
+    def __init__(
+        self, model: Any, open_requests: Collection[Request], *, max_num_tokens: int, device: torch.device
+    ) -> None:
+        self._adapters = model.adapters if isinstance(model, LoraModel) else None
+        self._open = open_requests
+        self._last: StepPlan | None = None
+        self._batch = AdapterBatch({}, 0)
+        if self._adapters is None:
+            return
+        self._adapters.watch(self)
+        self._max_loras = self._adapters.max_loras
+        size = self._max_loras + max_num_tokens
+        self._hosts = deque(HostBuffer(size, device) for _ in range(2))
+        with torch.inference_mode(False):
+            self._stage = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def in_use(self) -> set[str]:
+        """The adapters of requests that are not done."""
+        return {request.adapter for request in self._open if request.adapter is not None}
+
+    def check(self, request: Request) -> None:
+        """Refuse a request whose adapter is not there.
+
+        Raises:
+            OptionError: it is not loaded, or the manager has no adapters.
+        """
+        if request.adapter is None:
+            return
+        if self._adapters is None:
+            raise OptionError(
+                f"{request.name} asks for an adapter of a manager without any",
+                expected="a manager made by for_causal_lm(model, adapters=LoraAdapters(model, ...))",
+                found=f"adapter={request.adapter!r}",
+                remedy="make the manager with adapters, or leave adapter out",
+            )
+        self._adapters.slot_of(request.adapter)
+
+    def of(self, plan: StepPlan) -> AdapterBatch:
+        """What a step's batch says of its adapters, valid until the next call."""
+        last, self._last = self._last, plan
+        if self._adapters is None or (
+            last is not None and plan.requests is last.requests and plan.query_lens is last.query_lens
+        ):
+            return self._batch
+        slots, order, num_active = self._adapters.numbers_of([request.adapter for request in plan.requests])
+        size = self._max_loras + plan.num_tokens
+        self._hosts.rotate()
+        host = self._hosts[0]
+        host.wait()
+        numbers = host.memory.numpy()
+        numbers[: self._max_loras] = order
+        numbers[self._max_loras : size] = np.repeat(slots, plan.query_lens)
+        stage = self._stage[:size].copy_(host.memory[:size], non_blocking=True)
+        host.mark_copied()
+        self._batch = AdapterBatch({_ORDER: stage[: self._max_loras], _SLOTS: stage[self._max_loras :]}, num_active)
+        return self._batch
+
+
+def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | None) -> LoraKeys | None:
+    """The adapter counts that a causal LM's keys are made for: those given, or one key for any; None without adapters.
+
+    Raises:
+        OptionError: the layers are not this model's, its head is among them, or the keys are for another number.
+    """
+    max_loras = 0 if adapters is None else adapters.max_loras
+    layers = () if adapters is None else tuple(adapters.layers.values())
+    modules = set(map(id, model.modules()))
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    problem = None
+    if any(id(layer) not in modules for layer in layers):
+        problem = "layers of another model"
+    elif any(layer is head for layer in layers):
+        problem = "the head among its layers, which sees the last tokens alone"
+    elif keys is not None and keys.max_loras != max_loras:
+        problem = f"{max_loras} slots, and keys for {keys.max_loras}"
+    if problem is None:
+        return LoraKeys(max_loras) if keys is None and adapters is not None else keys
+    raise OptionError(
+        "this model cannot generate with these adapters",
+        expected="LoraAdapters(model, ...) of its layers below the head, and LoraKeys of the same max_loras",
+        found=problem,
+        remedy="make them of the model that is passed, and leave lora out",
+    )
+
+
+def _targeted(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear]:
+    """The layers that targets name, by path.
+
+    Raises:
+        OptionError: a target names none, or something that adapters cannot be added to.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    found: dict[str, nn.Linear] = {}
+    for target in names or ("",):
+        matching = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
+        if not matching:
+            last_parts = {path.rpartition(".")[2] for path, module in modules.items() if type(module) is nn.Linear}
+            close = nearest(target, last_parts)
+            raise OptionError(
+                f"target {target!r} names no layer",
+                expected=f"the end of a linear layer's path: {', '.join(sorted(last_parts))}",
+                found=repr(target),
+                remedy=f"meant {close}?" if close else "see model.named_modules()",
+            )
+        for path in matching:
+            found[path] = _checked_layer(path, modules[path])
+    if len({id(layer) for layer in found.values()}) < len(found):
+        raise OptionError(
+            "a target stands in several places of the model",
+            expected="each layer at one path, so that an adapter says which it is for",
+            found=", ".join(sorted(found)),
+            remedy="leave shared layers out of the targets",
+        )
+    return found
+
+
+def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
+    has_hooks = compat.has_hooks(layer)
+    if type(layer) is nn.Linear and not has_hooks:
+        return layer
+    raise OptionError(
+        f"{path} takes no adapters",
+        expected="torch.nn.Linear itself, without hooks, not replaced before",
+        found=type(layer).__name__ + (" with hooks, which would be lost" if has_hooks else ""),
+        remedy="leave it out of the targets; make one LoraAdapters for all adapters, before other hooks are added",
+    )

@@ -1,0 +1,148 @@
+"""What low-rank adapters add to a linear layer: the op, and the layer that calls it.
+
+Of every adapter that a step computes, each token's low-rank part is computed; the parts of adapters that are not the
+token's own are set to zero; and one product with all up-projections, one below the other, adds the rest to the layer's
+output. So a step of n adapters of rank r costs two matrix products of inner size n * r, whatever tokens use what, and
+a graph that was captured for n adapters serves every mix of up to n.
+
+How many are computed stands in the forward context's batch descriptor: it is read when the op runs, and a captured
+graph belongs to one descriptor. Without a descriptor all slots are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphpass.context import current_context
+from graphpass.errors import ShapeError
+from graphpass.regions import register_padding_rule
+from graphpass.text.padding import add_lora_by_row
+
+__all__ = ["ADD_LORA", "NO_ADAPTER", "LoraLinear", "TokenAdapters"]
+
+ADD_LORA = "graphpass::add_lora"
+NO_ADAPTER = -1
+
+
+class TokenAdapters:
+    """The adapters of the forward that runs; all its adapted layers share one of these.
+
+    Attributes:
+        slots: each token's, :data:`NO_ADAPTER` for none, int64 (tokens,); None outside of a forward: no adapter at all.
+        order: all slots, those in use first, int64 (slots,); None where ``slots`` is.
+    """
+
+    def __init__(self) -> None:
+        self.slots: torch.Tensor | None = None
+        self.order: torch.Tensor | None = None
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer to whose output each token's adapter adds its own.
+
+    Parameters are the replaced layer's own, under their old names; adapters are no part of the state dict.
+
+    Args:
+        linear: the layer that this one replaces.
+        tokens: whose adapter is whose.
+        max_loras: slots for adapters.
+        max_rank: rows of each adapter's down-projection.
+
+    Attributes:
+        lora_a: down-projections, (slots, rank, in_features); zero where nothing is loaded.
+        lora_b: up-projections, scaled, (slots, rank, out_features).
+    """
+
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, tokens: TokenAdapters, *, max_loras: int, max_rank: int) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate another weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.training = linear.training
+        self._tokens = tokens
+        with torch.inference_mode(False):
+            for name, width in (("lora_a", self.in_features), ("lora_b", self.out_features)):
+                self.register_buffer(name, linear.weight.new_zeros(max_loras, max_rank, width), persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear calls it
+        """The layer's output, with what adapters add."""
+        out = F.linear(input, self.weight, self.bias)
+        tokens = self._tokens
+        if tokens.slots is not None:
+            torch.ops.graphpass.add_lora(input, out, self.lora_a, self.lora_b, tokens.slots, tokens.order)
+        return out
+
+
+torch.library.define(
+    ADD_LORA, "(Tensor x, Tensor(a!) out, Tensor lora_a, Tensor lora_b, Tensor slots, Tensor order) -> ()"
+)
+
+
+@torch.library.impl(ADD_LORA, "default")
+@torch.no_grad()
+def _add_lora(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    slots: torch.Tensor,
+    order: torch.Tensor,
+) -> None:
+    """Add what the tokens' adapters make of ``x`` to ``out``.
+
+    Args:
+        x: [..., in features], a row for each token.
+        out: [..., out features], contiguous.
+        lora_a: [slots, rank, in features].
+        lora_b: [slots, rank, out features].
+        slots: of each token, negative for none, int64 [tokens].
+        order: all slots; those that some token uses stand among the first that are computed, int64 [slots].
+    """
+    _check_rows(x, slots)
+    max_loras, rank, _ = lora_a.shape
+    count = min(_num_active(max_loras), max_loras)
+    num_tokens = slots.shape[0]
+    if count == 0 or num_tokens == 0:
+        return
+    if count < max_loras:
+        computed = order[:count]
+        lora_a, lora_b = lora_a.index_select(0, computed), lora_b.index_select(0, computed)
+    else:  # all of them, as they lie
+        computed = torch.arange(max_loras, device=slots.device)
+    low = x.reshape(num_tokens, -1) @ lora_a.view(count * rank, -1).t()
+    # Filled, not multiplied by zero: what another adapter makes of a token may be infinite.
+    low.view(num_tokens, count, rank).masked_fill_((slots.unsqueeze(1) != computed).unsqueeze(2), 0.0)
+    out.view(num_tokens, -1).addmm_(low, lora_b.view(count * rank, -1))
+
+
+def _writes_out_only(*_: Any) -> None:
+    """What tracing sees of the op."""
+
+
+torch.library.register_fake(ADD_LORA, _writes_out_only)
+register_padding_rule(ADD_LORA, add_lora_by_row)
+
+
+def _num_active(otherwise: int) -> int:
+    """How many adapters this forward, or the graph that is captured here, computes."""
+    context = current_context()
+    if context is None or context.batch_descriptor is None:
+        return otherwise
+    return context.batch_descriptor.num_active_loras
+
+
+def _check_rows(x: torch.Tensor, slots: torch.Tensor) -> None:
+    num_rows = x.numel() // x.shape[-1]
+    if num_rows != slots.shape[0]:
+        raise ShapeError(
+            "a layer with adapters has other rows than tokens",
+            expected=f"a row for each of {slots.shape[0]} tokens",
+            found=f"{num_rows} rows, of an input {tuple(x.shape)}",
+            remedy="leave layers out of the targets that see less, or more, than every token once",
+        )

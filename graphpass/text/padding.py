@@ -1,0 +1,34 @@
+"""Padding rules of the ops that a text model calls: paged attention, and LoRA by token."""
+
+from __future__ import annotations
+
+from graphpass.regions import OpCall, PaddedValue
+
+__all__ = ["add_lora_by_row", "paged_attention_by_row"]
+
+SCRATCH_SLOTS = "padded tokens of paged attention write to scratch slots alone"
+
+
+def paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
+    """A row depends on its own query, and on the pages that the metadata names for its request."""
+    rows = call.tensor("query").factors[0]
+    for name in ("query", "key", "value", "out"):
+        tensor = call.tensor(name)
+        call.unpadded(tensor, range(1, tensor.rank), "attends with features over")
+        rows = call.unify(rows, tensor.factors[0])
+    if not call.sizes.is_prefix(rows):
+        raise call.refuse(f"its metadata counts tokens, and padding stands inside rows {list(rows)}", rows[-1])
+    call.assumptions.add(SCRATCH_SLOTS)
+    return (PaddedValue((rows, *call.tensor("out").factors[1:])),)
+
+
+def add_lora_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
+    """A row gets what the adapter of its own token makes of it."""
+    x, out, slots = call.tensor("x"), call.tensor("out"), call.tensor("slots")
+    for name in ("lora_a", "lora_b", "order"):
+        tensor = call.tensor(name)
+        call.unpadded(tensor, range(tensor.rank), "adapters lie along")
+    for tensor in (x, out):
+        call.unpadded(tensor, [tensor.rank - 1], "multiplies matrices over")
+        call.unify(tuple(size for of_dim in tensor.factors[:-1] for size in of_dim), slots.factors[0])
+    return (PaddedValue(out.factors),)

@@ -1,0 +1,432 @@
+"""What builds the metadata of paged attention for each step, and its registration with Hugging Face."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from graphpass.checks import check_positive
+from graphpass.dispatch import AttentionSupport
+from graphpass.errors import OptionError, ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.text.paged.cache import (
+    SCRATCH_PAGE,
+    PageAllocator,
+    PagedKVCache,
+    PagedRequests,
+    Step,
+    TableLayout,
+    Tables,
+    check_fits,
+    round_up,
+)
+from graphpass.text.paged.op import (
+    NO_WINDOW,
+    PAGED_ATTENTION,
+    BatchedKeys,
+    NewTensor,
+    PackedKeys,
+    PagedMetadata,
+    causal_varlen,
+)
+
+__all__ = ["HUGGING_FACE_NAME", "PagedAttention", "register_with_hugging_face"]
+
+HUGGING_FACE_NAME = "graphpass_paged"
+_MAX_DECODE_QUERY_LEN = 8
+"""Eager batches of equal requests with more tokens than this are prefill."""
+_MASK_ALIGNMENT = 8
+"""Elements; CUDA's memory-efficient kernel copies a mask whose rows are no multiple of it."""
+
+
+class PagedAttention:
+    """Builds the metadata of steps over one paged KV cache; an ``AttentionMetadataBuilder``.
+
+    A key's bound on sequence lengths is its ``max_seq_len`` field, where the dispatcher has one
+    (``capture_sizes={"num_tokens": [...], "max_seq_len": [256, 1024]}``), and otherwise that of this object.
+    Each step's tables are one copy from pinned host memory. One step at a time: a FULL key's tables are overwritten by
+    its next step, in the order of the current stream.
+
+    Args:
+        cache: the keys and values.
+        max_num_reqs: most requests of a step.
+        max_num_tokens: most tokens of a step, padding included.
+        max_seq_len: longest sequence.
+        windows: sliding windows that layers have, -1 among them where some have none.
+        support: what may be captured. Mixed batches can be (``ALWAYS``), but their graphs gather ``num_reqs *
+            max_seq_len`` keys in every layer.
+
+    Attributes:
+        pages: the cache's live pages, for whoever schedules requests.
+
+    Raises:
+        OptionError: a limit is below 1, or a window is neither -1 nor at least 1.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        *,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        windows: Sequence[int] = (NO_WINDOW,),
+        support: AttentionSupport = AttentionSupport.UNIFORM_BATCH,
+    ) -> None:
+        limits = {"max_num_reqs": max_num_reqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        check_positive(limits, "paged attention")
+        self.cache = cache
+        self.pages = PageAllocator(cache.num_pages)
+        self.max_num_reqs, self.max_num_tokens, self.max_seq_len = max_num_reqs, max_num_tokens, max_seq_len
+        self._support = support
+        self._windows = _checked_windows(windows, max_seq_len)
+        self._length_step = math.lcm(cache.page_size, _MASK_ALIGNMENT)
+        self._varlen = causal_varlen(self._windows) if _serves_packed(cache) else None
+        self._by_key: dict[BatchDescriptor, _KeyMetadata] = {}
+        self._shared = _SharedMemory(cache.device)
+        longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens))
+        device = cache.device
+        self._numbers = torch.arange(longest, dtype=torch.int32, device=device)
+        self._value_offsets = torch.tensor([0, cache.num_slots], device=device).view(2, 1, 1)
+        lengths = [longest if window == NO_WINDOW else window for window in self._windows]
+        self._window_lengths = torch.tensor(lengths, dtype=torch.int32, device=device).view(-1, 1, 1, 1)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        support: AttentionSupport = AttentionSupport.UNIFORM_BATCH,
+    ) -> PagedAttention:
+        """Paged attention for a decoder of Hugging Face, which is set to use it, with a cache as its config says.
+
+        The model is then called as ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the
+        tokens of all requests one behind the other.
+        """
+        config = model.config.get_text_config()
+        num_heads = config.num_attention_heads
+        window = getattr(config, "sliding_window", None)
+        model.set_attn_implementation(register_with_hugging_face())
+        cache = PagedKVCache(
+            num_layers=config.num_hidden_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        return cls(
+            cache,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            windows=(NO_WINDOW,) if window is None else (NO_WINDOW, window),
+            support=support,
+        )
+
+    @property
+    def support(self) -> AttentionSupport:
+        """Which batches it can be captured with."""
+        return self._support
+
+    @property
+    def splitting_ops(self) -> tuple[str, ...]:
+        """The op that has to stay eager in PIECEWISE."""
+        return (PAGED_ATTENTION,)
+
+    def extra(self, attention: PagedRequests) -> tuple[tuple[str, int], ...]:
+        """The longest sequence, which a key bounds."""
+        return (("max_seq_len", int(max(attention.seq_lens, default=0))),)
+
+    def example(self, key: BatchDescriptor, *, query_len: int | None) -> PagedRequests:
+        """Requests without history that fill ``key``, all on the scratch page."""
+        num_reqs = key.num_reqs or min(key.num_tokens // (query_len or 1), self.max_num_reqs)
+        if query_len is None:
+            each, more = divmod(key.num_tokens, num_reqs)
+            lengths = [min(each + (n < more), self._key_length(key)) for n in range(num_reqs)]
+        else:
+            lengths = [query_len] * num_reqs
+        tables = [[SCRATCH_PAGE] * -(-length // self.cache.page_size) for length in lengths]
+        return PagedRequests(lengths, lengths, tables, is_scratch=True)
+
+    def build(self, attention: PagedRequests, key: BatchDescriptor | None) -> PagedMetadata:
+        """The metadata of one step: of the FULL key whose graph reads it, or at real sizes where there is none.
+
+        Raises:
+            ShapeError: the requests contradict each other, have pages they cannot have, or do not fit the key or the
+                limits. Nothing is written then.
+        """
+        step = Step.of(attention, self.cache)
+        if key is None:
+            layout = self._eager_layout(step)
+            array = np.empty(layout.num_int32(), dtype=np.int32)
+            layout.fill(layout.views(array, np.int64), step)
+            flat = self._pinned(array).to(self.cache.device, non_blocking=True)
+            return self._metadata(layout, flat, partial(_new_tensor, self.cache.device), is_padded=False)
+        owned = self._by_key.get(key)
+        if owned is None:
+            owned = self._key_metadata(key, step)
+        owned.layout.check(step)
+        owned.layout.fill(owned.host_tables, step)
+        owned.flat.copy_(self._pinned(owned.host), non_blocking=True)
+        return owned.metadata
+
+    def _pinned(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """A copy on the host for one transfer; torch keeps pinned memory until the transfers from it are done."""
+        copy = torch.empty(len(array), dtype=torch.int32, pin_memory=self.cache.device.type == "cuda")
+        copy.numpy()[:] = array
+        return copy
+
+    def _key_metadata(self, key: BatchDescriptor, step: Step) -> _KeyMetadata:
+        """What ``key`` keeps from now on, if the step fits it."""
+        layout = self._key_layout(key)
+        layout.check(step)
+        host = np.zeros(layout.num_int32(), dtype=np.int32)
+        with torch.inference_mode(False):  # a later step may be built outside of it
+            flat = torch.zeros(len(host), dtype=torch.int32, device=self.cache.device)
+        # Tokens of a uniform key that are padding belong to unused requests, whose result is zero by itself.
+        metadata = self._metadata(layout, flat, self._shared.new, is_padded=not key.uniform)
+        owned = self._by_key[key] = _KeyMetadata(layout, host, layout.views(host, np.int64), flat, metadata)
+        return owned
+
+    def _eager_layout(self, step: Step) -> TableLayout:
+        """The sizes of a step that no graph reads: its own.
+
+        Raises:
+            ShapeError: it is beyond the limits.
+        """
+        limits = {"num_reqs": self.max_num_reqs, "num_tokens": self.max_num_tokens, "max_seq_len": self.max_seq_len}
+        check_fits(step, **limits)
+        shortest, most = (int(step.query_lens.min()), int(step.query_lens.max())) if step.num_tokens else (1, 1)
+        is_uniform = shortest == most <= _MAX_DECODE_QUERY_LEN
+        return self._layout(
+            num_tokens=step.num_tokens,
+            num_reqs=len(step.query_lens),
+            query_len=most if is_uniform else None,
+            max_query_len=most,
+            longest=int(step.seq_lens.max(initial=1)),
+            num_keys=int(step.seq_lens.sum()),
+        )
+
+    def _key_layout(self, key: BatchDescriptor) -> TableLayout:
+        """The sizes of one FULL key.
+
+        Raises:
+            ShapeError: it is beyond the limits, or no uniform batch although it says so.
+        """
+        num_tokens, longest = key.num_tokens, self._key_length(key)
+        num_reqs = key.num_reqs or min(num_tokens, self.max_num_reqs)
+        is_within = num_tokens <= self.max_num_tokens and num_reqs <= self.max_num_reqs and longest <= self.max_seq_len
+        if not is_within or num_reqs < 1 or (key.uniform and num_tokens % num_reqs):
+            raise ShapeError(
+                f"paged attention cannot serve the key {key}",
+                expected=f"at most {self.max_num_tokens} tokens, {self.max_num_reqs} requests and sequences of "
+                f"{self.max_seq_len}; in a uniform key whole requests",
+                found=f"{num_tokens} tokens, {num_reqs} requests, sequences of {longest}",
+                remedy="make dispatcher and PagedAttention with the same limits",
+            )
+        # In a mixed key one request may have all tokens.
+        query_len = num_tokens // num_reqs if key.uniform else None
+        return self._layout(
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            query_len=query_len,
+            max_query_len=query_len or _power_of_two(num_tokens),
+            longest=longest,
+            num_keys=num_reqs * longest,
+        )
+
+    def _layout(
+        self, *, num_tokens: int, num_reqs: int, query_len: int | None, max_query_len: int, longest: int, num_keys: int
+    ) -> TableLayout:
+        is_packed = query_len is None and self._varlen is not None
+        return TableLayout(
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            query_len=query_len,
+            max_query_len=max_query_len,
+            limit=longest,
+            max_seq_len=round_up(longest, self._length_step),
+            num_keys=num_keys if is_packed else 0,
+            page_size=self.cache.page_size,
+        )
+
+    def _key_length(self, key: BatchDescriptor) -> int:
+        length = dict(key.extra).get("max_seq_len", self.max_seq_len)
+        assert isinstance(length, int)
+        return length
+
+    def _metadata(self, layout: TableLayout, flat: torch.Tensor, new: NewTensor, *, is_padded: bool) -> PagedMetadata:
+        keys: BatchedKeys | PackedKeys
+        if layout.num_keys and self._varlen is not None:
+            keys = PackedKeys.empty(layout, self._varlen, new)
+        else:
+            keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._windows), new)
+        return PagedMetadata(
+            num_tokens=layout.num_tokens,
+            num_reqs=layout.num_reqs,
+            query_len=layout.query_len,
+            max_query_len=layout.max_query_len,
+            max_seq_len=layout.max_seq_len,
+            tables=layout.views(flat, torch.int64),
+            rows=self.cache.rows,
+            num_slots=self.cache.num_slots,
+            num_layers=self.cache.num_layers,
+            page_size=self.cache.page_size,
+            is_padded=is_padded,
+            windows=self._windows,
+            longest=self.max_seq_len,
+            numbers=self._numbers,
+            value_offsets=self._value_offsets,
+            window_lengths=self._window_lengths,
+            keys=keys,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyMetadata:
+    """What one FULL key keeps: its sizes, its tables on the host and on the device, and the object over those."""
+
+    layout: TableLayout
+    host: npt.NDArray[np.int32]
+    host_tables: Tables[npt.NDArray[Any]]
+    flat: torch.Tensor
+    metadata: PagedMetadata
+
+
+class _SharedMemory:
+    """What the steps of all FULL keys compute on the device: each anew, one at a time, so in the same memory.
+
+    A key that needs more than those before it gets, and leaves for those after it, memory of its own: none moves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._largest: dict[str, torch.Tensor] = {}
+
+    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that is shared by everything of this name."""
+        size = math.prod(shape)
+        largest = self._largest.get(name)
+        if largest is None or largest.numel() < size:
+            largest = self._largest[name] = _new_tensor(self._device, name, (size,), dtype)
+        return largest[:size].view(shape)
+
+
+def _new_tensor(device: torch.device, _: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):  # it may be written outside of it
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _power_of_two(size: int) -> int:
+    """The least power of two that is at least ``size``."""
+    return 1 << (size - 1).bit_length()
+
+
+def _checked_windows(windows: Sequence[int], max_seq_len: int) -> tuple[int, ...]:
+    """The different windows; those that hold the longest sequence are none.
+
+    Raises:
+        OptionError: there is none, or one is neither -1 nor at least 1.
+    """
+    if not windows or any(type(window) is not int or window < NO_WINDOW or window == 0 for window in windows):
+        raise OptionError(
+            "windows of paged attention cannot be used",
+            expected="lengths of at least 1, and -1 for layers that see all before them",
+            found=repr(windows),
+            remedy="leave it out where no layer has a sliding window",
+        )
+    return tuple(sorted({window if window < max_seq_len else NO_WINDOW for window in windows}))
+
+
+def _serves_packed(cache: PagedKVCache) -> bool:
+    """Whether flash attention, which ``varlen_attn`` is made of, takes the cache's keys."""
+    if cache.device.type != "cuda" or cache.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    is_new_enough = torch.cuda.get_device_capability(cache.device) >= (8, 0)
+    return is_new_enough and cache.head_dim % 8 == 0 and cache.head_dim <= 256
+
+
+def register_with_hugging_face() -> str:
+    """Make paged attention known to transformers; the name to pass as ``attn_implementation``.
+
+    Once or often, it is the same.
+    """
+    importlib.import_module("transformers").AttentionInterface.register(HUGGING_FACE_NAME, _hugging_face_attention)
+    return HUGGING_FACE_NAME
+
+
+_UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments of Hugging Face's attention functions that change the result and that this one does not know."""
+
+
+def _hugging_face_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer of a stock model, in the shape in which transformers asks for it.
+
+    Args:
+        module: the attention layer; its ``layer_idx`` is the cache's layer.
+        query: [1, heads, tokens, head_dim], all requests one behind the other.
+        key: [1, kv heads, tokens, head_dim].
+        value: like ``key``.
+        attention_mask: none: who sees what is in the metadata.
+        dropout: none.
+        scaling: of the scores, ``head_dim ** -0.5`` if not given.
+        sliding_window: positions that a token sees, or None.
+        kwargs: what else transformers passes.
+
+    Returns:
+        [1, tokens, heads, head_dim], and no weights.
+
+    Raises:
+        ShapeError: a batch of other than one row.
+        OptionError: the layer asks for something that paged attention does not do.
+    """
+    if query.shape[0] != 1:
+        raise ShapeError(
+            "paged attention takes the tokens of all requests in one row",
+            expected="input_ids and position_ids [1, tokens]",
+            found=f"a batch of {query.shape[0]} rows",
+            remedy="put the requests one behind the other; which tokens are whose is in the metadata",
+        )
+    asked = {"attention_mask": attention_mask, "dropout": dropout or None, **{n: kwargs.get(n) for n in _UNSERVED}}
+    unserved = [name for name, given in asked.items() if given is not None]
+    if not getattr(module, "is_causal", True):
+        unserved.append("is_causal=False")
+    if unserved:
+        raise OptionError(
+            f"paged attention does not do what {type(module).__name__} asks for",
+            expected="causal attention, with or without a sliding window",
+            found=", ".join(unserved),
+            remedy="leave masks and dropout out (model.eval()); other attention needs a backend of its own",
+        )
+    _, num_heads, num_tokens, head_dim = query.shape
+    out = query.new_empty(num_tokens, num_heads, head_dim)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    window = NO_WINDOW if sliding_window is None else sliding_window
+    by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    torch.ops.graphpass.paged_attention(*by_token, out, module.layer_idx, scale, window)
+    return out.unsqueeze(0), None

@@ -1,0 +1,235 @@
+"""Draft and verify: the texts of the requests that run, guesses behind them, and which of those were right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphpass.errors import OptionError
+from graphpass.text.drafting import Drafter, NgramDrafter
+from graphpass.text.scheduler import Ints, Request, StepPlan
+from graphpass.text.steptokens import TextInputs
+
+__all__ = ["GenerationStats", "Speculation", "Verified"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What a generation has done so far.
+
+    Attributes:
+        num_steps: that were launched.
+        num_tokens: new ones that were returned.
+        num_drafted: guesses that were verified.
+        num_accepted: those of them that became text.
+    """
+
+    num_steps: int
+    num_tokens: int
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of guesses that became text; 0 where nothing was guessed."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """What a step told of one request.
+
+    Attributes:
+        request: it.
+        tokens: its new ones, at least one; none behind an end token.
+        is_ended: the last of them is its last.
+        num_accepted: drafts among them.
+    """
+
+    request: Request
+    tokens: list[int]
+    is_ended: bool
+    num_accepted: int
+
+
+class _Text:
+    """One request's tokens, known ones and drafts behind them: memory for as many as it may get."""
+
+    def __init__(self, request: Request) -> None:
+        self.tokens = np.empty(request.max_length, dtype=np.int64)
+        self.num_known = len(request.prompt)
+        self.tokens[: self.num_known] = request.prompt
+
+    def known(self) -> Ints:
+        """Prompt and new tokens so far, read-only."""
+        view = self.tokens[: self.num_known]
+        view.flags.writeable = False
+        return view
+
+    def behind(self) -> Ints:
+        """What follows those."""
+        return self.tokens[self.num_known :]
+
+
+class Speculation:
+    """Drafts for a scheduler's steps, the steps' inputs, and the verification of their results.
+
+    The model answers for the last ``1 + k`` tokens of each row. That behind a row's newest token is certain. A draft
+    is right if the answer before it is the same token, and then the answer behind it is right as well.
+
+    Args:
+        drafter: guesses.
+        max_num_tokens: of a step.
+        last_rows: shape of the model's input of that name, (requests, 1 + k).
+        vocab_size: token ids lie below it; None where it is not known.
+        device: where the inputs are to lie.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_num_tokens: int,
+        last_rows: Sequence[int],
+        vocab_size: int | None,
+        device: torch.device,
+    ) -> None:
+        self._drafter, self._vocab_size = drafter, vocab_size
+        self._num_drafted = self._num_accepted = 0
+        self._inputs = TextInputs(max_num_tokens, last_rows, device)
+        self._num_last = last_rows[1]
+        self._texts: dict[Request, _Text] = {}
+
+    @classmethod
+    def over(
+        cls,
+        buffers: Mapping[str, torch.Tensor],
+        drafter: Drafter | None,
+        vocab_size: int | None,
+        *,
+        run_ahead: bool | None,
+    ) -> Speculation | None:
+        """That of a manager with these buffers; None where it verifies no drafts.
+
+        Raises:
+            OptionError: there is a drafter then, or a manager that does is to run ahead of the tokens it has read.
+        """
+        last_rows = buffers["last_rows"]
+        if last_rows.dim() == 1:
+            if drafter is None:
+                return None
+            raise OptionError(
+                "this manager verifies no drafts",
+                expected="a manager made with draft_tokens=1 or more, or no drafter",
+                found=type(drafter).__name__,
+                remedy="make it with for_causal_lm(model, draft_tokens=3, ...)",
+            )
+        if run_ahead:
+            raise OptionError(
+                "drafts are guessed from tokens that were read",
+                expected="run_ahead=False or None on a manager made with draft_tokens",
+                found=f"run_ahead={run_ahead!r}",
+                remedy="leave run_ahead out, or make the manager without draft_tokens",
+            )
+        return cls(
+            NgramDrafter() if drafter is None else drafter,
+            max_num_tokens=buffers["input_ids"].shape[1],
+            last_rows=last_rows.shape,
+            vocab_size=vocab_size,
+            device=last_rows.device,
+        )
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most guesses of a request in a step."""
+        return self._num_last - 1
+
+    def counts(self) -> tuple[int, int]:
+        """Drafts that were verified so far, and those of them that became text."""
+        return self._num_drafted, self._num_accepted
+
+    def guess(self, request: Request, limit: int) -> int:
+        """Have the drafter guess at most ``limit`` tokens of a request behind its prompt; how many it did.
+
+        Raises:
+            OptionError: its guesses are too many, or no token ids.
+        """
+        text = self._texts[request]
+        drafts = self._checked(self._drafter.propose(request, text.known(), limit), request, limit)
+        text.behind()[: len(drafts)] = drafts
+        return len(drafts)
+
+    def inputs(self, plan: StepPlan) -> dict[str, torch.Tensor]:
+        """A step's inputs, valid until the next call."""
+        texts = []
+        for request in plan.requests:
+            if request not in self._texts:
+                self._texts[request] = _Text(request)
+            texts.append(self._texts[request].tokens)
+        return self._inputs.of(plan, texts)
+
+    def verify(self, plan: StepPlan, answers: Sequence[int]) -> list[Verified]:
+        """The new tokens of a step.
+
+        Args:
+            plan: the step whose inputs were asked for last.
+            answers: the model's choice behind each of the last ``1 + k`` tokens of each row, flat.
+        """
+        found = []
+        rows = zip(plan.requests, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True)
+        for row, (request, samples, num_drafts) in enumerate(rows):
+            if samples:
+                behind = (row + 1) * self._num_last
+                found.append(self._verified(request, answers[behind - 1 - num_drafts : behind]))
+                self._num_drafted += num_drafts
+                self._num_accepted += found[-1].num_accepted
+        return found
+
+    def forget(self, request: Request) -> None:
+        """A request has ended; it may be unknown."""
+        self._texts.pop(request, None)
+
+    def close(self) -> None:
+        """Forget every request."""
+        self._texts.clear()
+
+    def _verified(self, request: Request, answers: Sequence[int]) -> Verified:
+        """Compare a request's drafts, which stand behind its text, with the answers, and make text of what is right."""
+        text = self._texts[request]
+        drafts = text.behind()[: len(answers) - 1].tolist()
+        differs = (at for at, (draft, answer) in enumerate(zip(drafts, answers, strict=False)) if draft != answer)
+        num_right = next(differs, len(drafts))
+        ends = (at for at, token in enumerate(answers[: num_right + 1]) if token in request.eos_token_ids)
+        end = next(ends, None)
+        tokens = list(answers[: (num_right if end is None else end) + 1])
+        text.behind()[: len(tokens)] = tokens
+        text.num_known += len(tokens)
+        is_ended = end is not None or text.num_known == request.max_length
+        return Verified(request, tokens, is_ended, min(num_right, len(tokens)))
+
+    def _checked(self, proposed: Any, request: Request, limit: int) -> Ints:
+        """The drafts as an array.
+
+        Raises:
+            OptionError: see :meth:`guess`.
+        """
+        try:
+            drafts = np.asarray(proposed)
+        except ValueError:  # ragged
+            drafts = np.empty((0, 0))
+        if drafts.ndim == 1 and len(drafts) == 0:
+            return drafts.astype(np.int64)
+        most = np.iinfo(np.int64).max if self._vocab_size is None else self._vocab_size - 1
+        is_sound = drafts.ndim == 1 and len(drafts) <= limit and np.issubdtype(drafts.dtype, np.integer)
+        if not is_sound or drafts.min() < 0 or drafts.max() > most:
+            raise OptionError(
+                f"the drafter proposed what cannot follow in {request.name}",
+                expected=f"a flat sequence of at most {limit} token ids from 0 to {most}",
+                found=repr(proposed)[:200],
+                remedy="return at most limit token ids of the model's vocabulary, or none",
+            )
+        return drafts

@@ -1,0 +1,427 @@
+"""LoRA adapters under a manager: outputs of merged weights for every mix, keys by number, loading into live graphs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from graphpass import (
+    Batch,
+    BatchDescriptor,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    DispatchError,
+    InputSpec,
+    LoraAdapters,
+    LoraKeys,
+    OptionError,
+    ShapeError,
+    WeightOffloader,
+    set_forward_context,
+)
+from graphpass.text.lora.op import LoraLinear
+from tests.unit.text.adapted import (
+    LARGEST,
+    MAX_RANK,
+    NAMES,
+    SIZES,
+    WIDTH,
+    Adapted,
+    Adapter,
+    Merged,
+    Mlp,
+    adapters_of,
+    key_kinds,
+    mixes,
+)
+
+MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE")
+KINDS = tuple(key_kinds(1))
+
+
+def pairwise() -> list[tuple[int, str, str, str]]:
+    """Each mode with each kind of keys that it has, so NONE with one; numbers of adapters and compilers take turns."""
+    return [
+        ((i + j) % 3 + 1, mode, kind, ("eager", "aot_eager")[(i + j) % 2])
+        for i, mode in enumerate(("FULL", "PIECEWISE", "NONE"))
+        for j, kind in enumerate(KINDS[:1] if mode == "NONE" else KINDS)
+    ]
+
+
+def all_ways() -> list[tuple[int, str, str, str]]:
+    with_inductor = [(3, mode, kind, "inductor") for mode, kind in zip(MODES, KINDS, strict=True)]
+    return [*itertools.product((1, 2, 3), MODES, KINDS, ("eager", "aot_eager")), *with_inductor]
+
+
+def check_every_mix(max_loras: int, mode: str, kind: str, compiler: str) -> None:
+    adapted = Adapted(mode, key_kinds(max_loras)[kind], max_loras=max_loras, compiler=compiler)
+    captures, replays = adapted.captures(), adapted.replays()
+    for seed, names in enumerate(mixes(NAMES[:max_loras])):
+        adapted.check(names, seed)
+    assert adapted.captures() == captures
+    assert (adapted.replays() > replays) == (mode != "NONE")
+    adapted.manager.close()
+
+
+@pytest.mark.parametrize(("max_loras", "mode", "kind", "compiler"), pairwise())
+def test_every_mix_is_the_merged_model(max_loras: int, mode: str, kind: str, compiler: str) -> None:
+    check_every_mix(max_loras, mode, kind, compiler)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("max_loras", "mode", "kind", "compiler"), all_ways())
+def test_every_mix_is_the_merged_model_every_way(max_loras: int, mode: str, kind: str, compiler: str) -> None:
+    check_every_mix(max_loras, mode, kind, compiler)
+
+
+def test_adapters_differ_from_each_other() -> None:
+    """Were they alike, a row with another's adapter would go unseen."""
+    model = Mlp()
+    merged, x = Merged(model, adapters_of(model)), torch.randn(1, WIDTH)
+    made = [merged.rows(x, [name]) for name in (None, *NAMES)]
+    assert all((one - other).abs().max() > 0.01 for one, other in itertools.combinations(made, 2))
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "hits"),
+    [
+        ("per_count-without", {0: 1, 1: 1, 2: 1, 4: 1}),
+        ("per_count-always", {1: 2, 2: 1, 4: 1}),
+        ("any-without", {0: 1, 4: 3}),
+        ("any-always", {4: 4}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_batch_replays_the_key_of_its_count(mode: str, kind: str, hits: Mapping[int, int]) -> None:
+    adapted = Adapted(mode, key_kinds(3)[kind], sizes=[8])
+    for count in range(4):
+        adapted.check([None, *NAMES[:count]])
+    assert adapted.hits() == hits
+    assert not adapted.manager.stats().fallbacks
+    adapted.manager.close()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_a_step_computes_the_adapters_that_its_key_counts_and_no_other(mode: str) -> None:
+    """What is computed, and belongs to no token, meets its rows times zero: NaN there would show."""
+    adapted = Adapted(mode, LoraKeys(3, per_count=True), sizes=[8])
+    for active in ([], ["a"], ["c"], ["a", "b"], ["b", "c"]):
+        idle = [adapted.adapters.slot_of(name) for name in NAMES if name not in active]
+        held = [(t, t.clone()) for layer in adapted.adapters.layers.values() for t in (layer.lora_a, layer.lora_b)]
+        for tensor, _ in held:
+            tensor[idle] = float("nan")
+        adapted.check([None, *active])
+        for tensor, values in held:
+            tensor.copy_(values)
+    adapted.manager.close()
+
+
+def test_a_key_that_rounds_up_computes_slots_without_a_token() -> None:
+    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
+    slot = adapted.adapters.slot_of("c")
+    for layer in adapted.adapters.layers.values():
+        layer.lora_b[slot] = float("nan")
+    assert not adapted.run(["a"]).isfinite().all()
+    adapted.manager.close()
+
+
+def test_padding_never_gets_an_adapter() -> None:
+    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
+    slots = adapted.manager.buffers["lora_slots"]
+    adapted.check(["b"] * 8)
+    assert (slots[:8] == adapted.adapters.slot_of("b")).all()
+    adapted.check(["c"] * 3)
+    assert (slots[3:] == -1).all()
+    adapted.check([None] * 8)
+    assert (slots == -1).all()
+    adapted.manager.close()
+
+
+def test_real_rows_have_the_same_bits_whatever_padding_holds() -> None:
+    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
+    names = ["a", None, "c"]
+    expected = adapted.run(names).clone()
+    for value in (7.0, float("nan"), float("inf")):
+        adapted.manager.buffers["x"][3:] = value
+        assert torch.equal(adapted.run(names), expected)
+    adapted.manager.close()
+
+
+def test_an_adapter_that_overflows_stays_with_its_own_tokens() -> None:
+    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
+    adapted.adapters.unload("b")
+    huge = torch.full((1, WIDTH), 3e38), torch.ones(8, 1)
+    adapted.adapters.load("b", {"up": huge})
+    names = ["a", None, "c"]
+    adapted.check(names)
+    made = adapted.run(["b", *names]).clone()
+    assert made[1:].isfinite().all()
+    expected = adapted.merged.rows(adapted.rows(4), [None, *names])
+    torch.testing.assert_close(made[1:], expected[1:], rtol=1e-5, atol=1e-6)
+    adapted.manager.close()
+
+
+# -- adapters come and go --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_an_adapter_loaded_after_capture_is_served_without_another(mode: str) -> None:
+    adapted = Adapted(mode, LoraKeys(3, per_count=True))
+    captures, addresses = adapted.captures(), adapted.addresses()
+    adapted.check(["a", "b", None])
+    first = adapted.run(["a", "b", None]).clone()
+    adapted.adapters.unload("a")
+    adapted.adapters.unload("b")
+    stock = Mlp()
+    # Another slot for each than before, and one adapter fewer layers: what "a" left there has to be gone.
+    new = {"b": Adapter.random(stock, ("up", "down"), 2, seed=7), "a": Adapter.random(stock, ("up",), 1, seed=8)}
+    for name, adapter in new.items():
+        adapted.adapters.load(name, adapter.pairs, scaling=adapter.scaling)
+    adapted.merged = Merged(stock, {**adapted.known, **new})
+    for names in mixes(NAMES):
+        adapted.check(names)
+    again = adapted.run(["a", "b", None])
+    assert not torch.isclose(again[:2], first[:2]).all(dim=1).any()
+    assert torch.equal(again[2], first[2])
+    assert adapted.captures() == captures
+    assert adapted.addresses() == addresses
+    adapted.manager.close()
+
+
+def test_more_adapters_than_slots_are_refused() -> None:
+    adapted = Adapted("NONE", LoraKeys(3))
+    with pytest.raises(OptionError, match=r"'d' cannot be loaded.*fewer than max_loras=3.*3 loaded"):
+        adapted.adapters.load("d", adapted.known["a"].pairs)
+    adapted.adapters.unload("b")
+    adapted.adapters.load("d", adapted.known["b"].pairs, scaling=adapted.known["b"].scaling)
+    assert adapted.adapters.loaded == ("a", "c", "d")
+    x = adapted.rows(2)
+    batch = adapted.adapters.of_rows(["d", "c"]).added_to(Batch(2, inputs={"x": x}))
+    torch.testing.assert_close(adapted.manager.run(batch), adapted.merged.rows(x, ["b", "c"]))
+    with pytest.raises(OptionError, match="cannot be loaded"):
+        adapted.adapters.load("a", adapted.known["a"].pairs)
+    with pytest.raises(OptionError, match="'b' is not loaded"):
+        adapted.adapters.of_rows(["b"])
+
+
+@pytest.mark.parametrize(("keys", "count"), [(LoraKeys(1), 3), (None, 1)])
+def test_a_batch_with_more_adapters_than_the_dispatcher_knows_is_refused(keys: LoraKeys | None, count: int) -> None:
+    adapted = Adapted("FULL", keys, sizes=[8])
+    with pytest.raises(DispatchError, match="num_active_loras contradicts the configuration"):
+        adapted.run(NAMES[:count])
+    adapted.check([None, None])
+    adapted.manager.close()
+
+
+@pytest.mark.parametrize(("given", "factor"), [({}, 1.0), ({"scaling": 0.5}, 0.5), ({"alpha": 3.0}, 1.5)])
+def test_scales(given: Mapping[str, float], factor: float) -> None:
+    model = Mlp()
+    pairs = Adapter.random(model, ("up", "down"), 2, seed=1).pairs
+    merged = Adapter(pairs, factor).merged(model)
+    adapters = LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=2)
+    adapters.load("a", pairs, **given)
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(adapters.wrap(model)(x=x, **adapters.of_rows(["a"] * 3).inputs), merged(x))
+    adapters.unload("a")
+    with pytest.raises(OptionError, match="two scales"):
+        adapters.load("a", pairs, alpha=1.0, scaling=1.0)
+
+
+@pytest.mark.parametrize("name", ["base_model.model.{}.lora_{}.weight", "{}.lora_{}.default.weight"])
+def test_state_dicts_in_the_naming_of_peft(name: str) -> None:
+    model = Mlp()
+    adapter = adapters_of(model)["a"]
+    state = {
+        name.format(path, which): tensor
+        for path, pair in adapter.pairs.items()
+        for which, tensor in zip("AB", pair, strict=True)
+    }
+    merged = adapter.merged(model)
+    adapters = LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=MAX_RANK)
+    adapters.load("a", state, alpha=adapter.scaling * MAX_RANK)
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(adapters.wrap(model)(x=x, **adapters.of_rows(["a"] * 3).inputs), merged(x))
+
+
+GOOD = (torch.ones(2, WIDTH), torch.ones(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ({}, OptionError, "has no weights"),
+        ({"left": GOOD}, OptionError, "a layer that takes no adapters"),
+        ({"uo": GOOD}, OptionError, "meant 'up'"),
+        ({"up": GOOD[0]}, OptionError, "something else than low-rank pairs"),
+        ({"up.lora_A.weight": GOOD[0]}, OptionError, "one half of a pair.*lora_A alone"),
+        ({"up.lora_embedding_A": GOOD[0]}, OptionError, "something else than low-rank pairs"),
+        ({"up": None}, ShapeError, "up of adapter 'a' does not fit"),
+        ({"up": (torch.ones(5, WIDTH), torch.ones(8, 5))}, ShapeError, r"rank at most 4.*\(5, 6\)"),
+        ({"up": (torch.ones(0, WIDTH), torch.ones(8, 0))}, ShapeError, "does not fit"),
+        ({"up": (GOOD[0], torch.ones(8, 3))}, ShapeError, "does not fit"),
+        ({"up": (GOOD[1], GOOD[0])}, ShapeError, "does not fit"),
+        ({"up": (GOOD[0][0], GOOD[1])}, ShapeError, "does not fit"),
+        ({"up": (GOOD[0].half(), GOOD[1].half())}, ShapeError, "torch.float32 on cpu.*torch.float16"),
+        ({"up": (GOOD[0].to("meta"), GOOD[1])}, ShapeError, "found .*on meta"),
+        ({"up": (GOOD[0], GOOD[1] * float("inf"))}, ShapeError, "is not finite"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(
+    weights: Mapping[str, Any], error: type[Exception], message: str
+) -> None:
+    model = Mlp()
+    adapters = LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=MAX_RANK)
+    layers = list(adapters.layers.values())
+    with pytest.raises(error, match=message):
+        adapters.load("a", weights)
+    assert adapters.loaded == ()
+    assert not any(tensor.any() for layer in layers for tensor in (layer.lora_a, layer.lora_b))
+    adapters.load("a", {"up": GOOD})
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ((), "names no layer"),
+        (("middle",), "target 'middle' names no layer.*down, shared, up"),
+        (("dow",), "meant 'down'"),
+        (("own",), "names no layer"),
+        (("act",), "act takes no adapters.*found Tanh"),
+        (("shared",), "in several places"),
+    ],
+)
+def test_targets_that_take_no_adapters_are_refused(targets: Sequence[str], message: str) -> None:
+    model = Mlp()
+    model.act, shared = nn.Tanh(), nn.Linear(2, 2)
+    model.first, model.second = nn.ModuleDict({"shared": shared}), nn.ModuleDict({"shared": shared})
+    with pytest.raises(OptionError, match=message):
+        LoraAdapters(model, targets, max_loras=1, max_rank=1)
+    assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("limits", [{"max_loras": 0}, {"max_rank": 0}, {"max_loras": True}, {"max_rank": 1.5}])
+def test_limits(limits: Mapping[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"max_(loras|rank) of the adapters cannot be used"):
+        LoraAdapters(Mlp(), ("up",), **{"max_loras": 1, "max_rank": 1, **limits})
+
+
+def test_layers_are_adapted_once() -> None:
+    model = Mlp()
+    LoraAdapters(model, "up", max_loras=1, max_rank=1)
+    with pytest.raises(OptionError, match=r"up takes no adapters.*not replaced before; found LoraLinear"):
+        LoraAdapters(model, "up", max_loras=1, max_rank=1)
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model: WeightOffloader([model.up, *(copy.deepcopy(model.up) for _ in range(2))], num_slots=2),
+        lambda model: nn.utils.spectral_norm(model.up),
+        lambda model: setattr(model.up, "forward", model.up.forward),
+    ],
+    ids=["offloaded", "normalised", "another forward"],
+)
+def test_layers_with_hooks_are_not_replaced(attach: Callable[[Mlp], object]) -> None:
+    """The layer that takes their place would run without: an offloaded one with another layer's weights."""
+    model = Mlp()
+    attach(model)
+    with pytest.raises(OptionError, match=r"up takes no adapters.*found Linear with hooks"):
+        LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=1)
+    assert type(model.up) is type(model.down) is nn.Linear
+
+
+# -- the layer -------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapted_model_is_the_stock_one_to_everybody_else() -> None:
+    model, x = Mlp(), torch.randn(3, WIDTH)
+    stock = copy.deepcopy(model)
+    adapters = LoraAdapters(model, ("up",), max_loras=2, max_rank=2)
+    adapters.load("a", {"up": GOOD})
+    assert isinstance(model.up, LoraLinear)
+    assert type(model.down) is nn.Linear
+    assert torch.equal(model(x), stock(x))
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    stock.up.weight.data.neg_()
+    model.load_state_dict(stock.state_dict())
+    assert torch.equal(model(x), stock(x))
+
+
+class Pools(nn.Module):
+    """Its second layer sees one row, whatever there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.pooled = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pooled(self.each(x).sum(0, keepdim=True))
+
+
+def test_a_layer_that_does_not_see_each_token_once_is_refused() -> None:
+    model = Pools()
+    adapters = LoraAdapters(model, ("each", "pooled"), max_loras=1, max_rank=1)
+    dispatcher = CudagraphDispatcher("FULL", [4], max_num_reqs=8, lora=LoraKeys(1))
+    specs = [InputSpec("x", (8, WIDTH), torch.float32), *adapters.input_specs(8)]
+    manager = CudaGraphManager(adapters.wrap(model), dispatcher, specs, compiler="eager")
+    with pytest.raises(ShapeError, match="a row for each of 4 tokens; found 1 rows"):
+        manager.capture()
+
+
+@pytest.mark.parametrize("leading", [(12,), (1, 12), (3, 4), (3, 2, 2)])
+@pytest.mark.parametrize("count", [None, 0, 1, 2, 3, 4])
+def test_the_op_alone(leading: tuple[int, ...], count: int | None) -> None:
+    """Outside of a manager all slots are computed; with a descriptor, the first of the order."""
+    torch.manual_seed(0)
+    x, out = torch.randn(*leading, 5), torch.randn(*leading, 7)
+    down, up = torch.randn(3, 2, 5), torch.randn(3, 2, 7)
+    slots, order = torch.randint(-1, 3, (12,)), torch.tensor([2, 0, 1])
+    computed = range(3) if count is None else order[:count].tolist()
+    expected = out.clone().view(12, 7)
+    for row, slot in enumerate(slots.tolist()):
+        if slot in computed:
+            expected[row] += x.view(12, 5)[row] @ down[slot].t() @ up[slot]
+    key = None if count is None else BatchDescriptor(12, has_lora=count > 0, num_active_loras=count)
+    with set_forward_context(batch_descriptor=key):
+        torch.ops.graphpass.add_lora(x, out, down, up, slots, order)
+    torch.testing.assert_close(out.view(12, 7), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.lists(st.sampled_from([None, *NAMES]), max_size=LARGEST), st.data())
+def test_slots_in_use_come_first(names: list[str | None], data: st.DataObject) -> None:
+    model = Mlp()
+    adapters = LoraAdapters(model, "up", max_loras=4, max_rank=2)
+    for name in data.draw(st.permutations([*NAMES, "d"])):
+        adapters.load(name, {"up": GOOD})
+    slots, order, num_active = adapters.numbers_of(names)
+    assert sorted(order.tolist()) == list(range(4))
+    assert {*slots.tolist()} - {-1} == {*order[:num_active].tolist()}
+    assert [adapters.loaded.index(name) if name else -1 for name in names] == slots.tolist()
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=len(names), max_size=len(names)))
+    by_token = adapters.of_rows(names, lengths).inputs["lora_slots"]
+    assert by_token.tolist() == [slot for slot, n in zip(slots.tolist(), lengths, strict=True) for _ in range(n)]
+
+
+def test_rows_are_counted_alike() -> None:
+    adapters = LoraAdapters(Mlp(), "up", max_loras=1, max_rank=1)
+    with pytest.raises(OptionError, match="for each of 2 rows; found 1 numbers"):
+        adapters.of_rows([None, None], [3])
+
+
+def test_sizes_of_the_tests_leave_batches_without_a_graph() -> None:
+    """The mixes above reach beyond the largest key, so that NONE is among what they run in."""
+    assert max(map(len, mixes(NAMES))) == LARGEST > max(SIZES)

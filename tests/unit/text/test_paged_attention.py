@@ -1,0 +1,429 @@
+"""Attention over pages against plain attention over contiguous keys: eager steps, FULL keys, stock models, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphpass as gp
+from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
+from graphpass.errors import ContextError, OptionError, OutOfPagesError, ShapeError
+from graphpass.text.paged.cache import PageAllocator, PagedKVCache, PagedRequests
+from tests.unit.text.paged_reference import Heads, Paged, StepTensors
+
+GROUPED = Heads(4, 2, 16)
+HEADS = [GROUPED, Heads(4, 4, 16), Heads(6, 1, 64), Heads(4, 2, 16, window=5), Heads(2, 2, 16, window=1)]
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+FULL = CUDAGraphMode.FULL
+STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 1, 1], [1, 6, 1]]
+"""Tokens of three requests in turn: prefill, chunks with history, decode, draft tokens, decode, mixed."""
+
+
+def uniform_key(num_reqs: int, query_len: int = 1, max_seq_len: int | None = None) -> BatchDescriptor:
+    extra = () if max_seq_len is None else (("max_seq_len", max_seq_len),)
+    return BatchDescriptor(num_reqs * query_len, num_reqs=num_reqs, uniform=True, extra=extra)
+
+
+def run(paged: Paged, tensors: Sequence[StepTensors], metadata: Any, num_rows: int, **padding: float) -> list[Any]:
+    """The op of every layer under one context."""
+    with gp.set_forward_context(metadata, slot_mapping=metadata.slot_mapping):
+        return [paged.call(layer, n, num_rows, **padding) for n, layer in enumerate(tensors)]
+
+
+def assert_right(outs: Sequence[torch.Tensor], tensors: Sequence[StepTensors]) -> None:
+    for out, layer in zip(outs, tensors, strict=True):
+        real = len(layer.expected)
+        torch.testing.assert_close(out[:real], layer.expected, **TOLERANCE)
+        assert torch.equal(out[real:], torch.zeros_like(out[real:]))
+
+
+@pytest.mark.parametrize("more_rows", [0, 5], ids=["real rows", "padded rows"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_eager_steps(heads: Heads, page_size: int, more_rows: int) -> None:
+    paged = Paged(heads, page_size=page_size, num_pages=-(-120 // page_size) + 3)
+    requests = [paged.begin() for _ in range(3)]
+    for query_lens in STEPS:
+        step, tensors = paged.grow(requests, query_lens)
+        metadata = paged.attention.build(step, None)
+        assert (metadata.query_len is not None) == (len(set(query_lens)) == 1)
+        assert_right(run(paged, tensors, metadata, sum(query_lens) + more_rows), tensors)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_uniform_key_is_refilled(heads: Heads, query_len: int) -> None:
+    paged = Paged(heads)
+    requests = [paged.begin() for _ in range(3)]
+    run_eager(paged, requests, [7, 2, 4])
+    key = uniform_key(5, query_len, 24)
+    seen = set()
+    for _ in range(3):
+        step, tensors = paged.grow(requests, [query_len] * 3)
+        metadata = paged.attention.build(step, key)
+        seen.add((metadata, metadata.slot_mapping.data_ptr(), metadata.seq_lens.data_ptr()))
+        assert_right(run(paged, tensors, metadata, key.num_tokens, padding=7.5), tensors)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_mixed_key_is_refilled(heads: Heads) -> None:
+    paged = Paged(heads, support=AttentionSupport.ALWAYS)
+    requests = [paged.begin() for _ in range(3)]
+    key = BatchDescriptor(20, num_reqs=6)
+    metadata = None
+    for query_lens in STEPS:
+        step, tensors = paged.grow(requests, query_lens)
+        assert metadata is None or paged.attention.build(step, key) is metadata
+        metadata = paged.attention.build(step, key)
+        assert (metadata.query_len, metadata.max_query_len) == (None, 32)
+        assert_right(run(paged, tensors, metadata, key.num_tokens), tensors)
+
+
+@given(
+    steps=st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=1, max_size=6),
+    uniform=st.integers(1, 3),
+    endings=st.lists(st.integers(0, 3), max_size=6),
+)
+@settings(max_examples=15)
+def test_requests_come_and_go(steps: list[list[int]], uniform: int, endings: list[int]) -> None:
+    """Any order of prefill, chunks and decode, over keys and eagerly, with pages that were others' before."""
+    paged = Paged(Heads(4, 2, 8), num_layers=1, num_pages=32)
+    requests = [paged.begin() for _ in range(4)]
+    for number, lengths in enumerate(steps):
+        chosen = [(r, n) for r, n in zip(requests, lengths, strict=True) if n]
+        for query_lens, key in (
+            ([n for _, n in chosen], BatchDescriptor(20, num_reqs=6)),
+            ([n for _, n in chosen], None),
+            ([uniform] * len(chosen), uniform_key(4, uniform)),
+        ):
+            if all(len(r) + q <= 32 for (r, _), q in zip(chosen, query_lens, strict=True)):
+                step, tensors = (
+                    paged.grow([r for r, _ in chosen], query_lens) if chosen else (PagedRequests([], [], []), [])
+                )
+                metadata = paged.attention.build(step, key)
+                assert_right(run(paged, tensors, metadata, 20 if key is None else key.num_tokens, padding=7.5), tensors)
+        if number < len(endings):
+            paged.end(requests[endings[number]])
+            requests[endings[number]] = paged.begin()
+    assert not paged.cache.tensor[:, :, 0].any()
+
+
+def test_keys_share_what_each_step_computes_anew() -> None:
+    paged = Paged(GROUPED)
+    step = PagedRequests([1], [1], [[2]])
+    large, small = (paged.attention.build(step, uniform_key(n)) for n in (6, 2))
+    assert small.keys.slots.data_ptr() == large.keys.slots.data_ptr()
+    assert small.keys.bias.data_ptr() == large.keys.bias.data_ptr()
+    assert small.slot_mapping.data_ptr() != large.slot_mapping.data_ptr()
+
+
+def test_metadata_built_in_inference_mode_serves_outside_of_it() -> None:
+    with torch.inference_mode():
+        paged = Paged(GROUPED)
+        requests = [paged.begin()]
+        step, tensors = paged.grow(requests, [3])
+        paged.attention.build(step, uniform_key(2, 3))
+    metadata = paged.attention.build(step, uniform_key(2, 3))
+    assert_right(run(paged, tensors, metadata, 6, padding=7.5), tensors)
+
+
+def test_no_gradient_reaches_the_cache() -> None:
+    paged = Paged(GROUPED)
+    query, key = torch.zeros(1, 4, 16, requires_grad=True), torch.zeros(1, 2, 16, requires_grad=True)
+    with gp.set_forward_context(paged.attention.build(PagedRequests([1], [1], [[2]]), None)):
+        torch.ops.graphpass.paged_attention(query, key, key, torch.zeros(1, 4, 16), 0, 1.0, -1)
+    assert not paged.cache.tensor.requires_grad
+
+
+def run_eager(paged: Paged, requests: Sequence[Any], query_lens: Sequence[int]) -> None:
+    step, tensors = paged.grow(requests, query_lens)
+    assert_right(run(paged, tensors, paged.attention.build(step, None), sum(query_lens)), tensors)
+
+
+@pytest.mark.parametrize(
+    ("key", "query_lens"),
+    [(uniform_key(5), [1, 1, 1]), (uniform_key(5, 3), [3, 3, 3]), (BatchDescriptor(20, num_reqs=6), [4, 1, 2])],
+    ids=["decode", "drafts", "mixed"],
+)
+def test_real_rows_have_the_same_bits_whatever_padding_holds(key: BatchDescriptor, query_lens: list[int]) -> None:
+    results = []
+    for padding in (0.0, 7.5, torch.nan):
+        paged = Paged(GROUPED)
+        requests = [paged.begin() for _ in range(3)]
+        run_eager(paged, requests, [7, 2, 4])
+        step, tensors = paged.grow(requests, query_lens)
+        metadata = paged.attention.build(step, key)
+        outs = run(paged, tensors, metadata, key.num_tokens, padding=padding)
+        if not (key.uniform and math.isnan(padding)):  # a query of NaN in a request of its own is the only NaN
+            assert_right(outs, tensors)
+        results.append([out[: sum(query_lens)] for out in outs])
+    assert_right(results[-1], tensors)
+    for outs in results[1:]:
+        assert all(torch.equal(out, first) for out, first in zip(outs, results[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    "key", [None, uniform_key(5), BatchDescriptor(20, num_reqs=6)], ids=["eager", "decode", "mixed"]
+)
+def test_only_the_mapped_slots_are_written(key: BatchDescriptor | None) -> None:
+    paged = Paged(GROUPED)
+    requests = [paged.begin() for _ in range(3)]
+    run_eager(paged, requests, [7, 2, 4])
+    before = paged.cache.tensor.clone()
+    step, tensors = paged.grow(requests, [1, 1, 1])
+    metadata = paged.attention.build(step, key)
+    run(paged, tensors, metadata, 3 if key is None else key.num_tokens)
+    changed = (paged.cache.tensor != before) & ~(paged.cache.tensor.isnan() & before.isnan())
+    written = changed.flatten(2, 3).any(-1).any(-1)[:, :, 2 * paged.cache.page_size :]
+    expected = torch.zeros_like(written)
+    expected[:, :, metadata.slot_mapping[:3] - 2 * paged.cache.page_size] = True
+    assert torch.equal(written, expected)
+    assert metadata.slot_mapping[3:].tolist() == [4 + n % 4 for n in range(len(metadata.slot_mapping) - 3)]
+    assert not paged.cache.tensor[:, :, 0].any()
+
+
+def test_a_page_is_used_again_whatever_its_last_owner_left() -> None:
+    paged = Paged(GROUPED, num_pages=3)
+    first = paged.begin()
+    run_eager(paged, [first], [12])
+    paged.cache.tensor[:, :, 2:] = torch.nan
+    paged.end(first)
+    second = paged.begin()
+    run_eager(paged, [second], [5])
+    run_eager(paged, [second], [1])
+    assert paged.allocator.num_free == 1
+
+
+def test_requests_do_not_see_each_others_nan() -> None:
+    paged = Paged(GROUPED)
+    broken, sound = paged.begin(), paged.begin()
+    run_eager(paged, [broken, sound], [4, 4])
+    broken.keys[:] = torch.nan
+    for page in broken.pages:
+        paged.cache.tensor[:, :, page] = torch.nan
+    for query_lens in ([1, 1], [2, 3]):
+        step, tensors = paged.grow([broken, sound], query_lens)
+        outs = run(paged, tensors, paged.attention.build(step, None), sum(query_lens))
+        for out, layer in zip(outs, tensors, strict=True):
+            torch.testing.assert_close(out[query_lens[0] :], layer.expected[query_lens[0] :], **TOLERANCE)
+
+
+def test_key_metadata() -> None:
+    """Unused requests, padded tokens and pages behind the last."""
+    paged = Paged(GROUPED, page_size=8)
+    step = PagedRequests([2, 2], [9, 2], [[5, 3, 7], [4]])
+    metadata = paged.attention.build(step, uniform_key(4, 2, 16))
+    assert (metadata.num_tokens, metadata.num_reqs, metadata.query_len, metadata.max_seq_len) == (8, 4, 2, 16)
+    assert metadata.block_tables.tolist() == [[5, 3], [4, 0], [0, 0], [0, 0]]
+    assert metadata.seq_lens.tolist() == [9, 2, 0, 0]
+    assert metadata.query_start_loc.tolist() == [0, 2, 4, 4, 4]
+    assert metadata.slot_mapping.tolist() == [47, 24, 32, 33, 8, 9, 10, 11]
+    assert metadata.slot_mapping.dtype is torch.int64
+    assert metadata.block_tables.dtype is metadata.seq_lens.dtype is metadata.query_start_loc.dtype is torch.int32
+
+
+def test_arrays_do_as_well_as_lists() -> None:
+    paged = Paged(GROUPED, page_size=8)
+    table = np.array([[5, 3, 7], [4, 99, -1]], dtype=np.int32)
+    found = paged.attention.build(PagedRequests(np.array([2, 2]), np.array([9, 2]), table), None)  # type: ignore[arg-type]
+    expected = paged.attention.build(PagedRequests([2, 2], [9, 2], [[5, 3], [4]]), None)
+    assert torch.equal(found.block_tables, expected.block_tables)
+    assert torch.equal(found.slot_mapping, expected.slot_mapping)
+
+
+def test_eager_metadata_is_each_steps_own() -> None:
+    paged = Paged(GROUPED)
+    first = paged.attention.build(PagedRequests([1], [1], [[2]]), None)
+    paged.attention.build(PagedRequests([1], [1], [[3]]), None)
+    assert first.slot_mapping.tolist() == [2 * 4]
+
+
+@pytest.mark.parametrize("key", [None, uniform_key(4)], ids=["eager", "FULL"])
+def test_a_step_without_requests(key: BatchDescriptor | None) -> None:
+    paged = Paged(GROUPED)
+    metadata = paged.attention.build(PagedRequests([], [], []), key)
+    row = torch.zeros(1, 4, 16)
+    nothing = StepTensors(row[:0], row[:0, :2], row[:0, :2], row[:0])
+    assert_right(run(paged, [nothing, nothing], metadata, 4, padding=7.5), [nothing, nothing])
+
+
+@pytest.mark.parametrize(
+    ("key", "query_len", "query_lens"),
+    [
+        (uniform_key(4, 3), 3, [3, 3, 3, 3]),
+        (BatchDescriptor(4), 1, [1, 1, 1, 1]),
+        (BatchDescriptor(20), None, [4, 4, 3, 3, 3, 3]),
+        (BatchDescriptor(20, num_reqs=6), None, [4, 4, 3, 3, 3, 3]),
+        (BatchDescriptor(3, num_reqs=3, extra=(("max_seq_len", 8),)), None, [1, 1, 1]),
+    ],
+)
+def test_examples_fill_their_key_and_write_no_live_page(
+    key: BatchDescriptor, query_len: int | None, query_lens: list[int]
+) -> None:
+    paged = Paged(GROUPED)
+    example = paged.attention.example(key, query_len=query_len)
+    assert (example.query_lens, example.seq_lens) == (query_lens, query_lens)
+    live = paged.cache.tensor[:, :, 2:].zero_()
+    num_tokens = key.num_tokens
+    tensors = StepTensors(*(paged.random(num_tokens, n, 16) for n in (4, 2, 2, 4)))
+    for built_for in (None, key) if key.num_reqs else (None,):
+        outs = run(paged, [tensors, tensors], paged.attention.build(example, built_for), num_tokens)
+        assert all(out.isfinite().all() for out in outs)
+    assert not live.any()
+
+
+def test_support_splitting_and_extra() -> None:
+    paged = Paged(GROUPED)
+    assert paged.attention.support is AttentionSupport.UNIFORM_BATCH
+    assert paged.attention.splitting_ops == ("graphpass::paged_attention",)
+    assert paged.attention.extra(PagedRequests([1, 1], [7, 12], [[2], [3]])) == (("max_seq_len", 12),)
+    ((_, of_array),) = paged.attention.extra(PagedRequests([1, 1], np.array([7, 12]), [[2], [3]]))
+    assert type(of_array) is int, "it stands in a key"
+
+
+ERRORS: dict[str, tuple[PagedRequests, BatchDescriptor | None]] = {
+    "differ in length": (PagedRequests([1, 1], [1], [[2]]), None),
+    "request 1 of the step has lengths": (PagedRequests([1, 3], [1, 2], [[2], [3]]), None),
+    "request 0 of the step has lengths": (PagedRequests([0], [2], [[2]]), None),
+    "request 1 of the step has too few pages": (PagedRequests([1, 1], [4, 5], [[2], [3]]), None),
+    "the null page": (PagedRequests([1, 1], [1, 9], [[2], [3, 0, 4]]), None),
+    "the scratch page": (PagedRequests([1], [1], [[1]]), uniform_key(1)),
+    "request 1 of the step has a page": (PagedRequests([1, 1], [1, 1], [[41], [42]]), None),
+    "expected the scratch page alone": (PagedRequests([1], [1], [[2]], is_scratch=True), None),
+    "too many requests": (PagedRequests([1] * 3, [1] * 3, [[2], [3], [4]]), uniform_key(2)),
+    "too many requests: expected at most 6": (PagedRequests([1] * 7, [1] * 7, [[2]] * 7), None),
+    "too many tokens: expected at most 48": (PagedRequests([25, 25], [25, 25], [[2] * 7] * 2), None),
+    "too many tokens": (PagedRequests([3, 2], [3, 2], [[2], [3]]), BatchDescriptor(4, num_reqs=4)),
+    "longest sequence: expected at most 8": (PagedRequests([1], [9], [[2, 3, 4]]), uniform_key(2, 1, 8)),
+    "longest sequence: expected at most 32": (PagedRequests([1], [33], [[2] * 9]), None),
+    "not the uniform batch": (PagedRequests([1, 2], [1, 2], [[2], [3]]), uniform_key(2, 2)),
+    "cannot serve the key": (PagedRequests([1], [1], [[2]]), uniform_key(7)),
+    "whole requests": (PagedRequests([1], [1], [[2]]), BatchDescriptor(5, num_reqs=2, uniform=True)),
+}
+
+
+@pytest.mark.parametrize(("message", "step", "key"), [(m, *case) for m, case in ERRORS.items()], ids=list(ERRORS))
+def test_a_step_that_does_not_fit_is_refused(message: str, step: PagedRequests, key: BatchDescriptor | None) -> None:
+    """Before anything is written: the metadata of the key stays as it was."""
+    paged = Paged(GROUPED)
+    sound = PagedRequests([1], [1], [[2]])
+    kept = None
+    if key is not None and "key" not in message and "whole" not in message:
+        fitting = sound if key.num_tokens == key.num_reqs else PagedRequests([2], [2], [[2]])
+        kept = paged.attention.build(fitting, key).slot_mapping
+    before = None if kept is None else kept.clone()
+    with pytest.raises(ShapeError, match=message):
+        paged.attention.build(step, key)
+    assert kept is None or torch.equal(kept, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(1, 3, 16)}, "do not fit"),
+        ({"key": torch.zeros(1, 2, 8)}, "do not fit"),
+        ({"value": torch.zeros(1, 2, 16, dtype=torch.float64)}, "do not fit"),
+        ({"out": torch.zeros(2, 4, 16)}, "do not fit"),
+        ({"layer": 2}, "no such layer"),
+        ({"window": 3}, "sliding window"),
+    ],
+)
+def test_a_call_that_does_not_fit_writes_nothing(change: dict[str, Any], message: str) -> None:
+    paged = Paged(GROUPED)
+    before = paged.cache.tensor.clone()
+    arguments = {
+        "query": torch.ones(1, 4, 16),
+        "key": torch.ones(1, 2, 16),
+        "value": torch.ones(1, 2, 16),
+        "out": torch.zeros(1, 4, 16),
+        "layer": 0,
+        "scale": 1.0,
+        "window": -1,
+    }
+    with (
+        gp.set_forward_context(paged.attention.build(PagedRequests([1], [1], [[2]]), None)),
+        pytest.raises(ShapeError, match=message),
+    ):
+        torch.ops.graphpass.paged_attention(**{**arguments, **change})
+    torch.testing.assert_close(paged.cache.tensor, before, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("metadata", [None, object()])
+def test_without_its_metadata_the_op_says_what_to_pass(metadata: object) -> None:
+    tensors = (torch.zeros(1, 2, 8),) * 4
+    with gp.set_forward_context(metadata), pytest.raises(ContextError, match="attn_metadata"):
+        torch.ops.graphpass.paged_attention(*tensors, 0, 1.0, -1)
+    with pytest.raises(ContextError, match="set_forward_context"):
+        torch.ops.graphpass.paged_attention(*tensors, 0, 1.0, -1)
+
+
+def test_pages_are_taken_and_given_back() -> None:
+    allocator = PageAllocator(3)
+    first = allocator.allocate(2)
+    assert (first, allocator.num_free) == ([2, 3], 1)
+    with pytest.raises(OutOfPagesError, match="2 free pages; found 1 of 3"):
+        allocator.allocate(2)
+    assert allocator.num_free == 1
+    for wrong in ([2, 2], [4], [0]):
+        with pytest.raises(OptionError, match="each once"):
+            allocator.free(wrong)
+    allocator.free(first)
+    assert (sorted(allocator.allocate(3)), allocator.num_free) == ([2, 3, 4], 0)
+    with pytest.raises(OptionError):
+        allocator.allocate(-1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PagedKVCache(num_layers=1, num_pages=0, page_size=4, num_kv_heads=1, head_dim=8),
+        lambda: Paged(GROUPED, max_num_reqs=0),
+        lambda: Paged(Heads(2, 2, 8, window=0)),
+        lambda: Paged(Heads(2, 2, 8, window=-3)),
+    ],
+)
+def test_sizes_that_cannot_be(make: Callable[[], object]) -> None:
+    with pytest.raises(OptionError):
+        make()
+
+
+def test_a_recorded_op_follows_its_refilled_metadata() -> None:
+    """On the tape: the step is prepared inside of the recording, once for all layers."""
+    paged = Paged(GROUPED)
+    requests = [paged.begin() for _ in range(3)]
+    run_eager(paged, requests, [7, 2, 4])
+    key = uniform_key(4, 1, 24)
+
+    def layers(q0: Any, k0: Any, v0: Any, q1: Any, k1: Any, v1: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        outs = torch.zeros_like(q0), torch.zeros_like(q1)
+        scale = paged.heads.scale
+        torch.ops.graphpass.paged_attention(q0, k0, v0, outs[0], 0, scale, -1)
+        torch.ops.graphpass.paged_attention(q1, k1, v1, outs[1], 1, scale, -1)
+        return outs
+
+    with gp.GraphRuntime() as runtime, torch.inference_mode():
+        wrapper = gp.CUDAGraphWrapper(layers, FULL, runtime=runtime, name="layers")
+
+        def replay(step: PagedRequests, tensors: Sequence[StepTensors]) -> Any:
+            flat = [Paged.padded(t, 4, 7.5) for layer in tensors for t in (layer.query, layer.key, layer.value)]
+            metadata = paged.attention.build(step, key)
+            with gp.set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=key):
+                return wrapper(*flat)
+
+        example = paged.attention.example(key, query_len=1)
+        rows = StepTensors(*(paged.random(4, n, 16) for n in (4, 2, 2, 4)))
+        with runtime.capturing():
+            replay(example, [rows, rows])
+        for count in (3, 2, 3):
+            step, tensors = paged.grow(requests[:count], [1] * count)
+            assert_right(replay(step, tensors), tensors)
+        (counts,) = runtime.counts().values()
+        assert (counts.captured, counts.replayed) == (1, 4)

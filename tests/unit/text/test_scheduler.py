@@ -1,0 +1,399 @@
+"""Continuous batching: tables of plans, and the promises that hold for any requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
+from graphpass.text.scheduler import Request, Scheduler, StepPlan
+
+PAGE_SIZE, VOCABULARY = 4, 50
+
+
+class CheckedPages:
+    """Pages 2, 3, ... of which each has one owner, the lowest free ones first, so that pages are soon used again."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.free_pages = list(range(2, 2 + num_pages))
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_pages)
+
+    def allocate(self, num_pages: int) -> list[int]:
+        assert num_pages <= self.num_free
+        taken, self.free_pages = self.free_pages[:num_pages], self.free_pages[num_pages:]
+        return taken
+
+    def free(self, pages: Sequence[int]) -> None:
+        assert not set(pages) & set(self.free_pages)
+        self.free_pages = sorted([*self.free_pages, *pages])
+
+
+def make_scheduler(num_pages: int = 16, *, reqs: int = 3, tokens: int = 8, length: int = 24) -> Scheduler:
+    return Scheduler(
+        CheckedPages(num_pages),
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_num_reqs=reqs,
+        max_num_tokens=tokens,
+        max_seq_len=length,
+        vocab_size=VOCABULARY,
+    )
+
+
+def make_request(name: str, num_prompt: int, max_new: int) -> Request:
+    return Request.of(name, range(num_prompt), max_new)
+
+
+def run_all(scheduler: Scheduler) -> list[StepPlan]:
+    """Every step until nothing is left; a request is finished as soon as its last token is planned."""
+    plans = []
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        assert plan is not None
+        plans.append(plan)
+        for row in np.flatnonzero(plan.ends):
+            scheduler.finish(plan.requests[row])
+    return plans
+
+
+def rows_of(plan: StepPlan) -> list[tuple[str, int, int]]:
+    """(request, tokens in this step, tokens after it) of each row."""
+    return [
+        (request.name, int(query), int(seq))
+        for request, query, seq in zip(plan.requests, plan.query_lens, plan.seq_lens, strict=True)
+    ]
+
+
+PLANS = {
+    "one request": (
+        [("a", 3, 3)],
+        [([("a", 3, 3)], False), ([("a", 1, 4)], True), ([("a", 1, 5)], True)],
+    ),
+    "a prompt in chunks": (
+        [("a", 19, 2)],
+        [([("a", 8, 8)], False), ([("a", 8, 16)], False), ([("a", 3, 19)], False), ([("a", 1, 20)], True)],
+    ),
+    "prompts share the budget in order": (
+        [("a", 5, 2), ("b", 6, 1)],
+        [([("a", 5, 5), ("b", 3, 3)], False), ([("a", 1, 6), ("b", 3, 6)], False)],
+    ),
+    "prompts of one token are a uniform decode": (
+        [("a", 1, 2), ("b", 1, 1)],
+        [([("a", 1, 1), ("b", 1, 1)], True), ([("a", 1, 2)], True)],
+    ),
+    "the fourth waits for a slot": (
+        [("a", 2, 1), ("b", 2, 2), ("c", 2, 2), ("d", 2, 1)],
+        [
+            ([("a", 2, 2), ("b", 2, 2), ("c", 2, 2)], False),
+            ([("b", 1, 3), ("c", 1, 3), ("d", 2, 2)], False),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("requests", "expected"), PLANS.values(), ids=PLANS)
+def test_plans(requests: list[tuple[str, int, int]], expected: list[tuple[list[tuple[str, int, int]], bool]]) -> None:
+    scheduler = make_scheduler()
+    for name, num_prompt, max_new in requests:
+        scheduler.add(make_request(name, num_prompt, max_new))
+    assert [(rows_of(plan), plan.uniform_decode) for plan in run_all(scheduler)] == expected
+
+
+def test_decode_steps_repeat_until_a_row_leaves() -> None:
+    scheduler = make_scheduler()
+    for name, max_new in (("a", 3), ("b", 5)):
+        scheduler.add(make_request(name, 2, max_new))
+    plans = run_all(scheduler)
+    assert [plan.same_rows for plan in plans] == [False, False, True, False, True]
+    assert [len(plan.requests) for plan in plans] == [2, 2, 2, 1, 1]
+
+
+def test_a_prompt_of_single_tokens_keeps_the_step_from_repeating() -> None:
+    scheduler = make_scheduler(reqs=3, tokens=3)
+    scheduler.add(make_request("a", 1, 9))
+    scheduler.add(make_request("b", 1, 9))
+    scheduler.plan()
+    scheduler.add(make_request("c", 3, 3))
+    plans = [scheduler.plan() for _ in range(5)]
+    last_rows = [rows_of(plan)[-1] for plan in plans if plan]
+    assert last_rows == [("c", 1, 1), ("c", 1, 2), ("c", 1, 3), ("c", 1, 4), ("c", 1, 5)]
+    assert [plan.same_rows for plan in plans if plan] == [False, False, False, True, True]
+
+
+def test_a_request_waits_until_all_its_pages_are_free() -> None:
+    scheduler = make_scheduler(num_pages=4)
+    scheduler.add(make_request("a", 4, 4))  # 2 pages
+    scheduler.add(make_request("b", 8, 4))  # 3 pages
+    scheduler.add(make_request("c", 1, 1))  # 1 page, but b came first
+    plans = run_all(scheduler)
+    admitted = [sorted({request.name for request in plan.requests}) for plan in plans]
+    assert admitted == [["a"], ["a"], ["a"], ["a"], ["b"], ["b", "c"], ["b"], ["b"]]
+    assert scheduler.num_running == 0
+
+
+def test_an_early_end_gives_pages_and_slot_back() -> None:
+    scheduler = make_scheduler(num_pages=3, reqs=1)
+    first = make_request("a", 4, 8)
+    scheduler.add(first)
+    scheduler.add(make_request("b", 4, 8))
+    for _ in range(3):
+        scheduler.plan()
+    scheduler.finish(first)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert rows_of(plan) == [("b", 4, 4)]
+
+
+def test_requests_are_taken_out_wherever_they_are() -> None:
+    scheduler = make_scheduler(reqs=1)
+    running, waiting = make_request("a", 4, 8), make_request("b", 4, 8)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    scheduler.plan()
+    scheduler.finish(waiting)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
+    scheduler.close()
+    assert not scheduler.has_work()
+    assert scheduler.plan() is None
+
+
+def test_waiting_for_foreign_pages_is_an_error() -> None:
+    pages = CheckedPages(4)
+    pages.allocate(3)
+    scheduler = Scheduler(pages, num_pages=4, page_size=4, max_num_reqs=1, max_num_tokens=4, max_seq_len=16)
+    scheduler.add(make_request("request 0", 4, 4))
+    with pytest.raises(OutOfPagesError, match="request 0 waits for pages") as caught:
+        scheduler.plan()
+    assert caught.value.found == "1 of 4"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_new", "error", "words"),
+    [
+        ([], 1, OptionError, "no prompt"),
+        ([[1], [2]], 1, OptionError, "no prompt"),
+        ([[1], [2, 3]], 1, OptionError, "no prompt"),
+        ([1.5], 1, OptionError, "no prompt"),
+        ([-1], 1, OptionError, "no prompt"),
+        ([True], 1, OptionError, "no prompt"),
+        ([1], 0, OptionError, "no new token"),
+        ([1], 1.5, OptionError, "no new token"),
+        ([VOCABULARY], 1, OptionError, "does not know"),
+        ([1] * 20, 5, ShapeError, "too long"),
+        ([1] * 10, 7, ShapeError, "more pages than there are"),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused_by_name(
+    prompt: list[int], max_new: int, error: type[GraphpassError], words: str
+) -> None:
+    scheduler = make_scheduler(num_pages=4)
+    with pytest.raises(error, match=rf"request 7 .*{words}"):
+        scheduler.add(Request.of("request 7", prompt, max_new))
+    assert not scheduler.has_work()
+
+
+def test_what_just_fits_runs() -> None:
+    scheduler = make_scheduler(num_pages=6)
+    scheduler.add(make_request("a", 19, 5))
+    assert sum(plan.num_tokens for plan in run_all(scheduler)) == 23
+
+
+def test_a_request_is_added_once() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", 2, 2)
+    scheduler.add(request)
+    with pytest.raises(OptionError, match="added twice"):
+        scheduler.add(request)
+
+
+@pytest.mark.parametrize(
+    ("given_ids", "kept"), [(None, set()), (3, {3}), ([3, 4], {3, 4}), (np.int64(3), {3}), ((), set())]
+)
+def test_end_tokens(given_ids: object, kept: set[int]) -> None:
+    assert Request.of("a", [1], 1, given_ids).eos_token_ids == kept  # type: ignore[arg-type]
+
+
+def test_what_is_no_end_token_is_refused() -> None:
+    with pytest.raises(OptionError, match="no token"):
+        Request.of("a", [1], 1, "</s>")
+
+
+@pytest.mark.parametrize(
+    ("reqs", "tokens", "words"), [(0, 8, "max_num_reqs"), (9, 8, "no token to the others"), (True, 8, "max_num_reqs")]
+)
+def test_limits_are_checked(reqs: int, tokens: int, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        make_scheduler(reqs=reqs, tokens=tokens)
+
+
+# -- for any requests ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """What one request got so far."""
+
+    computed: int = 0
+    planned: int = 0
+    known: int = 0
+    steps_without: int = 0
+    pages: frozenset[int] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the step it comes in, and the number of tokens after which it ends by itself."""
+
+    prompt: int
+    max_new: int
+    step: int
+    stops_after: int
+
+
+ARRIVALS = st.lists(
+    st.builds(Arrival, st.integers(1, 20), st.integers(1, 8), st.integers(0, 12), st.integers(1, 12)).filter(
+        lambda a: a.prompt + a.max_new <= 24
+    ),
+    max_size=12,
+)
+
+
+class Model:
+    """Drives a scheduler as a generation does, reading tokens up to one step late, and checks every plan."""
+
+    def __init__(self, arrivals: Sequence[Arrival], *, num_pages: int, reqs: int, tokens: int, late: bool) -> None:
+        self.pages = CheckedPages(num_pages)
+        self.scheduler = Scheduler(
+            self.pages,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            max_num_reqs=reqs,
+            max_num_tokens=tokens,
+            max_seq_len=24,
+        )
+        self.limits = (reqs, tokens)
+        self.arrivals = arrivals
+        self.requests = [make_request(str(i), a.prompt, a.max_new) for i, a in enumerate(arrivals)]
+        self.served = {request: Served() for request in self.requests}
+        self.stops = {r: a.stops_after for r, a in zip(self.requests, arrivals, strict=True)}
+        self.late = late
+        self.flying: StepPlan | None = None
+        self.done: list[Request] = []
+        self.previous: StepPlan | None = None
+
+    def run(self) -> int:
+        """Steps until everything is done."""
+        step = 0
+        while step <= max((a.step for a in self.arrivals), default=0) or self.scheduler.has_work() or self.flying:
+            for request, arrival in zip(self.requests, self.arrivals, strict=True):
+                if arrival.step == step:
+                    self.scheduler.add(request)
+            self.one_step()
+            step += 1
+            assert step < 1000, "no end in sight"
+        return step
+
+    def one_step(self) -> None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.check(plan)
+            for row in np.flatnonzero(plan.ends):
+                self.scheduler.finish(plan.requests[row])
+        if not self.late:
+            self.flying = plan
+        if self.flying is not None:
+            self.read(self.flying)
+        self.flying = plan if self.late else None
+
+    def read(self, plan: StepPlan) -> None:
+        for row in np.flatnonzero(plan.samples):
+            request = plan.requests[row]
+            if request in self.done:
+                continue
+            served = self.served[request]
+            served.known += 1
+            if plan.ends[row] or served.known == self.stops[request]:
+                self.done.append(request)
+                if not plan.ends[row] and served.planned < request.max_new_tokens:
+                    self.scheduler.finish(request)
+
+    def check(self, plan: StepPlan) -> None:
+        max_num_reqs, max_num_tokens = self.limits
+        assert 1 <= len(plan.requests) <= max_num_reqs
+        assert self.scheduler.num_running <= max_num_reqs
+        assert plan.num_tokens == plan.query_lens.sum() <= max_num_tokens
+        assert plan.query_lens.min() >= 1
+        assert plan.uniform_decode == (plan.query_lens.max() == 1)
+        assert len(set(plan.slots.tolist())) == len(plan.slots)
+        self.check_same_rows(plan)
+        taken: set[int] = set()
+        for row, request in enumerate(plan.requests):
+            served = self.served[request]
+            query_len = int(plan.query_lens[row])
+            served.computed += query_len
+            assert plan.seq_lens[row] == served.computed, "tokens in order, none twice"
+            assert plan.samples[row] == (served.computed >= len(request.prompt))
+            if served.computed > len(request.prompt):
+                assert query_len == 1
+            served.planned += int(plan.samples[row])
+            assert plan.ends[row] == (served.planned == request.max_new_tokens)
+            needed = -(-request.max_length // PAGE_SIZE)
+            pages = plan.block_tables[row].tolist()
+            assert min(pages[:needed]) >= 2
+            assert not any(pages[needed:])
+            served.pages = served.pages or frozenset(pages[:needed])
+            assert frozenset(pages[:needed]) == served.pages, "a request keeps its pages"
+            assert not served.pages & taken, "no page has two owners"
+            assert not served.pages & set(self.pages.free_pages)
+            taken |= served.pages
+
+    def check_same_rows(self, plan: StepPlan) -> None:
+        before, self.previous = self.previous, plan
+        if plan.same_rows:
+            assert before is not None
+            assert before.uniform_decode
+            assert before.requests == plan.requests
+            assert (before.slots == plan.slots).all()
+            assert before.samples.all()
+
+
+@given(
+    arrivals=ARRIVALS,
+    num_pages=st.integers(6, 20),
+    reqs=st.integers(1, 5),
+    spare=st.integers(0, 8),
+    late=st.booleans(),
+)
+def test_every_request_is_served_once(
+    arrivals: list[Arrival], num_pages: int, reqs: int, spare: int, late: bool
+) -> None:
+    model = Model(arrivals, num_pages=num_pages, reqs=reqs, tokens=reqs + spare, late=late)
+    num_steps = model.run()
+    assert sorted(model.done, key=lambda r: int(r.name)) == model.requests
+    for request, arrival in zip(model.requests, arrivals, strict=True):
+        assert model.served[request].known == min(arrival.max_new, arrival.stops_after)
+        assert model.served[request].planned <= model.served[request].known + late
+    assert sorted(model.pages.free_pages) == list(range(2, 2 + num_pages))
+    # One request alone makes progress in every step, so all together never take more steps than one after the other.
+    alone = sum(a.prompt + a.max_new + late for a in arrivals)
+    assert num_steps <= alone + max((a.step for a in arrivals), default=0) + 1 + late
+
+
+@given(arrivals=ARRIVALS, reqs=st.integers(1, 4))
+def test_requests_are_admitted_in_the_order_of_arrival(arrivals: list[Arrival], reqs: int) -> None:
+    scheduler = make_scheduler(num_pages=8, reqs=reqs, tokens=reqs)
+    requests = [make_request(str(i), a.prompt, a.max_new) for i, a in enumerate(arrivals)]
+    for request in requests:
+        scheduler.add(request)
+    first_seen: list[str] = []
+    for plan in run_all(scheduler):
+        first_seen += [r.name for r in plan.requests if r.name not in first_seen]
+    assert first_seen == [request.name for request in requests]

@@ -1,0 +1,433 @@
+"""Speculative decoding over a model that is known by heart: whatever is guessed, each text is that of its prompt.
+
+As in ``test_generation`` the model reads every token before a position from the pages of its request. So a wrong guess
+that stays in the cache, or a right one that is counted in the wrong place, changes everything behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpass.dispatch import CudagraphDispatcher
+from graphpass.engine.batch import Batch
+from graphpass.errors import OptionError
+from graphpass.text.generation import Generation, generate
+from graphpass.text.scheduler import Ints, Request, Scheduler, StepPlan
+from tests.unit.text.test_generation import (
+    MAX_LENGTH,
+    REQUESTS,
+    STALE,
+    TOKENS,
+    VOCABULARY,
+    KnownModel,
+    continued,
+    next_token,
+)
+from tests.unit.text.test_scheduler import CheckedPages
+
+Propose = Callable[[Request, Sequence[int], int], Any]
+
+
+class DraftingModel(KnownModel):
+    """Answers for the last 1 + k tokens of each row, and keeps the shape of every batch.
+
+    Attributes:
+        batches: tokens of each row, batch by batch.
+        num_uniform: batches that were uniform decodes.
+    """
+
+    def __init__(self, draft_tokens: int, *, mode: str = "FULL_DECODE_ONLY", **sizes: int) -> None:
+        super().__init__(**sizes)
+        reqs, tokens = sizes["max_num_reqs"], sizes["max_num_tokens"]
+        self.query_len = 1 + draft_tokens
+        self.dispatcher = CudagraphDispatcher(
+            mode, [tokens], max_num_reqs=reqs, uniform_decode_query_len=self.query_len
+        )
+        self.buffers["last_rows"] = torch.zeros(reqs, self.query_len, dtype=torch.int64)
+        self.answers = torch.zeros(reqs, self.query_len, dtype=torch.int64)
+        self.batches: list[list[int]] = []
+        self.num_uniform = 0
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        assert batch.inputs is not None
+        ids, positions, last_rows = (batch.inputs[name] for name in ("input_ids", "position_ids", "last_rows"))
+        requests, starts = batch.attention, np.cumsum([0, *batch.attention.query_lens])
+        assert ids.shape == positions.shape == (1, batch.num_tokens)
+        assert last_rows.shape == (batch.num_reqs, self.query_len)
+        assert batch.uniform_decode == all(count == self.query_len for count in requests.query_lens)
+        self.batches.append([int(count) for count in requests.query_lens])
+        self.num_uniform += batch.uniform_decode
+        self.num_steps += 1
+        self.answers.fill_(STALE)
+        for row, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+            length, pages = int(requests.seq_lens[row]), requests.block_tables[row]
+            assert positions[0, start:end].tolist() == list(range(length - (end - start), length))
+            self.keep(ids[0, start:end].tolist(), positions[0, start:end].tolist(), pages)
+            text = self.kept[pages[: -(-length // self.kept.shape[1])]].reshape(-1)[:length].tolist()
+            assert STALE not in text
+            for column, at in enumerate(range(end - self.query_len, end)):
+                assert last_rows[row, column] == max(start, at)
+                self.answers[row, column] = next_token(text[: length - end + max(start, at) + 1])
+        return self.answers[: batch.num_reqs]
+
+    def keep(self, ids: Sequence[int], positions: Sequence[int], pages: Any) -> None:
+        for token, position in zip(ids, positions, strict=True):
+            page = pages[position // self.kept.shape[1]]
+            assert page >= 2, "a page of the request's own"
+            self.kept[page, position % self.kept.shape[1]] = token
+
+
+class Asked:
+    """A drafter made of a function, which checks what it is given and counts what it gives."""
+
+    def __init__(self, draft_tokens: int, propose: Propose) -> None:
+        self.draft_tokens, self.function = draft_tokens, propose
+        self.num_proposed = 0
+
+    def propose(self, request: Request, text: Ints, limit: int) -> Any:
+        made = text.tolist()
+        assert made[: len(request.prompt)] == request.prompt.tolist()
+        assert made[len(request.prompt) :] == continued(request.prompt, len(made) - len(request.prompt), [])
+        assert 1 <= limit <= min(self.draft_tokens, request.max_length - len(made) - 1)
+        assert not text.flags.writeable
+        found = self.function(request, made, limit)
+        self.num_proposed += len(found)
+        return found
+
+
+def right(_: Request, text: Sequence[int], limit: int) -> list[int]:
+    return continued(text, limit, [])
+
+
+def wrong(_: Request, text: Sequence[int], limit: int) -> list[int]:
+    return [(token + 1) % VOCABULARY for token in continued(text, limit, [])]
+
+
+def nothing(_request: Request, _text: Sequence[int], _limit: int) -> list[int]:
+    return []
+
+
+def varying(seeded: random.Random) -> Propose:
+    """Any number of guesses, each right with a chance of three in four."""
+
+    def propose(_: Request, text: Sequence[int], limit: int) -> list[int]:
+        tokens = continued(text, seeded.randint(0, limit), [])
+        return [token if seeded.random() < 0.75 else seeded.randrange(VOCABULARY) for token in tokens]
+
+    return propose
+
+
+def make_model(draft_tokens: int, mode: str = "FULL_DECODE_ONLY", **sizes: int) -> Any:
+    given = {"max_num_reqs": 4, "page_size": 4, "num_pages": 48, **sizes}
+    given.setdefault("max_num_tokens", given["max_num_reqs"] * (1 + draft_tokens))
+    return DraftingModel(draft_tokens, mode=mode, **given)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Any:
+    draft_tokens, reqs, page_size = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 4, 16]))
+    return make_model(
+        draft_tokens,
+        draw(st.sampled_from(["FULL_DECODE_ONLY", "PIECEWISE"])),
+        max_num_reqs=reqs,
+        max_num_tokens=reqs * (1 + draft_tokens) + draw(st.integers(0, 20)),
+        page_size=page_size,
+        num_pages=draw(st.integers(1, 3)) * -(-MAX_LENGTH // page_size),
+    )
+
+
+@given(model=models(), requests=REQUESTS, eos=st.lists(TOKENS, max_size=10), seed=st.integers(0, 1 << 30))
+def test_texts_are_those_of_each_request_alone(
+    model: Any, requests: list[tuple[list[int], int]], eos: list[int], seed: int
+) -> None:
+    prompts, counts = [prompt for prompt, _ in requests], [count for _, count in requests]
+    drafter = Asked(model.query_len - 1, varying(random.Random(seed)))
+    found = generate(model, prompts, max_new_tokens=counts, eos_token_id=eos, progress=False, drafter=drafter)
+    assert found == [continued(prompt, count, eos) for prompt, count in requests]
+    assert model.all_pages_are_free
+
+
+@given(
+    model=models(),
+    requests=REQUESTS,
+    gaps=st.lists(st.integers(0, 3), min_size=12, max_size=12),
+    cancelled=st.sets(st.integers(0, 11), max_size=3),
+    seed=st.integers(0, 1 << 30),
+)
+def test_requests_come_and_go(
+    model: Any, requests: list[tuple[list[int], int]], gaps: list[int], cancelled: set[int], seed: int
+) -> None:
+    made = [Request.of(str(index), prompt, count) for index, (prompt, count) in enumerate(requests)]
+    found: dict[Request, list[int]] = {request: [] for request in made}
+    drafter = Asked(model.query_len - 1, varying(random.Random(seed)))
+    with Generation(model, drafter=drafter) as generation:
+        for index, request in enumerate(made):
+            generation.add(request)
+            for _ in range(gaps[index]):
+                collect(generation, found)
+            if index in cancelled:
+                generation.cancel(request)
+        while not generation.is_done():
+            collect(generation, found)
+        stats = generation.stats()
+    for index, (request, (prompt, count)) in enumerate(zip(made, requests, strict=True)):
+        expected = continued(prompt, count, [])
+        assert found[request] == (expected[: len(found[request])] if index in cancelled else expected)
+    assert model.all_pages_are_free
+    assert stats.num_steps == model.num_steps
+    assert stats.num_tokens == sum(map(len, found.values()))
+    assert stats.num_accepted <= stats.num_drafted == drafter.num_proposed
+
+
+def collect(generation: Generation, found: dict[Request, list[int]]) -> None:
+    ended = set()
+    for new in generation.step():
+        assert new.request not in ended, "nothing follows the last token"
+        found[new.request].append(new.token)
+        ended |= {new.request} if new.is_last else set()
+
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def served(model: Any, drafter: Any, prompts: Sequence[Sequence[int]], counts: Sequence[int], **given: Any) -> Any:
+    """The texts, and the generation's counts."""
+    requests = [Request.of(str(i), p, n, **given) for i, (p, n) in enumerate(zip(prompts, counts, strict=True))]
+    found: dict[Request, list[int]] = {request: [] for request in requests}
+    with Generation(model, drafter=drafter) as generation:
+        for request in requests:
+            generation.add(request)
+        while not generation.is_done():
+            collect(generation, found)
+        return list(found.values()), generation.stats()
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 3, 4, 5, 12, 13])
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_right_guesses_take_one_step_for_all(draft_tokens: int, num_new: int) -> None:
+    model = make_model(draft_tokens, max_num_tokens=16)
+    found, stats = served(model, Asked(draft_tokens, right), [PROMPT], [num_new])
+    assert found == [continued(PROMPT, num_new, [])]
+    num_decodes = -(-(num_new - 1) // (1 + draft_tokens))
+    assert model.batches == [[5], *[[1 + draft_tokens]] * num_decodes]
+    assert (stats.num_steps, stats.num_tokens) == (1 + num_decodes, num_new)
+    assert stats.num_accepted == stats.num_drafted == num_new - 1 - num_decodes
+    assert stats.acceptance == (1.0 if stats.num_drafted else 0.0)
+
+
+@pytest.mark.parametrize("drafter", [wrong, nothing])
+def test_without_a_right_guess_it_is_greedy_decoding(drafter: Propose) -> None:
+    model = make_model(3, max_num_tokens=16)
+    found, stats = served(model, Asked(3, drafter), [PROMPT, PROMPT[:2]], [12, 9])
+    assert found == [continued(PROMPT, 12, []), continued(PROMPT[:2], 9, [])]
+    assert (stats.num_steps, stats.num_accepted, stats.acceptance) == (12, 0, 0.0)
+
+
+def test_guesses_are_filled_to_uniform_decodes() -> None:
+    """Also where one fewer guess fits than there are, and where a row has none; a text of 3 tokens is too short."""
+    model = make_model(3, max_num_tokens=16)
+    drafters = {"0": right, "1": nothing, "2": wrong}
+    drafter = Asked(3, lambda request, text, limit: drafters[request.name](request, text, limit))
+    served(model, drafter, [PROMPT, [1], [2, 3, 4]], [12, 12, 12])
+    assert model.batches[:4] == [[5, 1, 3], [4, 1, 4], [4, 1, 4], [4, 4, 4]]
+    assert model.num_uniform == model.num_steps - 3
+
+
+def test_without_decode_graphs_nothing_is_filled() -> None:
+    model = make_model(3, mode="PIECEWISE", max_num_tokens=16)
+    served(model, Asked(3, nothing), [PROMPT, [1]], [4, 4])
+    assert model.batches == [[5, 1], [1, 1], [1, 1], [1, 1]]
+
+
+def test_prompts_come_in_beside_drafts() -> None:
+    model = make_model(3, max_num_reqs=2, max_num_tokens=9)
+    found, _ = served(model, Asked(3, right), [PROMPT, list(range(20))], [9, 2])
+    assert model.batches == [[5, 4], [4, 5], [4, 5], [6], [4]]
+    assert found == [continued(PROMPT, 9, []), continued(list(range(20)), 2, [])]
+
+
+@pytest.mark.parametrize("at", range(7))
+@pytest.mark.parametrize("drafter", [right, wrong])
+def test_an_end_token_among_guesses_ends_its_request(at: int, drafter: Propose) -> None:
+    model = make_model(3, max_num_reqs=1, max_num_tokens=8)
+    texts = [continued(prompt, 12, []) for prompt in (PROMPT, [1])]
+    end = texts[0][at]
+    found, stats = served(model, Asked(3, drafter), [PROMPT, [1]], [12, 12], eos_token_id=end)
+    assert found == [continued(prompt, 12, [end]) for prompt in (PROMPT, [1])]
+    assert len(found[0]) == at + 1
+    assert stats.num_tokens == sum(map(len, found))
+    assert model.all_pages_are_free
+
+
+def test_tokens_behind_an_end_token_are_not_accepted() -> None:
+    """Answers 1 to 4 come in one step; the third is the end: three guesses, of which two are text besides it."""
+    model = make_model(3, max_num_tokens=16)
+    end = continued(PROMPT, 12, [])[3]
+    _, stats = served(model, Asked(3, right), [PROMPT], [12], eos_token_id=end)
+    assert (stats.num_tokens, stats.num_drafted, stats.num_accepted) == (4, 3, 3)
+    end = continued(PROMPT, 12, [])[2]
+    _, stats = served(model, Asked(3, right), [PROMPT], [12], eos_token_id=end)
+    assert (stats.num_tokens, stats.num_drafted, stats.num_accepted) == (3, 3, 2)
+
+
+@pytest.mark.parametrize("drafter", [right, wrong, nothing])
+@pytest.mark.parametrize("num_prompt", [1, 3, 40, 47])
+def test_the_longest_text_on_exactly_its_pages(num_prompt: int, drafter: Propose) -> None:
+    model = make_model(3, max_num_reqs=1, max_num_tokens=8, page_size=1, num_pages=MAX_LENGTH)
+    prompt = list(range(num_prompt))
+    found, _ = served(model, Asked(3, drafter), [prompt], [MAX_LENGTH - num_prompt])
+    assert found == [continued(prompt, MAX_LENGTH - num_prompt, [])]
+
+
+def test_ngrams_are_what_is_guessed_with_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a model that goes round in circles."""
+    monkeypatch.setattr("tests.unit.text.test_speculation.next_token", lambda text: (text[-1] + 1) % 5)
+    model = make_model(3, max_num_tokens=16)
+    assert generate(model, [[0]], max_new_tokens=21, progress=False) == [[(n + 1) % 5 for n in range(21)]]
+    # Once round, one token a step, then four.
+    assert model.num_steps == 5 + 4
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "guesses",
+    [[VOCABULARY], [-1], [1, 2, 3, 4], [1.5], [[1]], [[1], [2, 3]], ["a"], [True], 7, None],
+    ids=str,
+)
+def test_what_is_no_guess_is_refused_by_name(guesses: Any) -> None:
+    class Careless:
+        def propose(self, _request: Request, _text: Ints, _limit: int) -> Any:
+            return guesses
+
+    model = make_model(3, max_num_tokens=16)
+    generation = Generation(model, drafter=Careless())
+    generation.add(Request.of("request 7", PROMPT, 9))
+    generation.step()
+    with pytest.raises(OptionError, match="the drafter proposed what cannot follow in request 7") as caught:
+        generation.step()
+    assert caught.value.expected == f"a flat sequence of at most 3 token ids from 0 to {VOCABULARY - 1}"
+    assert generation.is_done()
+    assert model.all_pages_are_free
+
+
+@pytest.mark.parametrize("guesses", [(), (4,), np.array([4, 5]), np.array([], dtype=np.int32), torch.tensor([4])])
+def test_guesses_come_in_any_sequence(guesses: Any) -> None:
+    class Given:
+        def propose(self, _request: Request, _text: Ints, _limit: int) -> Any:
+            return guesses[:_limit]
+
+    found, _ = served(make_model(2, max_num_tokens=16), Given(), [PROMPT], [6])
+    assert found == [continued(PROMPT, 6, [])]
+
+
+def test_a_failing_drafter_gives_all_pages_back() -> None:
+    class Failing:
+        def propose(self, _request: Request, _text: Ints, _limit: int) -> Any:
+            raise ZeroDivisionError
+
+    model = make_model(2)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, [PROMPT], max_new_tokens=6, progress=False, drafter=Failing())
+    assert model.all_pages_are_free
+
+
+def test_a_manager_that_verifies_no_drafts_takes_no_drafter() -> None:
+    plain: Any = KnownModel(max_num_reqs=1, max_num_tokens=8, page_size=4, num_pages=8)
+    with pytest.raises(OptionError, match="verifies no drafts"):
+        Generation(plain, drafter=Asked(3, right))
+
+
+def test_steps_with_drafts_do_not_run_ahead() -> None:
+    with pytest.raises(OptionError, match="tokens that were read"):
+        Generation(make_model(3), run_ahead=True)
+    assert Generation(make_model(3), run_ahead=False).is_done()
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "words"), [(-1, "no number of guesses"), (True, "no number"), (1.5, "no number"), (2, "no token")]
+)
+def test_the_budget_holds_all_drafts(draft_tokens: Any, words: str) -> None:
+    sizes = {"num_pages": 4, "page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
+    with pytest.raises(OptionError, match=words):
+        Scheduler(CheckedPages(4), **sizes, draft_tokens=draft_tokens)
+
+
+# -- the scheduler's part --------------------------------------------------------------------------------------------
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=6),
+    draft_tokens=st.integers(1, 4),
+    fill=st.booleans(),
+    seeded=st.randoms(use_true_random=False),
+)
+def test_plans_with_drafts(
+    prompts: list[tuple[int, int]], draft_tokens: int, fill: bool, seeded: random.Random
+) -> None:
+    """No row is longer than it may be, positions follow what was accepted, and full rows are uniform decodes."""
+    scheduler = Scheduler(
+        CheckedPages(40),
+        num_pages=40,
+        page_size=4,
+        max_num_reqs=4,
+        max_num_tokens=4 * (1 + draft_tokens),
+        max_seq_len=36,
+        draft_tokens=draft_tokens,
+    )
+    known = {}
+    for index, (num_prompt, max_new) in enumerate(prompts):
+        request = Request.of(str(index), range(num_prompt), max_new)
+        scheduler.add(request)
+        known[request] = num_prompt
+    given: dict[Request, int] = {}
+
+    def guess(request: Request, limit: int) -> int:
+        assert request not in given, "asked once a step"
+        assert 1 <= limit == min(draft_tokens, request.max_length - known[request] - 1)
+        given[request] = seeded.randint(0, limit)
+        return given[request]
+
+    while scheduler.has_work():
+        given.clear()
+        plan = scheduler.plan(guess, fill=fill)
+        assert plan is not None
+        check_plan(plan, known, given, draft_tokens=draft_tokens, fill=fill)
+        for row in np.flatnonzero(plan.samples):
+            request = plan.requests[row]
+            accepted = seeded.randint(0, int(plan.num_drafts[row]))
+            known[request] += 1 + accepted
+            assert plan.ends[row] <= (known[request] == request.max_length)
+            if known[request] == request.max_length:
+                scheduler.finish(request)
+            else:
+                scheduler.accept(request, accepted)
+    assert list(known.values()) == [request.max_length for request in known]
+
+
+def check_plan(
+    plan: StepPlan, known: dict[Request, int], given: dict[Request, int], *, draft_tokens: int, fill: bool
+) -> None:
+    full = 1 + draft_tokens
+    assert plan.num_drafts.tolist() == [given.get(request, 0) for request in plan.requests]
+    assert plan.num_tokens == plan.query_lens.sum() <= 4 * full
+    assert plan.uniform_decode == (set(plan.query_lens.tolist()) == {full})
+    assert not plan.same_rows
+    for row, request in enumerate(plan.requests):
+        query_len, seq_len = int(plan.query_lens[row]), int(plan.seq_lens[row])
+        assert 1 <= query_len <= seq_len < request.max_length
+        if plan.decodes[row]:
+            assert seq_len == known[request] + plan.num_drafts[row]
+            assert query_len == 1 + plan.num_drafts[row] or (fill and query_len == full)
+    if fill and plan.query_lens.max() <= full <= plan.seq_lens.min():
+        assert plan.uniform_decode
