@@ -48,7 +48,6 @@ from graphpass.report import Report, Table
 # isort: split
 # Last: these drive the cgpass backend, which is made of the parts above.
 from graphpass.encoder import (
-    Balance,
     EncoderAxis,
     EncoderCudaGraphConfig,
     EncoderCudaGraphManager,
@@ -56,6 +55,7 @@ from graphpass.encoder import (
     EncoderItemSpec,
     EncoderOptions,
     EncoderStats,
+    ItemShares,
     PackedBatch,
     PackingCosts,
     SupportsEncoderCompilation,
@@ -102,7 +102,6 @@ __all__ = [
     "AgreementError",
     "AttentionMetadataBuilder",
     "AttentionSupport",
-    "Balance",
     "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",
@@ -139,6 +138,7 @@ __all__ = [
     "GraphpassError",
     "GroupEstimate",
     "InputSpec",
+    "ItemShares",
     "KeyTraffic",
     "LoraAdapters",
     "LoraKeys",

@@ -17,7 +17,7 @@ import torch
 from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.capture.fallbacks import Fallbacks
-from graphpass.capture.surroundings import quietly
+from graphpass.capture.surroundings import replay_settings
 from graphpass.errors import CaptureError, GraphpassError
 
 __all__ = ["CompiledModel"]
@@ -77,7 +77,7 @@ class CompiledModel:
         if torch.is_inference_mode_enabled():
             leaves = compat.tree_flatten((args, dict(kwargs)))[0]
             stays = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)
-            return contextlib.nullcontext() if stays or self._is_of_inference_mode else quietly()
+            return contextlib.nullcontext() if stays or self._is_of_inference_mode else replay_settings()
         return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
     def _uncompiled(self) -> Callable[..., Any]:

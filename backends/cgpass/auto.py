@@ -136,7 +136,7 @@ class AutoDispatcher:
         """Nothing: the wrappers have the graphs."""
         return []
 
-    def set_aside(self) -> Callable[[], None]:
+    def hidden(self) -> Callable[[], None]:
         """Nothing to hide: while a throwaway scope is open, no call is dispatched here."""
         return lambda: None
 

@@ -18,7 +18,7 @@ import torch
 from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
-from graphpass.capture.regioncalls import InsideCapture, Observed
+from graphpass.capture.regioncalls import Observed, RegionCalls
 from graphpass.capture.snapshot import default_random_state, state_kept
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import MismatchError
@@ -156,7 +156,7 @@ class EagerRun:
         key = f"{context.runtime_mode} {context.batch_descriptor}"
         touched = {storage_id(leaves[position]) for position in written}
         copies = clone_pool_tensors(leaves, touched - {0})
-        inside = InsideCapture(_plainly, observed=[], before=_CompilerCheck(key, device))
+        inside = RegionCalls(_plainly, observed=[], before=_CompilerCheck(key, device))
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         with state_kept([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
             args, kwargs = compat.tree_unflatten(copies, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Counts", "SizesSeen", "Tally"]
+__all__ = ["Counts", "RunningCounts", "SizesSeen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Tally:
+class RunningCounts:
     """The running counts behind :class:`Counts`; written by the wrapper that owns it."""
 
     warmed: int = 0

@@ -1,4 +1,4 @@
-"""Places in dicts that held something at capture, and whether they hold it still."""
+"""DictSlots in dicts that held something at capture, and whether they hold it still."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-__all__ = ["Places"]
+__all__ = ["DictSlots"]
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class DictSlots:
     """The n-th owner's n-th name held the n-th of what is kept."""
 
     owners: tuple[dict[str, Any], ...]

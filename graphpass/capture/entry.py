@@ -12,7 +12,7 @@ import torch
 from graphpass import compat
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads
-from graphpass.capture.counts import Tally
+from graphpass.capture.counts import RunningCounts
 from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
@@ -79,7 +79,7 @@ class GraphEntry:
     reads: ContextReads = field(repr=False)
     observed: tuple[Observed, ...] = field(repr=False)
     written: tuple[int, ...]
-    tally: Tally
+    tally: RunningCounts
     owner_ids: tuple[int, ...]
 
     def serves(self, leaves: list[Any], spec: Any) -> bool:

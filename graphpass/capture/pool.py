@@ -11,10 +11,10 @@ import threading
 from graphpass.context import ForwardContext
 from graphpass.errors import PoolBusyError
 
-__all__ = ["PoolTurn"]
+__all__ = ["PoolLease"]
 
 
-class PoolTurn:
+class PoolLease:
     """Hands the pool to one forward at a time; a forward is one context in one thread and may take it repeatedly."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class PoolTurn:
         self._context: ForwardContext | None = None
         self._depth = 0
 
-    def take(self, context: ForwardContext, who: str) -> bool:
+    def acquire(self, context: ForwardContext, who: str) -> bool:
         """Wait for the pool; True when this starts a forward, False inside one that has it already.
 
         Raises:
@@ -48,8 +48,8 @@ class PoolTurn:
         """Whether this thread has the pool."""
         return self._thread == threading.get_ident()
 
-    def give_back(self) -> None:
-        """End what the matching :meth:`take` began."""
+    def release(self) -> None:
+        """End what the matching :meth:`acquire` began."""
         self._depth -= 1
         if not self._depth:
             self._thread = self._context = None

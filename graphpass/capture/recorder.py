@@ -14,14 +14,14 @@ from graphpass import compat
 from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ReadLog
-from graphpass.capture.counts import Tally
+from graphpass.capture.counts import RunningCounts
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.eager import EagerGraph
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.regioncalls import InsideCapture
+from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
@@ -66,7 +66,7 @@ class Recorder:
     call: Call
     baked: frozenset[int]
 
-    def record(self, context: ForwardContext, tally: Tally) -> tuple[GraphEntry, Sequence[Any]]:
+    def record(self, context: ForwardContext, tally: RunningCounts) -> tuple[GraphEntry, Sequence[Any]]:
         """Stage, save, warm up, restore, record, restore: what the region mutates is as it was before.
 
         Returns the entry, and the flat outputs of the recording, which own their pool memory; the entry does not.
@@ -76,7 +76,7 @@ class Recorder:
             DeviceError: an argument lies on another device.
         """
         device = self.runtime.device_for(self.call.leaves)
-        inside = InsideCapture(device.call, observed=[] if self.policy.compare else None)
+        inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
         held = self.arena.held()
         try:
             return self._recorded(device, inside, context, tally)
@@ -88,7 +88,7 @@ class Recorder:
                 self.arena.restore(held)
 
     def _recorded(
-        self, device: GraphDevice, inside: InsideCapture, context: ForwardContext, tally: Tally
+        self, device: GraphDevice, inside: RegionCalls, context: ForwardContext, tally: RunningCounts
     ) -> tuple[GraphEntry, Sequence[Any]]:
         sources = self._sources(device.device)
         leaves, mutated_positions = self.call.leaves, self.call.mutated
@@ -160,7 +160,7 @@ class Recorder:
             inputs[position] = buffer
         return inputs
 
-    def _explain(self, error: BaseException, inside: InsideCapture, context: ForwardContext) -> None:
+    def _explain(self, error: BaseException, inside: RegionCalls, context: ForwardContext) -> None:
         """Raise what says where ``error`` came from, with key and bytes; an interrupt, or an error of ours, does."""
         refused = error if isinstance(error, CaptureError) and inside.failed is not None else None
         if not isinstance(error, Exception) or (isinstance(error, GraphpassError) and refused is None):
@@ -228,7 +228,7 @@ class _Body:
         name: str,
         runnable: Callable[..., Any],
         spec: Any,
-        inside: InsideCapture,
+        inside: RegionCalls,
         inputs: list[Any],
         keep_results: Callable[[list[Any]], list[Any]] | None,
     ) -> None:
@@ -252,7 +252,7 @@ class _Body:
 
 
 @contextlib.contextmanager
-def _surroundings(mode: CUDAGraphMode, inside: InsideCapture, log: ReadLog, context: ForwardContext) -> Iterator[None]:
+def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, context: ForwardContext) -> Iterator[None]:
     """What a region sees while it is warmed up and recorded under ``context``."""
     descriptor = context.batch_descriptor
     assert descriptor is not None

@@ -11,7 +11,7 @@ import torch
 from graphpass import compat
 from graphpass.context import current_context
 
-__all__ = ["CompiledWithin", "InsideCapture", "Observed", "call_compiled"]
+__all__ = ["CompiledWithin", "Observed", "RegionCalls", "call_compiled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Observed:
 
 
 @dataclass(slots=True)
-class InsideCapture:
+class RegionCalls:
     """Stands in the forward context: a wrapper that finds it there passes its call through, so the outermost captures.
 
     Attributes:

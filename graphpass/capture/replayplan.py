@@ -18,7 +18,7 @@ import torch
 
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads, joined
-from graphpass.capture.counts import Tally
+from graphpass.capture.counts import RunningCounts
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
@@ -93,7 +93,7 @@ class ReplayPlan:
     steps: tuple[tuple[str, str], ...]
     generation: int
     _function: Callable[..., Any]
-    _tallies: tuple[tuple[Tally, int], ...]
+    _tallies: tuple[tuple[RunningCounts, int], ...]
     _pool_storages: frozenset[int]
     _pool_outputs: tuple[torch.Tensor, ...]
     _statics: StaticSet

@@ -21,7 +21,7 @@ from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
-from graphpass.capture.pool import PoolTurn
+from graphpass.capture.pool import PoolLease
 from graphpass.capture.recompiles import captured_earlier, left_behind
 from graphpass.capture.records import CallableRecord, CaptureScope, RuntimeStats
 from graphpass.capture.runtimereport import report_of
@@ -54,14 +54,14 @@ class _Wrapper(Protocol):
     def captured(self) -> list[BatchDescriptor]: ...
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
-    def set_aside(self) -> Callable[[], None]: ...
+    def hidden(self) -> Callable[[], None]: ...
 
 
 class GraphRuntime:
     """Owns pool, capture stream, entries and statistics of every callable made with it.
 
     Use it as a context manager, or call :meth:`close`: graphs and their pool live as long as the runtime holds them.
-    Graphs of one runtime share a pool, so one forward runs at a time; see :class:`~graphpass.capture.pool.PoolTurn`.
+    Graphs of one runtime share a pool, so one forward runs at a time; see :class:`~graphpass.capture.pool.PoolLease`.
 
     Args:
         pool: a CUDA graph pool handle to share with others; None for one of its own.
@@ -72,7 +72,7 @@ class GraphRuntime:
         self._given_pool = pool
         self._device: GraphDevice | None = None
         self._keeps_recordings = False
-        self._turn = PoolTurn()
+        self._turn = PoolLease()
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
         self._owned: dict[type, Any] = {}
@@ -188,7 +188,7 @@ class GraphRuntime:
         pool = (self._device, self._given_pool, self._views)
         forward = (self._forward, self._forward_storages, self._forward_entries, self._written, self._written_by)
         generation = self.generation
-        aside = {id(wrapper): wrapper.set_aside() for wrapper in self._alive()}
+        aside = {id(wrapper): wrapper.hidden() for wrapper in self._alive()}
         self._given_pool, self._views, self._keeps_recordings = None, HandedViews(), True
         self._device = None if self._device is None else self._make_device(self._device.device)
         self._forward, self._forward_storages, self._forward_entries = None, set(), []
@@ -203,7 +203,7 @@ class GraphRuntime:
                     aside[id(wrapper)]()
                 else:  # compiled in the body, and kept
                     wrapper.close()
-                    wrapper.set_aside()
+                    wrapper.hidden()
             self._forward, self._forward_storages, self._forward_entries, self._written, self._written_by = forward
             used, (self._device, self._given_pool, self._views) = self._device, pool
             self._keeps_recordings = False
@@ -391,7 +391,7 @@ class GraphRuntime:
             PoolBusyError: another forward of this thread has the pool.
         """
         device = self.device_for(leaves)
-        is_outermost = self._turn.take(context, who)
+        is_outermost = self._turn.acquire(context, who)
         if is_outermost:
             try:
                 if self._forward is None or self._forward() is not context:
@@ -400,11 +400,11 @@ class GraphRuntime:
                 self._forward_entries.clear()
                 device.begin_forward()
             except BaseException:
-                self._turn.give_back()
+                self._turn.release()
                 raise
         return is_outermost
 
-    def follow_last_forward(self) -> None:
+    def order_after_last_forward(self) -> None:
         """Order the current stream's work behind the last forward: it may still be reading what is written now."""
         if self._device is not None:
             self._device.begin_forward()
@@ -415,7 +415,7 @@ class GraphRuntime:
 
     def exit_forward(self) -> None:
         """End what :meth:`enter_forward` began."""
-        self._turn.give_back()
+        self._turn.release()
 
     def before_replay(self, entry: GraphEntry) -> None:
         """Outputs of earlier forwards are stale from here on; those of ``entry`` belong to this one."""

@@ -10,7 +10,14 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-__all__ = ["capture_progress", "may_freeze", "quietly", "steadily", "without_cached_casts", "without_collections"]
+__all__ = [
+    "capture_progress",
+    "capture_settings",
+    "may_freeze",
+    "replay_settings",
+    "without_cached_casts",
+    "without_collections",
+]
 
 Key = TypeVar("Key")
 # Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
@@ -18,7 +25,7 @@ _FROZEN_BY_PYTHON = 10_000
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
+def replay_settings() -> Iterator[None]:
     """Without autograd and outside of inference mode: how everything is compiled, captured and run."""
     with torch.inference_mode(False), torch.no_grad():
         yield
@@ -36,9 +43,9 @@ def without_cached_casts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def steadily() -> Iterator[None]:
-    """:func:`quietly`, and with autocast as while a graph is captured: what is compiled inside serves captures, too."""
-    with without_cached_casts(), quietly():
+def capture_settings() -> Iterator[None]:
+    """:func:`replay_settings` without autocast's cache, as in a capture: compiled code serves captures, too."""
+    with without_cached_casts(), replay_settings():
         yield
 
 

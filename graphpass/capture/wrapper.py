@@ -27,7 +27,7 @@ import torch
 from graphpass import compat
 from graphpass.capture.arguments import Call, InputRoles
 from graphpass.capture.compare import EagerRun
-from graphpass.capture.counts import Counts, Tally
+from graphpass.capture.counts import Counts, RunningCounts
 from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.policy import CapturePolicy
@@ -51,7 +51,7 @@ class _Captured:
     """All that captures have left in a wrapper."""
 
     entries: EntryTable = field(default_factory=EntryTable)
-    tallies: dict[BatchDescriptor, Tally] = field(default_factory=dict)
+    tallies: dict[BatchDescriptor, RunningCounts] = field(default_factory=dict)
     death_watch: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     arena: BufferArena = field(default_factory=BufferArena)
 
@@ -115,7 +115,7 @@ class CUDAGraphWrapper:
         )
         self._policy = policy or CapturePolicy()
         self._entries = EntryTable()
-        self._tallies: dict[BatchDescriptor, Tally] = {}
+        self._tallies: dict[BatchDescriptor, RunningCounts] = {}
         self._death_watch: dict[int, tuple[Any, ...]] = {}
         self._arena = BufferArena()
         self._flat_spec: Any = None
@@ -171,7 +171,7 @@ class CUDAGraphWrapper:
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
         """Do not count the replays of a key in the body: they check it."""
-        before = self._tallies.get(descriptor, Tally())
+        before = self._tallies.get(descriptor, RunningCounts())
         replayed, copied = before.replayed, before.copied
         try:
             yield
@@ -195,7 +195,7 @@ class CUDAGraphWrapper:
         self._death_watch.clear()
         self._arena.clear()
 
-    def set_aside(self) -> Callable[[], None]:
+    def hidden(self) -> Callable[[], None]:
         """As if nothing had ever been captured; what is returned drops what has been since, and puts all back."""
         held = _Captured(self._entries, self._tallies, self._death_watch, self._arena)
         self._hold(_Captured())
@@ -283,7 +283,7 @@ class CUDAGraphWrapper:
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
     ) -> tuple[GraphEntry, Sequence[Any]]:
         baked = self._permit_capture(context, descriptor, call)
-        tally = self._tallies.setdefault(descriptor, Tally())
+        tally = self._tallies.setdefault(descriptor, RunningCounts())
         entry, recorded = Recorder(
             name=self.name,
             mode=self._mode,

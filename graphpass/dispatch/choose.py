@@ -162,7 +162,7 @@ def _scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 def _possible_rungs(
     weights: NDArray[np.float64], costs: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Places of the sizes that an optimal ladder of fewest rungs may have, and the weight each takes from below too.
+    """DictSlots of the sizes that an optimal ladder of fewest rungs may have, and the weight each takes from below too.
 
     Their costs ascend strictly, and all weights but the last one's are positive: another rung always saves something.
     """

@@ -13,11 +13,10 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
 )
-from graphpass.encoder.sharding import Balance, balance_items
+from graphpass.encoder.sharding import ItemShares, balance_items
 from graphpass.encoder.stats import EncoderStats
 
 __all__ = [
-    "Balance",
     "EncoderAxis",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
@@ -25,6 +24,7 @@ __all__ = [
     "EncoderItemSpec",
     "EncoderOptions",
     "EncoderStats",
+    "ItemShares",
     "PackedBatch",
     "PackingCosts",
     "SupportsEncoderCompilation",

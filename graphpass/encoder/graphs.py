@@ -30,7 +30,8 @@ __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
 class EncoderGraphs:
     """Captures keys of one encoder and replays them over shared buffers. They share one pool.
 
-    All of it runs in :func:`graphpass.capture.surroundings.steadily`, and :meth:`capture` in ``runtime.capturing()``.
+    All of it runs in :func:`graphpass.capture.surroundings.capture_settings`; :meth:`capture` also in
+    ``runtime.capturing()``.
 
     Args:
         model: the encoder.
@@ -81,7 +82,7 @@ class EncoderGraphs:
         """The outputs for ``items`` with the padding behind them: in the pool, valid until the next replay."""
         values = self._model.prepare_encoder_cudagraph_replay_buffers(items, key)
         # An earlier replay, on another stream, may still be reading what is filled now.
-        self.runtime.follow_last_forward()
+        self.runtime.order_after_last_forward()
         self.buffers.fill(key, values)
         return self.run(key)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
-from graphpass.capture.surroundings import steadily
+from graphpass.capture.surroundings import capture_settings
 from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.graphs import check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
@@ -136,7 +136,7 @@ class EncoderCudaGraphManager:
             CaptureError: there are graphs already.
             EncoderConfigError: the encoder does not keep to its configuration.
         """
-        with self._lock, steadily():
+        with self._lock, capture_settings():
             if self._captured is not None and self._captured.budgets:
                 raise CaptureError(
                     "the encoder is captured already",
@@ -157,7 +157,7 @@ class EncoderCudaGraphManager:
         Raises:
             CaptureError: one of them failed.
         """
-        with self._lock, steadily():
+        with self._lock, capture_settings():
             if not self._options.enable:
                 return NOTHING_ESTIMATED
             self._compile()
@@ -197,7 +197,7 @@ class EncoderCudaGraphManager:
             EncoderConfigError: the model does not keep to its configuration.
             ShapeError: what it prepares does not fit the buffers.
         """
-        with self._lock, steadily():
+        with self._lock, capture_settings():
             results = self._encoded(items) if self._agreement is None else self._encoded_by_all(items, self._agreement)
             if self._counts.requests % self._options.log_every == 0:
                 _log.info("%s", self.get_cumulative_stats().summary())

@@ -17,7 +17,7 @@ from graphpass.encoder.protocol import EncoderItemSpec
 from graphpass.errors import AgreementError, EncoderConfigError
 from graphpass.ranks.group import DataParallelAgreement
 
-__all__ = ["Balance", "EncodeShare", "balance_items", "encoded_by_all", "gather_rows"]
+__all__ = ["EncodeShare", "ItemShares", "balance_items", "encoded_by_all", "gather_rows"]
 
 EncodeShare = Callable[
     [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
@@ -30,7 +30,7 @@ these, one after the other.
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class ItemShares:
     """Items distributed over ranks.
 
     Attributes:
@@ -49,7 +49,7 @@ class Balance:
         return self.order[first : first + self.counts[rank]]
 
 
-def balance_items(sizes: Sequence[int], num_ranks: int) -> Balance:
+def balance_items(sizes: Sequence[int], num_ranks: int) -> ItemShares:
     """Largest item first, each to the rank that has least, of equally loaded ranks to the one of fewest items.
 
     The longest-processing-time rule: no rank has more than 4/3 of what the best distribution has to give to one. It
@@ -75,7 +75,7 @@ def balance_items(sizes: Sequence[int], num_ranks: int) -> Balance:
         load, count, rank = least[0]
         shares[rank].append(item)
         heapq.heapreplace(least, (load + sizes[item], count + 1, rank))
-    return Balance(
+    return ItemShares(
         order=[item for share in shares for item in share],
         counts=[len(share) for share in shares],
         loads=[sum(sizes[item] for item in share) for share in shares],
@@ -181,7 +181,7 @@ def _check_dtype(output: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def gather_rows(
-    own: Sequence[torch.Tensor], balance: Balance, tokens: Sequence[int], group: Any
+    own: Sequence[torch.Tensor], balance: ItemShares, tokens: Sequence[int], group: Any
 ) -> tuple[torch.Tensor, ...]:
     """Every item's rows from the rank that has them, in the order of the items.
 
@@ -208,7 +208,7 @@ def gather_rows(
     return tuple(columns.index_select(0, rows) for columns in everything.split(widths, dim=1))
 
 
-def _rows_in_order(balance: Balance, tokens: Sequence[int], longest: int) -> list[int]:
+def _rows_in_order(balance: ItemShares, tokens: Sequence[int], longest: int) -> list[int]:
     """Where the rows of each item lie among the padded shares of all ranks, for the items in order."""
     first_row = [0] * len(tokens)
     for rank in range(len(balance.counts)):

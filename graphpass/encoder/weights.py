@@ -10,7 +10,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.ambient import training_of
-from graphpass.capture.dictslots import Places
+from graphpass.capture.dictslots import DictSlots
 
 __all__ = ["EncoderWeights", "SharesWeights"]
 
@@ -30,7 +30,7 @@ class EncoderWeights:
     is, that it has as attributes, and that are within other objects and containers that it has.
     """
 
-    _places: Places
+    _places: DictSlots
     _children: tuple[dict[str, Any], ...]
     _num_children: int
     _tensors: list[Any]
@@ -53,7 +53,7 @@ class EncoderWeights:
         children = tuple(module._modules for module in modules)
         tensors = list({id(kept): kept for _, _, kept in places if isinstance(kept, torch.Tensor)}.values())
         return cls(
-            Places.of(places),
+            DictSlots.of(places),
             children,
             sum(map(len, children)),
             tensors,

@@ -26,7 +26,7 @@ from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import LeafSources, Reached, leaf_sources, symbols_of
 from graphpass.engine.stats import CapturedKey
-from graphpass.engine.step import KeyStep, Learned, PaddedInputs
+from graphpass.engine.step import CapturedStep, Learned, PaddedInputs
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder import DeviceMemory, Key, MemoryMeter
@@ -35,13 +35,13 @@ from graphpass.modes import CUDAGraphMode
 from graphpass.offload.offloader import WeightOffloader
 from graphpass.options import Settings
 
-__all__ = ["KeyCapture"]
+__all__ = ["KeyCapturer"]
 
 _LEAST_SYMBOLIC = 2
 _NOTHING_OFFLOADED = contextlib.nullcontext()
 
 
-class KeyCapture:
+class KeyCapturer:
     """Compiles a model and captures its keys over a manager's buffers.
 
     Args:
@@ -237,7 +237,7 @@ class KeyCapture:
         example = self._attention.example(key, query_len=query_len)
         return self._attention.build(example, key if mode is CUDAGraphMode.FULL else None)
 
-    def capture(self, key: Key) -> tuple[KeyStep, CapturedKey]:
+    def capture(self, key: Key) -> tuple[CapturedStep, CapturedKey]:
         """Capture one key inside an open scope, and learn how to replay it past Dynamo.
 
         That it is captured is for the caller to tell the dispatcher.
@@ -264,7 +264,7 @@ class KeyCapture:
         self._check_graphs(scope.reached, inputs)
         # Python that a branch on the size adds has to run, though the first run had none.
         is_direct = is_direct and not any(callable_.side_effects for callable_, _, _ in scope.reached)
-        step = self._key_step(scope, inputs, result) if is_direct else KeyStep(inputs, (), None, False, None)
+        step = self._key_step(scope, inputs, result) if is_direct else CapturedStep(inputs, (), None, False, None)
         scope.reached.clear()  # it holds results, which keep their pool memory
         elapsed = time.perf_counter() - started
         return step, CapturedKey(mode, descriptor, elapsed, self.meter.reading() - before)
@@ -279,7 +279,7 @@ class KeyCapture:
 
         return end
 
-    def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> KeyStep:
+    def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> CapturedStep:
         assert self._learned is not None
         leaves, spec = compat.tree_flatten(result)
         sources = leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers))
@@ -293,7 +293,7 @@ class KeyCapture:
             assert guards is not None
             self._guards[callable_] = guards
         plan = next((plan for plan in reversed(scope.plans) if plan.name == callable_.name), None)
-        return KeyStep(inputs, tuple(args), plan, callable_.returns_flat, guards)
+        return CapturedStep(inputs, tuple(args), plan, callable_.returns_flat, guards)
 
     def _key_sizes(self, key: BatchDescriptor) -> dict[str, int]:
         """The padded size of each field; all rows of an input by request, where the key names no number of them."""

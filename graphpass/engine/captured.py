@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 
 from graphpass.capture import GraphRuntime
-from graphpass.capture.surroundings import capture_progress, quietly
+from graphpass.capture.surroundings import capture_progress, replay_settings
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.engine.buffers import StepBuffers
-from graphpass.engine.capture import KeyCapture
+from graphpass.engine.capture import KeyCapturer
 from graphpass.engine.groups import keys_by_group
 from graphpass.engine.refusals import moved_weights, nothing_to_capture
 from graphpass.engine.stats import CapturedKey
-from graphpass.engine.step import KeyStep
+from graphpass.engine.step import CapturedStep
 from graphpass.ladder import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ranks.conversation import AgreedSteps
 
-__all__ = ["CapturedKeys"]
+__all__ = ["CapturedLadder"]
 
 
-class CapturedKeys:
+class CapturedLadder:
     """What a manager has captured, and how it captures the rest.
 
     Args:
@@ -39,14 +39,14 @@ class CapturedKeys:
         self,
         dispatcher: CudagraphDispatcher,
         inputs: StepBuffers,
-        keys: KeyCapture,
+        keys: KeyCapturer,
         runtime: GraphRuntime,
         ranks: AgreedSteps | None,
     ) -> None:
         self._dispatcher, self._inputs, self._keys = dispatcher, inputs, keys
         self._runtime, self._ranks = runtime, ranks
         self._estimate: MemoryEstimate | None = None
-        self.steps: dict[Key, KeyStep] = {}
+        self.steps: dict[Key, CapturedStep] = {}
         self.records: dict[Key, CapturedKey] = {}
         self.left_out: tuple[Key, ...] = ()
 
@@ -75,7 +75,7 @@ class CapturedKeys:
             raise nothing_to_capture(len(self.records))
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else None
-        with quietly(), self._inputs.kept(), self._keys.state_kept(), self._runtime.capturing():
+        with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.capturing():
             self.left_out = self._capture_in_order(max_bytes, fits)
         self._keys.meter.settle()  # nothing needs any more what warm-ups have left cached
         if self.left_out:
@@ -101,7 +101,7 @@ class CapturedKeys:
 
     def estimate(self) -> MemoryEstimate:
         """What capturing every key takes, see :meth:`CudaGraphManager.estimate`."""
-        with quietly():
+        with replay_settings():
             self._keys.learn()
             keys, known = self._all(), self._estimate
             if self._on_some_rank(known is None or known.keys != tuple(keys)):
@@ -120,14 +120,14 @@ class CapturedKeys:
 
     # -- one of them --------------------------------------------------------------------------------------------------
 
-    def step_of(self, key: Key) -> KeyStep:
+    def step_of(self, key: Key) -> CapturedStep:
         """The graph of a key; captured now where there is none, or where it reads weights that were replaced."""
         found = self.steps.get(key)
         if found is not None and found.holds(self._keys.modules, self._runtime.generation):
             return found
         return self._captured_anew(key, found)
 
-    def _captured_anew(self, key: Key, found: KeyStep | None) -> KeyStep:
+    def _captured_anew(self, key: Key, found: CapturedStep | None) -> CapturedStep:
         mode, descriptor = key
         is_known = key in self.records
         # Ranks that capture in a step on their own leave the others waiting.
@@ -141,11 +141,11 @@ class CapturedKeys:
         if found is not None:  # others that hold the same weights would keep them alive until their next use
             self.steps = {other: step for other, step in self.steps.items() if step.guards is not found.guards}
             del found
-        self._runtime.follow_last_forward()
-        with quietly(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scope_opened():
+        self._runtime.order_after_last_forward()
+        with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scope_opened():
             return self._capture(key)
 
-    def _capture(self, key: Key) -> KeyStep:
+    def _capture(self, key: Key) -> CapturedStep:
         self.steps[key], self.records[key] = self._keys.capture(key)
         self._dispatcher.mark_captured(*key)
         return self.steps[key]

@@ -16,7 +16,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.ambient import AmbientState
-from graphpass.capture.dictslots import Places
+from graphpass.capture.dictslots import DictSlots
 from graphpass.errors import CaptureError, ShapeError
 
 __all__ = [
@@ -53,7 +53,7 @@ def _shown(name: str, state: AmbientState, modules: Sequence[torch.nn.Module]) -
     return f"{training} of {len(modules)} modules in training mode"
 
 
-class OwnedTensors(Places):
+class OwnedTensors(DictSlots):
     """Where a model keeps the tensors that a captured call was given.
 
     The modules on the way to a tensor are among the places: replacing one replaces the tensor.

@@ -17,12 +17,12 @@ import torch
 
 from graphpass import compat
 from graphpass.capture import GraphRuntime
-from graphpass.capture.surroundings import quietly
+from graphpass.capture.surroundings import replay_settings
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
-from graphpass.engine.capture import KeyCapture
-from graphpass.engine.captured import CapturedKeys
+from graphpass.engine.capture import KeyCapturer
+from graphpass.engine.captured import CapturedLadder
 from graphpass.engine.guards import modules_of
 from graphpass.engine.metadata import fields_named
 from graphpass.engine.refusals import (
@@ -34,7 +34,7 @@ from graphpass.engine.refusals import (
     too_large,
 )
 from graphpass.engine.stats import ManagerStats, StepCounts
-from graphpass.engine.step import KeyStep, Learned, PaddedInputs
+from graphpass.engine.step import CapturedStep, Learned, PaddedInputs
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder import Key, MemoryEstimate
 from graphpass.modes import CUDAGraphMode
@@ -96,10 +96,12 @@ class CudaGraphManager:
             offloader.check_model(modules, self._inputs.device)
         self._bound_mode()
         num_ranks = None if agreement is None else agreement.num_ranks
-        self._keys = KeyCapture(model, dispatcher, self._inputs, attention, self.runtime, options, offloader, num_ranks)
+        self._keys = KeyCapturer(
+            model, dispatcher, self._inputs, attention, self.runtime, options, offloader, num_ranks
+        )
         self._ranks = None if agreement is None else self._steps_of_ranks(agreement)
         self._fields = frozenset(dispatcher.capture_fields)
-        self._captured = CapturedKeys(dispatcher, self._inputs, self._keys, self.runtime, self._ranks)
+        self._captured = CapturedLadder(dispatcher, self._inputs, self._keys, self.runtime, self._ranks)
         self._counts = StepCounts()
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
@@ -296,8 +298,8 @@ class CudaGraphManager:
         if self.attention is not None:
             query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
             attention = self.attention.example(step.descriptor, query_len=query_len)
-        self.runtime.follow_last_forward()
-        with quietly(), self._keys.state_kept(is_step=True):
+        self.runtime.order_after_last_forward()
+        with replay_settings(), self._keys.state_kept(is_step=True):
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
@@ -313,11 +315,11 @@ class CudaGraphManager:
         self._counts.replayed(key, batch.num_tokens)
         return result
 
-    def _replay(self, step: KeyStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
+    def _replay(self, step: CapturedStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
         mode, descriptor = key
         learned = self._keys.learn()
         # What is filled now may still be read by a replay on another stream.
-        self.runtime.follow_last_forward()
+        self.runtime.order_after_last_forward()
         self._inputs.fill(batch.inputs, sizes, step.inputs.buffers)
         metadata = None
         if self.attention is not None:
@@ -326,7 +328,7 @@ class CudaGraphManager:
         entered = self._keys.context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across)
         with entered as context, self._keys.onloaded(mode), fields_named(self.attention, metadata):
             if step.plan is None:
-                with quietly():
+                with replay_settings():
                     self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
             else:
                 assert context is not None
@@ -348,7 +350,7 @@ class CudaGraphManager:
         cause = step.reason if decision is None else decision.agreed.reason  # of all ranks: none refuses it alone
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
-        with quietly():
+        with replay_settings():
             learned = self._keys.learn()
             if step.reason is DispatchReason.EMPTY:
                 return learned.result(sizes)
@@ -361,7 +363,7 @@ class CudaGraphManager:
                 num_active_loras=num_loras,
             )
             inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": unpadded.num_tokens})
-            self.runtime.follow_last_forward()
+            self.runtime.order_after_last_forward()
             self._inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = None if self.attention is None else self.attention.build(batch.attention, None)
             across = None if decision is None else decision.agreed.num_tokens_across_dp

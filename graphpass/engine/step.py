@@ -15,7 +15,7 @@ from graphpass.engine.results import LeafSources, ResultRecipe
 from graphpass.errors import ShapeError
 from graphpass.ladder.padding import InputBuffer
 
-__all__ = ["KeyStep", "Learned", "PaddedInputs"]
+__all__ = ["CapturedStep", "Learned", "PaddedInputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyStep:
+class CapturedStep:
     """One captured key.
 
     Attributes:

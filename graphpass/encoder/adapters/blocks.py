@@ -12,7 +12,7 @@ import torch
 
 from graphpass import compat
 from graphpass.capture.regioncalls import call_compiled
-from graphpass.capture.surroundings import steadily
+from graphpass.capture.surroundings import capture_settings
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 from graphpass.encoder.weights import EncoderWeights, SharesWeights
@@ -105,8 +105,8 @@ def _may_see_all_rows(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """:func:`steadily`, and no graph is asked for, also where the caller is in the forward of another model."""
-    with steadily(), set_forward_context():
+    """:func:`capture_settings`, and no graph is asked for, also where the caller is in the forward of another model."""
+    with capture_settings(), set_forward_context():
         yield
 
 

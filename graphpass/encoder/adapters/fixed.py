@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.surroundings import steadily
+from graphpass.capture.surroundings import capture_settings
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
 from graphpass.encoder.attention import EQUAL_ATTENTION
@@ -132,7 +132,7 @@ class FixedSizeAdapter(ABC):
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """The rows of each image, one after the other, [key.tokens, width]; zero behind the last whole image."""
-        with steadily():
+        with capture_settings():
             rows = self._forward(buffers["pixel_values"])
         return torch.cat([rows, rows.new_zeros(key.tokens - len(rows), rows.shape[1])])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.surroundings import steadily
+from graphpass.capture.surroundings import capture_settings
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
 from graphpass.encoder.adapters.items import Grid, GridItems
@@ -158,7 +158,7 @@ class GridAdapter(ABC):
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each output of the tower, [key.tokens, width]."""
-        with steadily():
+        with capture_settings():
             return self._forward(buffers)
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:

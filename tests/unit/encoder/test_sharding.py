@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import Balance, EncoderConfigError, EncoderItemSpec, balance_items
+from graphpass import EncoderConfigError, EncoderItemSpec, ItemShares, balance_items
 from graphpass.encoder import sharding
 from graphpass.encoder.sharding import encoded_by_all
 
@@ -22,15 +22,15 @@ SIZES = st.lists(st.integers(0, 100), max_size=40)
 @pytest.mark.parametrize(
     ("sizes", "num_ranks", "expected"),
     [
-        ([], 2, Balance([], [0, 0], [0, 0])),
-        ([5], 3, Balance([0], [1, 0, 0], [5, 0, 0])),
-        ([1, 9, 4, 4], 2, Balance([1, 2, 3, 0], [1, 3], [9, 9])),
-        ([3, 3, 3, 3], 2, Balance([0, 2, 1, 3], [2, 2], [6, 6])),
-        ([0, 0, 0], 2, Balance([0, 2, 1], [2, 1], [0, 0])),
-        ([7, 2], 1, Balance([0, 1], [2], [9])),
+        ([], 2, ItemShares([], [0, 0], [0, 0])),
+        ([5], 3, ItemShares([0], [1, 0, 0], [5, 0, 0])),
+        ([1, 9, 4, 4], 2, ItemShares([1, 2, 3, 0], [1, 3], [9, 9])),
+        ([3, 3, 3, 3], 2, ItemShares([0, 2, 1, 3], [2, 2], [6, 6])),
+        ([0, 0, 0], 2, ItemShares([0, 2, 1], [2, 1], [0, 0])),
+        ([7, 2], 1, ItemShares([0, 1], [2], [9])),
     ],
 )
-def test_largest_first_to_the_least_loaded_rank(sizes: list[int], num_ranks: int, expected: Balance) -> None:
+def test_largest_first_to_the_least_loaded_rank(sizes: list[int], num_ranks: int, expected: ItemShares) -> None:
     assert balance_items(sizes, num_ranks) == expected
 
 
