@@ -26,7 +26,7 @@ SIZES = (
     ({"b": 2, "s": 3}, {"b": 4, "s": 1}),
 )
 SCALES = (1.0, 1e4)
-_LARGE, _ROUNDING = 1e8, 1e-16
+_LARGE, _MASKS, _ROUNDING = 1e8, 1e30, 1e-16
 TOLERANCE = 1e-8
 
 FINITE, VISIBLE, SCORES = "padding is finite", "visible real entry", "scores are small"
@@ -149,7 +149,8 @@ class Runs:
             nonlocal largest
             for value in result if isinstance(result, (tuple, list)) else [result]:
                 if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-                    largest = max(largest, float(value.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+                    sizes = value.nan_to_num(0.0, 0.0, 0.0).abs()
+                    largest = max(largest, float(sizes[sizes < _MASKS].max())) if (sizes < _MASKS).any() else largest
 
         walk(self.graph, [value.clone() for value in inputs], see)
         real, larger = self.of(inputs), self.of(padded)
