@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.surroundings import replay_settings
+from graphpass.compat import dynamo, transforms, trees
 from graphpass.errors import CaptureError, GraphpassError
 
 __all__ = ["CompiledModel"]
@@ -75,7 +75,7 @@ class CompiledModel:
         serves inside. Tensors made in inference mode can be written to in there alone: with them it stays.
         """
         if torch.is_inference_mode_enabled():
-            leaves = compat.tree_flatten((args, dict(kwargs)))[0]
+            leaves = trees.flatten((args, dict(kwargs)))[0]
             stays = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)
             return contextlib.nullcontext() if stays or self._is_of_inference_mode else replay_settings()
         return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
@@ -99,7 +99,7 @@ class CompiledModel:
         except GraphpassError:
             raise
         except Exception as error:
-            if not compat.came_from_tracing(error):
+            if not dynamo.came_from_tracing(error):
                 raise
             raise _typed(error) from error
         if self.runtime.num_entered == num_entered:
@@ -120,7 +120,7 @@ class CompiledModel:
     def _report_no_graph(self, compiled: Callable[..., Any]) -> None:
         """No callable of the runtime was entered: the model has nothing to compile, or Dynamo has given it up."""
         functions = (inspect.unwrap(compiled), inspect.unwrap(self._uncompiled()))
-        if not any(map(compat.is_at_recompile_limit, functions)):
+        if not any(map(dynamo.is_at_recompile_limit, functions)):
             self.runtime.note("a call reached no graph: Dynamo found nothing to compile, or was off")
             return
         self._fallbacks.report(
@@ -136,7 +136,7 @@ class CompiledModel:
 
 
 def _refuse_transforms() -> None:
-    transform = compat.active_transform()
+    transform = transforms.active_transform()
     if transform is not None:
         raise CaptureError(
             f"a graphed model was called inside {transform}",

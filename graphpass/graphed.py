@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from graphpass import compat
 from graphpass.callforms import CompiledModel
 from graphpass.capture import GraphRuntime
 from graphpass.capture.lookup import runtime_of, runtime_of_compiler
 from graphpass.capture.surroundings import capture_progress
+from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.symbols import key_symbols
@@ -196,7 +196,7 @@ def _check_options(given: Mapping[str, Any]) -> None:
     Raises:
         OptionError: one cannot be used, or the backend is not registered.
     """
-    backend = compat.registered_backend(_BACKEND)
+    backend = dynamo.registered_backend(_BACKEND)
     if backend is None:
         raise OptionError(
             f"torch.compile knows no backend {_BACKEND!r}",
@@ -250,9 +250,9 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 def _runtime_and_options(compiled: Any) -> tuple[GraphRuntime, Mapping[str, Any]]:
     if isinstance(compiled, GraphedModel):
         return compiled.runtime, compiled._graphed.given
-    compilers = compat.compilers_of(compiled)
+    compilers = dynamo.compilers_of(compiled)
     runtime = runtime_of_compiler(compilers[0]) if compilers else runtime_of(compiled)
-    return runtime, compat.backend_options(compilers[0]) if compilers else {}
+    return runtime, dynamo.backend_options(compilers[0]) if compilers else {}
 
 
 def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[_Reached]:
@@ -293,11 +293,11 @@ def _narrowed(
             if isinstance(value, torch.Tensor):
                 small = value
                 for dim, size in enumerate(graph_input.value.shape):
-                    if compat.expression_of(size) in symbols:
+                    if symbolic.expression_of(size) in symbols:
                         small = small.narrow(dim, 0, 1)
                 if small is not value:
                     narrowed.setdefault(id(value), small.clone(memory_format=torch.contiguous_format))
-    leaves, spec = compat.tree_flatten((args, kwargs))
+    leaves, spec = trees.flatten((args, kwargs))
     if not narrowed or not narrowed.keys() & set(map(id, leaves)):
         return None
-    return compat.tree_unflatten([narrowed.get(id(leaf), leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]
+    return trees.unflatten([narrowed.get(id(leaf), leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]

@@ -19,11 +19,11 @@ import torch
 from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
-from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.capture.counts import Counts
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.traffic import CallCounts
+from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
 from graphpass.errors import CaptureError, MismatchError, StaticInputError
@@ -106,7 +106,7 @@ class AutoDispatcher:
         """Run one call."""
         if self._rules.off is not None:
             return self._plain(self._rules.off, args)
-        if self._runtime.is_busy() or compat.is_capturing_stream(self._runtime.device):
+        if self._runtime.is_busy() or memory.is_capturing_stream(self._runtime.device):
             return self._plain(_BUSY, args)
         if any(not args[position].numel() for position in self._rules.dynamic):
             return self._plain("an input has no elements", args)
@@ -272,7 +272,7 @@ class AutoDispatcher:
                     self._check(call, context, args)
             given = call.filled(args)
             returned = self._key_outputs(call, context, given, clone=False)
-            flat = returned if self._owner.returns_flat else compat.tree_flatten(returned)[0]
+            flat = returned if self._owner.returns_flat else trees.flatten(returned)[0]
             cut = call.cuts.apply(flat, args)
             for padded in call.inputs:
                 if padded.is_written:
@@ -282,7 +282,7 @@ class AutoDispatcher:
         call.counts.saw(_volume(call.real), _volume(call.key.sizes))
         if self._owner.returns_flat:
             return type(returned)(cut)
-        return compat.tree_unflatten(cut, compat.tree_flatten(returned)[1])
+        return trees.unflatten(cut, trees.flatten(returned)[1])
 
     def _key_outputs(self, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
         if self._runtime.capture_is_open():
@@ -329,7 +329,7 @@ class AutoDispatcher:
 
         def replay() -> Sequence[Any]:
             returned = self._key_outputs(call, context, given, clone=False)
-            return returned if self._owner.returns_flat else compat.tree_flatten(returned)[0]
+            return returned if self._owner.returns_flat else trees.flatten(returned)[0]
 
         reached, is_noisy = padding_reaches(
             PaddedCall(

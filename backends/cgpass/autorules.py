@@ -11,7 +11,7 @@ import sympy
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes, sizes_of, symbols_in
 from cgpass.wholegraphs import never_full
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import KeyField, RecurringKeys
 from graphpass.dispatch.sizes import Ladder
@@ -84,7 +84,7 @@ class _KeyNames:
         self.candidates = {
             symbol: field
             for symbol, field in self.fields.items()
-            if symbol in of_dynamic - of_static and not compat.is_unbacked(symbol)
+            if symbol in of_dynamic - of_static and not symbolic.is_unbacked(symbol)
         }
         self.constants = {
             position: rule if isinstance(rule, (bool, int, float)) else None

@@ -18,13 +18,13 @@ from cgpass.eagerregion import EagerRegion
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.wholegraphs import never_full
-from graphpass import compat
 from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
 from graphpass.capture.transforms import refuse_transforms
 from graphpass.capture.wrapper import MAX_STATIC_SETS
+from graphpass.compat import sideeffects, transforms, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
 from graphpass.errors import CaptureError, ContextError
@@ -72,7 +72,7 @@ class GraphedCallable:
         taken: Sequence[int],
         ends_early: str | None,
         returns_flat: bool,
-        side_effects: tuple[compat.SideEffect, ...],
+        side_effects: tuple[sideeffects.SideEffect, ...],
         traces: Mapping[str, RegionTrace],
         auto: tuple[GraphSizes, AutoRules] | None,
     ) -> None:
@@ -136,7 +136,7 @@ class GraphedCallable:
         """Run with one argument for each of the partition's inputs."""
         context = current_context()
         self.runtime.num_entered += 1
-        if compat.transform_over(args) is not None:
+        if transforms.transform_over(args) is not None:
             return self._transformed(context, args)
         if context is None or context.capture is not None or context.owner is not None:
             return self._undirected(context, args)
@@ -181,7 +181,7 @@ class GraphedCallable:
     def _told_scope(self, args: tuple[Any, ...], outputs: Any) -> Any:
         scope = self.runtime.scope()
         if scope is not None:
-            scope.reached.append((self, args, tuple(compat.tree_flatten(outputs)[0])))
+            scope.reached.append((self, args, tuple(trees.flatten(outputs)[0])))
         return outputs
 
     def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
@@ -306,7 +306,7 @@ class GraphedCallable:
                 outputs = self._stitched(*args)
                 if not self._policy.compare:  # what is compared goes region by region
                     self._make_plan(descriptor, args, first)
-            flat = outputs if self.returns_flat else compat.tree_flatten(outputs)[0]
+            flat = outputs if self.returns_flat else trees.flatten(outputs)[0]
             pool = runtime.forward_pool_storages()
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
             if is_outermost and self._policy.debug and not clones:
@@ -376,7 +376,7 @@ class GraphedCallable:
 
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
-    return compat.tree_unflatten(flat, compat.tree_flatten(outputs)[1])
+    return trees.unflatten(flat, trees.flatten(outputs)[1])
 
 
 def _wrapped_regions(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from graphpass import compat
+from graphpass.compat import memory, symbolic
 from graphpass.regions import GraphInput, GuardedSymbols, Partition
 
 __all__ = ["GraphSizes", "InputLayout", "OutputNumber", "OutputTensor", "sizes_of", "symbols_in", "value_at"]
@@ -125,7 +125,7 @@ def symbols_in(expressions: Iterable[Expression]) -> frozenset[sympy.Symbol]:
 
 def sizes_of(parts: Partition) -> GraphSizes:
     """Read the sizes off the inputs and outputs of a partitioned graph."""
-    env = compat.shape_env_of(given.value for given in parts.inputs)
+    env = symbolic.shape_env_of(given.value for given in parts.inputs)
     simplified = _simplifier(env)
     layouts = {p: _layout(given.value, simplified, env) for p, given in enumerate(parts.inputs) if _is_tensor(given)}
     numbers = {
@@ -142,7 +142,7 @@ def sizes_of(parts: Partition) -> GraphSizes:
         outputs=_outputs(parts, simplified),
         guards=GuardedSymbols.from_values(given.value for given in parts.inputs),
         unread=in_shapes - places.keys(),
-        hints={symbol: int(hint) for symbol, hint in compat.hints_of(env).items()} if env is not None else {},
+        hints={symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()} if env is not None else {},
     )
 
 
@@ -152,7 +152,7 @@ def _is_tensor(given: GraphInput) -> bool:
 
 def _simplifier(env: Any) -> Callable[[Any], Expression]:
     def simplified(size: Any) -> Expression:
-        expression = compat.expression_of(size)
+        expression = symbolic.expression_of(size)
         assert expression is not None, "sizes are ints or symbolic"
         return env.replace(expression) if env is not None and isinstance(expression, sympy.Expr) else expression
 
@@ -176,7 +176,7 @@ def _places(
 
 def _layout(tensor: torch.Tensor, simplified: Callable[[Any], Expression], env: Any) -> InputLayout:
     strides = tuple(map(simplified, tensor.stride()))
-    hints = compat.hints_of(env) if env is not None else {}
+    hints = symbolic.hints_of(env) if env is not None else {}
     traced = [int(s.xreplace(hints)) if isinstance(s, sympy.Expr) else s for s in strides]
     order = sorted(range(tensor.dim()), key=lambda dim: (traced[dim], -dim))
     return InputLayout(tuple(map(simplified, tensor.shape)), strides, simplified(tensor.storage_offset()), tuple(order))
@@ -188,13 +188,13 @@ def _outputs(
     homes: dict[int | None, int] = {}
     for position, given in enumerate(parts.inputs):
         if isinstance(given.value, torch.Tensor):
-            homes.setdefault(compat.storage_id(given.value), position)
+            homes.setdefault(memory.storage_id(given.value), position)
     inputs = {given.name: position for position, given in enumerate(parts.inputs)}
     groups: dict[int | None, int] = {}
     found: list[OutputTensor | OutputNumber | None] = []
     for index, (name, value) in enumerate(parts.output_values()):
         if isinstance(value, torch.Tensor):
-            storage = compat.storage_id(value)
+            storage = memory.storage_id(value)
             found.append(
                 OutputTensor(
                     shape=tuple(map(simplified, value.shape)),

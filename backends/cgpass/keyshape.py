@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.dispatch.grid import SizeGrid
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
@@ -133,7 +133,7 @@ def _symbolic(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]]
     found = []
     for position, given in enumerate(inputs):
         if isinstance(given.value, torch.Tensor) and not given.is_static:
-            sizes = [compat.expression_of(size) for size in given.value.shape]
+            sizes = [symbolic.expression_of(size) for size in given.value.shape]
             dims = [dim for dim, size in enumerate(sizes) if counted & getattr(size, "free_symbols", frozenset())]
             if dims:
                 found.append((position, tuple(dims)))

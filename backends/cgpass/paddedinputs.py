@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cgpass.graphsizes import Expression, InputLayout, Sizes, symbols_in, value_at
-from graphpass import compat
+from graphpass.compat import memory
 from graphpass.errors import ShapeError
 from graphpass.padrules import PadRule
 
@@ -125,7 +125,7 @@ class PaddedMemory:
                 flat = torch.zeros(math.prod(shape), dtype=like.dtype, device=like.device)
                 self._flat[position] = flat
             view = flat.as_strided(shape, dense_strides(shape, layout.order))
-        compat.mark_static_address(view)
+        memory.mark_static_address(view)
         return view
 
     def num_bytes(self) -> int:

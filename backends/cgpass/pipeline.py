@@ -14,9 +14,9 @@ from cgpass.autorules import dispatched, padding_rows
 from cgpass.callable import GraphedCallable
 from cgpass.keysizes import KeySizes
 from cgpass.retraces import Retraces, TraceKey
-from graphpass import compat
 from graphpass.capture import CallableRecord, CompileSeconds, GraphRuntime
 from graphpass.capture.lookup import runtime_of_compiler
+from graphpass.compat import dynamo, modules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
 from graphpass.options import Settings
@@ -59,15 +59,15 @@ def backend(
             remedy="leave mode= out; cgpass captures graphs itself",
         )
     settings = Settings.of(options)
-    runtime = settings.runtime or runtime_of_compiler(compat.calling_compiler())
+    runtime = settings.runtime or runtime_of_compiler(dynamo.calling_compiler())
     _refuse_subclasses(example_inputs)
     name = runtime.next_callable_name()
     if _needs_autograd(example_inputs):
         return _training(name, graph_module, example_inputs, runtime, settings)
-    ends_early = compat.graph_break_reason(graph_module)
+    ends_early = dynamo.graph_break_reason(graph_module)
     whole = _own_copy(graph_module)
-    compat.specialize_wrapped_floats(whole)
-    side_effects = compat.side_effects_of_compilation()
+    dynamo.specialize_wrapped_floats(whole)
+    side_effects = sideeffects.side_effects_of_compilation()
     key = TraceKey.of(whole, settings, ends_early, side_effects)
     taken = _drop_unread_inputs(whole)
     start_s = time.perf_counter()
@@ -76,7 +76,7 @@ def backend(
     sizes = KeySizes.of(parts, whole, settings)
     # A graph whose sizes are all fixed has no padding to prove; a manager asks other questions of it.
     trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
-    compat.forget_arguments(whole.graph)
+    dynamo.forget_arguments(whole.graph)
     compiled = runtime.owned(RegionCompiler).compile(
         [region for region in parts.regions if region.kind == "captured"],
         settings.compiler,
@@ -97,7 +97,7 @@ def backend(
             name=name,
             regions=tuple((r.name, r.kind, r.reason, len(r.graph_module.graph.nodes)) for r in parts.regions),
             artifacts=compiled.num_new,
-            frame=compat.frame_id(),
+            frame=dynamo.frame_id(),
             reason=ends_early,
             seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s),
             admits=sizes.admits if sizes.symbols else None,
@@ -143,7 +143,7 @@ def _needs_autograd(example_inputs: Sequence[Any]) -> bool:
 
 def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
-        if isinstance(value, torch.Tensor) and compat.is_wrapper_subclass(value):
+        if isinstance(value, torch.Tensor) and modules.is_wrapper_subclass(value):
             raise DeviceError(
                 "tensor subclasses cannot be captured",
                 expected="plain tensors and parameters",
@@ -168,7 +168,7 @@ def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:
     """Erase tensor inputs that nothing reads, so that nothing copies them; the positions of the inputs that stay."""
     taken = []
     for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
-        if node.users or not isinstance(compat.example_value(node), torch.Tensor):
+        if node.users or not isinstance(dynamo.example_value(node), torch.Tensor):
             taken.append(position)
         else:
             graph_module.graph.erase_node(node)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from cgpass.callable import GraphedCallable
-from graphpass import compat
+from graphpass.compat import dynamo, sideeffects
 from graphpass.compile import CompiledRegion
 from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.options import Settings
@@ -41,7 +41,7 @@ class TraceKey:
     settings: Settings
     ends_early: str | None
     inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]
-    side_effects: tuple[compat.SideEffect, ...]
+    side_effects: tuple[sideeffects.SideEffect, ...]
     structure: StructuralKey
 
     @classmethod
@@ -50,7 +50,7 @@ class TraceKey:
         graph_module: fx.GraphModule,
         settings: Settings,
         ends_early: str | None,
-        side_effects: tuple[compat.SideEffect, ...],
+        side_effects: tuple[sideeffects.SideEffect, ...],
     ) -> TraceKey | None:
         """The key of the graph that Dynamo has just traced, with all its inputs and its numbers in place.
 
@@ -64,7 +64,7 @@ class TraceKey:
             return None
         inputs = graph_inputs(graph)
         return cls(
-            frame=compat.frame_id(),
+            frame=dynamo.frame_id(),
             settings=settings,
             ends_early=ends_early,
             inputs=tuple((given.source_name, given.is_static, given.marked_dims) for given in inputs),

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.layout import storage_id
+from graphpass.compat import memory, trees
 from graphpass.errors import DeviceError
 
 __all__ = ["Call", "InputRoles", "device_of"]
@@ -51,10 +51,10 @@ class Call:
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
         """Sort out one call; ``spec`` is its structure, the object that later calls are compared with first."""
-        leaves, _ = compat.tree_flatten((tuple(args), dict(kwargs)))
+        leaves, _ = trees.flatten((tuple(args), dict(kwargs)))
         tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
-        marked = {p for p in tensors if compat.has_static_address(leaves[p])}
+        marked = {p for p in tensors if memory.has_static_address(leaves[p])}
         owned = (_positions(args, kwargs, roles.module_owned) & tensors) | parameters
         return cls(
             leaves=leaves,
@@ -87,7 +87,7 @@ def _positions(args: Sequence[Any], kwargs: Mapping[str, Any], selected: Collect
         return positions
     offset = 0
     for name, value in [*enumerate(args), *kwargs.items()]:
-        num_leaves = len(compat.tree_flatten(value)[0])
+        num_leaves = len(trees.flatten(value)[0])
         if name in selected:
             positions.update(range(offset, offset + num_leaves))
         offset += num_leaves
@@ -99,7 +99,7 @@ def _names(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[str])
     names: list[str] = []
     for argument, value in [*enumerate(args), *kwargs.items()]:
         stem = given[argument] if isinstance(argument, int) and argument < len(given) else str(argument)
-        num_leaves = len(compat.tree_flatten(value)[0])
+        num_leaves = len(trees.flatten(value)[0])
         names += [stem] if num_leaves == 1 else [f"{stem}[{index}]" for index in range(num_leaves)]
     return names
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.regioncalls import Observed, RegionCalls
 from graphpass.capture.snapshot import default_random_state, state_kept
+from graphpass.compat import trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import MismatchError
 
@@ -159,8 +159,8 @@ class EagerRun:
         inside = RegionCalls(_plainly, observed=[], before=_CompilerCheck(key, device))
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         with state_kept([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
-            args, kwargs = compat.tree_unflatten(copies, spec)
-            outputs = compat.tree_flatten(inside.call(name, runnable, args, kwargs))[0]
+            args, kwargs = trees.unflatten(copies, spec)
+            outputs = trees.flatten(inside.call(name, runnable, args, kwargs))[0]
         assert inside.observed is not None
         return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), names, tuple(written))
 
@@ -211,11 +211,11 @@ class _CompilerCheck:
     def _refuse(self, region: str, traced: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
         with state_kept([], [], self.device):
             before = default_random_state(self.device)
-            expected = compat.tree_flatten(traced(*args))[0]
+            expected = trees.flatten(traced(*args))[0]
             draws = not torch.equal(before, default_random_state(self.device))
         if draws:
             return  # a compiler draws other random numbers
-        for index, (found, reference) in enumerate(zip(compat.tree_flatten(result)[0], expected, strict=True)):
+        for index, (found, reference) in enumerate(zip(trees.flatten(result)[0], expected, strict=True)):
             if isinstance(reference, torch.Tensor):
                 difference = _compiled_difference(found, reference)
                 if difference is not None:

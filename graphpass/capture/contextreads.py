@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import memory
 from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, StaticInputError
 
@@ -68,7 +68,7 @@ class ContextReads:
         if not self.paths:
             return
         now = [_followed(context, path) for path in self.paths]
-        if all(isinstance(t, torch.Tensor) for t in now) and compat.data_ptrs_equal(
+        if all(isinstance(t, torch.Tensor) for t in now) and memory.data_ptrs_equal(
             now, self.addresses, list(range(len(now)))
         ):
             return

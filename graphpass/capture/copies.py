@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import memory
 
 __all__ = ["copied_together", "copy_each"]
 
@@ -31,10 +31,10 @@ def copied_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Ten
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source, of its target's shape and dtype, in about as many launches as there are dtypes."""
     if len(set(map(_kind, targets, sources))) == 1:
-        compat.foreach_copy_(targets, sources)
+        memory.foreach_copy_(targets, sources)
         return
     for group in copied_together(targets, sources):
-        compat.foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
+        memory.foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
 
 
 def _kind(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.dtype, bool]:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from graphpass import compat
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.recordingstream import RecordingStream
+from graphpass.compat import memory
 
 __all__ = ["CudaDevice"]
 
@@ -114,7 +114,7 @@ class CudaDevice(GraphDevice):
 
     @override
     def begin_forward(self) -> None:
-        current = compat.current_stream_of(self.device)
+        current = memory.current_stream_of(self.device)
         if current == self._last_current:
             return
         stream = torch.cuda.current_stream(self.device)
@@ -174,7 +174,7 @@ class CudaDevice(GraphDevice):
 
     def _retire_pool(self, graph: torch.cuda.CUDAGraph) -> None:
         """An invalidated capture leaves its pool unusable for captures: the next one starts a new pool."""
-        compat.forget_failed_capture(self.device, self._pool)
+        memory.forget_failed_capture(self.device, self._pool)
         graph.reset()
         self._retired_pools.append(self._pool)
         self._pool = None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads
 from graphpass.capture.counts import RunningCounts
@@ -18,6 +17,7 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import Staging, alias_pattern
+from graphpass.compat import memory
 
 __all__ = ["GraphEntry", "StaticSet"]
 
@@ -43,7 +43,7 @@ class StaticSet:
 
     def matches(self, leaves: list[Any]) -> bool:
         """Whether every static input lies where it lay at capture: one native call."""
-        return compat.data_ptrs_equal(leaves, self.addresses, self.positions)
+        return memory.data_ptrs_equal(leaves, self.addresses, self.positions)
 
     def moved(self, leaves: Sequence[Any]) -> list[int]:
         """Positions whose address differs from the one at capture."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpass import compat
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.compat import dynamo
 from graphpass.errors import GraphpassError, OptionError
 
 __all__ = ["runtime_of", "runtime_of_compiler"]
@@ -19,7 +19,7 @@ _ATTRIBUTE = "graphpass_runtime"
 
 def runtime_of_compiler(compiler: Any) -> GraphRuntime:
     """The runtime of one ``torch.compile``: the one in its options, else one made at its first graph."""
-    given = compat.backend_options(compiler).get("runtime")
+    given = dynamo.backend_options(compiler).get("runtime")
     if given is not None:
         return _checked(given)
     runtime: GraphRuntime | None = getattr(compiler, _ATTRIBUTE, None)
@@ -39,8 +39,8 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     Raises:
         OptionError: it was compiled with another backend, has not run yet, or is not compiled.
     """
-    for compiler in compat.compilers_of(compiled):
-        runtime = compat.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
+    for compiler in dynamo.compilers_of(compiled):
+        runtime = dynamo.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
         if runtime is not None:
             return _checked(runtime)
     runtime = getattr(compiled, "runtime", None)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ReadLog
@@ -26,6 +25,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.surroundings import without_cached_casts, without_collections
+from graphpass.compat import failures, memory, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
@@ -128,7 +128,7 @@ class Recorder:
         entry = GraphEntry(
             name=self.name,
             spec=self.call.spec,
-            build_result=compat.builder_of(body.returned_spec),
+            build_result=trees.builder_of(body.returned_spec),
             graph=graph,
             statics=StaticSet.of(leaves, sources.static),
             checks=InputChecks(
@@ -166,7 +166,7 @@ class Recorder:
         if not isinstance(error, Exception) or (isinstance(error, GraphpassError) and refused is None):
             return
         region, runnable = inside.failed or (self.name, self.runnable)
-        place = compat.place_of_failure(error, getattr(runnable, "uncompiled", None))
+        place = failures.place_of_failure(error, getattr(runnable, "uncompiled", None))
         where = [f"in {region}"] if region != self.name else []
         problem = [f"capture of {self.name} failed at {self.mode} {context.batch_descriptor}", *where]
         num_bytes = f"(pool {self.runtime.pool_bytes()} bytes, buffers {self.runtime.buffer_bytes()} bytes)"
@@ -243,9 +243,9 @@ class _Body:
         observed = self._inside.observed
         if observed is not None:
             observed.clear()
-        args, kwargs = compat.tree_unflatten(self.inputs, self._spec)
+        args, kwargs = trees.unflatten(self.inputs, self._spec)
         result = self._inside.call(self._name, self._runnable, args, kwargs)
-        self.returned, self.returned_spec = compat.tree_flatten(result)
+        self.returned, self.returned_spec = trees.flatten(result)
         if self._keep_results is not None:
             self.returned = self._keep_results(self.returned)
         return [*self.returned, *(seen.tensor for seen in observed or ())]
@@ -287,4 +287,4 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:
-    return [compat.version_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    return [memory.version_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]

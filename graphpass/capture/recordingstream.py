@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.driver import checked, driver
+from graphpass.compat import memory
 
 __all__ = ["RecordingStream"]
 
@@ -84,6 +84,6 @@ class RecordingStream:
             if segment["stream"] not in self._made
         }
         if pools <= {(0, 0), *own_pools}:
-            compat.drop_blas_workspaces()
+            memory.drop_blas_workspaces()
             checked(driver().cuStreamDestroy_v2(self._handle), "give a stream back")
             self._made.discard(self._address)

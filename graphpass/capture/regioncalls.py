@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import trees
 from graphpass.context import current_context
 
 __all__ = ["CompiledWithin", "Observed", "RegionCalls", "call_compiled"]
@@ -54,7 +54,7 @@ class RegionCalls:
             self.failed = self.failed or (region, runnable)
             raise
         if self.observed is not None:
-            leaves = compat.tree_flatten(result)[0]
+            leaves = trees.flatten(result)[0]
             self.observed += [
                 Observed(region, index, leaf.clone())
                 for index, leaf in enumerate(leaves)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.copies import copied_together
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, distinct_elements, extent, same_view, storage_id
+from graphpass.compat import memory
 from graphpass.errors import ShapeError
 
 __all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern"]
@@ -193,7 +193,7 @@ class Staging:
         for index in self._expanded:
             sources[index] = distinct_elements(sources[index], name=self._names[index])
         for group in self._together:
-            compat.foreach_copy_([self._targets[index] for index in group], [sources[index] for index in group])
+            memory.foreach_copy_([self._targets[index] for index in group], [sources[index] for index in group])
 
     def copy_back(self, leaves: Sequence[Any]) -> None:
         """Copy what the region mutated back into the caller's tensors."""

@@ -17,11 +17,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from graphpass import compat
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import distinct_elements, storage_id
 from graphpass.capture.regioncalls import CompiledWithin
 from graphpass.capture.sentinel import fill_with_sentinel
+from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError
 
 __all__ = ["TapeDevice"]
@@ -50,12 +50,12 @@ class _Step:
     def run(self) -> None:
         result = self.function(*self.args, **self.kwargs)
         if self.targets:
-            leaves = compat.tree_flatten(result)[0]
+            leaves = trees.flatten(result)[0]
             for position, target in self.targets:
                 target.copy_(distinct_elements(leaves[position], name="a result"))
 
 
-class _Tape(compat.TorchDispatchMode):
+class _Tape(operators.TorchDispatchMode):
     """Records every op that reaches it. Argument tensors are held, so no recorded address is ever reused."""
 
     supports_higher_order_operators = True
@@ -73,18 +73,18 @@ class _Tape(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if compat.is_higher_order(func):
+        if operators.is_higher_order(func):
             return self._through_implementation(func, args, kwargs)
         _refuse_what_cuda_refuses(func, args)
         _refuse_collectives(func)
-        if compat.runs_python_kernel(func, "CPU"):
+        if operators.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
             with self.recording():
-                return compat.call_kernel(func, "CPU", args, kwargs)
+                return operators.call_kernel(func, "CPU", args, kwargs)
         frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
         result = func(*args, **kwargs)
-        mutates = compat.is_mutable(func)
-        if compat.schema_name(func) in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
+        mutates = operators.is_mutable(func)
+        if operators.schema_name(func) in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
             return result
         targets = _fresh_results(result, (args, kwargs))
         if targets or mutates:
@@ -93,7 +93,7 @@ class _Tape(compat.TorchDispatchMode):
 
     def _through_implementation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A higher-order operator (AOTAutograd's stand-in for an op that writes) by the ops that it is made of."""
-        implementation = compat.composite_kernel(operator)
+        implementation = operators.composite_kernel(operator)
         if implementation is None:
             raise _refusal(str(operator))
         with self.recording():
@@ -231,7 +231,7 @@ class TapeDevice(GraphDevice):
 
     @override
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if compat.is_dynamo_compiled(runnable):
+        if dynamo.is_dynamo_compiled(runnable):
             raise CaptureError(
                 f"a compiled callable cannot be captured on the CPU tape ({runnable!r})",
                 expected="a plain callable, or a region that the cgpass backend compiled",
@@ -272,16 +272,16 @@ def _freeze_metadata(values: Any) -> Any:
 
     The aliases hold memory and not the tensors themselves, so that a parameter can die while a tape reads it.
     """
-    leaves, spec = compat.tree_flatten(values)
+    leaves, spec = trees.flatten(values)
     aliases = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return compat.tree_unflatten(aliases, spec)
+    return trees.unflatten(aliases, spec)
 
 
 def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:
     """(position, tensor) of the results that lie in memory of their own; the others are views of an input."""
-    known = {storage_id(leaf) for leaf in compat.tree_flatten(inputs)[0] if isinstance(leaf, torch.Tensor)}
+    known = {storage_id(leaf) for leaf in trees.flatten(inputs)[0] if isinstance(leaf, torch.Tensor)}
     fresh = []
-    for position, leaf in enumerate(compat.tree_flatten(result)[0]):
+    for position, leaf in enumerate(trees.flatten(result)[0]):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
             # An alias: a later ``t_()`` turns the result itself, and not the memory that a replay fills.
             fresh.append((position, distinct_elements(leaf.detach(), name="a result")))
@@ -289,12 +289,12 @@ def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], 
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in compat.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
     reads_host = any(tag in func.tags for tag in _HOST_TAGS)
-    name = compat.schema_name(func)
+    name = operators.schema_name(func)
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         # index_put_ of one value under a mask is a masked fill, which needs no host read.

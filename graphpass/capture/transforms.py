@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from graphpass import compat
+from graphpass.compat import transforms
 from graphpass.errors import CaptureError
 
 __all__ = ["refuse_transforms"]
@@ -17,7 +17,7 @@ def refuse_transforms(name: str, values: Iterable[Any]) -> None:
     Raises:
         CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.
     """
-    transform = compat.transform_over(values)
+    transform = transforms.transform_over(values)
     if transform is not None:
         raise CaptureError(
             f"{name} cannot replay under {transform}",

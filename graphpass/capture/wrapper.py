@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.arguments import Call, InputRoles
 from graphpass.capture.compare import EagerRun
 from graphpass.capture.counts import Counts, RunningCounts
@@ -35,6 +34,7 @@ from graphpass.capture.recorder import Recorder
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
 from graphpass.capture.transforms import refuse_transforms
+from graphpass.compat import trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor
@@ -149,7 +149,7 @@ class CUDAGraphWrapper:
             return self._runnable(*args, **kwargs)
         if len(kwargs) > 1:  # the order in which a caller writes keywords makes no other graph
             kwargs = dict(sorted(kwargs.items()))
-        leaves, spec = compat.tree_flatten((args, kwargs))
+        leaves, spec = trees.flatten((args, kwargs))
         return self._under_graph(context, leaves, spec)
 
     def call_flat(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None = None) -> Any:
@@ -161,7 +161,7 @@ class CUDAGraphWrapper:
             clone: copy outputs out of the pool; None does what the policy says.
         """
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
-            self._flat_spec = compat.tree_flatten((tuple(args), {}))[1]
+            self._flat_spec = trees.flatten((tuple(args), {}))[1]
         return self._under_graph(context, list(args), self._flat_spec, clone=clone)
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
@@ -220,7 +220,7 @@ class CUDAGraphWrapper:
             entry = self._entry_for(descriptor, leaves, spec)
             recorded: Sequence[Any] | None = None
             if entry is None:
-                args, kwargs = compat.tree_unflatten(leaves, spec)
+                args, kwargs = trees.unflatten(leaves, spec)
                 scope = self._runtime.scope()
                 try:
                     entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))

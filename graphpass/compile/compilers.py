@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import compilers
 from graphpass.errors import OptionError
 
 __all__ = ["COMPILERS", "compile_training", "compiler_named"]
@@ -38,8 +38,8 @@ def _as_it_is(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
 
 _COMPILERS: Mapping[str, Compiler] = MappingProxyType(
     {
-        "inductor": Compiler(compat.inductor, opaque=True, functionalizes=True),
-        "aot_eager": Compiler(compat.aot_eager, opaque=False, functionalizes=True),
+        "inductor": Compiler(compilers.inductor, opaque=True, functionalizes=True),
+        "aot_eager": Compiler(compilers.aot_eager, opaque=False, functionalizes=True),
         "eager": Compiler(_as_it_is, opaque=False, functionalizes=False),
     }
 )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import sympy
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import compilers, dynamo, symbolic
 from graphpass.compile.compilers import Compiler, compiler_named
 from graphpass.compile.region import CompiledRegion, SizedArtifact, WrittenInputs
 from graphpass.compile.specialize import inputs_within
@@ -85,7 +85,7 @@ class RegionCompiler:
         # All keys before the first compilation: what compiling one region adds to the guards is no part of another key.
         # Regions that follow are compiled with it all the same, so that their artifacts assume it.
         structures = [structure_of(region.graph_module, compiler) for region in regions]
-        known = [frozenset(compat.facts_of(structure.shape_env)) for structure in structures]
+        known = [frozenset(symbolic.facts_of(structure.shape_env)) for structure in structures]
         keyed_s = time.perf_counter()
         found: dict[str, CompiledRegion] = {}
         traces: dict[str, RegionTrace] = {}
@@ -139,7 +139,7 @@ def _ranges_of(structure: Structure, size_ranges: SizeRanges | None) -> tuple[An
 
 def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
     """Let the graph guard on what the artifact assumed of its symbols; False where that does not hold."""
-    return compat.guard_on(structure.shape_env, structure.own(artifact.guards))
+    return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,13 @@ class _Compilation:
 
     def run(self) -> CompiledRegion:
         graph_module = self.region.graph_module
-        examples = [compat.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+        examples = [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
         written = WrittenInputs.of(examples, self.region.mutated_inputs) if self.compiler.functionalizes else None
         if written is not None and written.defeat_compilers(examples):
             return CompiledRegion.as_traced(graph_module.forward)
         shape_env = self.structure.shape_env
         function, trace = self._compiled(examples)
-        added = [guard for guard in compat.facts_of(shape_env) if guard not in self.known]
+        added = [guard for guard in symbolic.facts_of(shape_env) if guard not in self.known]
         position, sized = self._sized(examples, written)
         return CompiledRegion(
             function=function,
@@ -190,7 +190,7 @@ class _Compilation:
         if not self.wanted:
             return None, ()
         symbol = self.structure.symbols[self.wanted[0]]
-        position = next((p for p, value in enumerate(examples) if compat.expression_of(value) == symbol), None)
+        position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
         if position is None:
             return None, ()
         artifacts = []
@@ -198,7 +198,7 @@ class _Compilation:
             inputs = inputs_within(examples, {symbol: (lowest, highest)})
             if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
                 continue
-            with compat.tracing_with(inputs.fake_mode):
+            with compilers.tracing_with(inputs.fake_mode):
                 function = self.compiler.compile(own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
             artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], inputs.guards()))
         return position, tuple(artifacts)

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass import compat
+from graphpass.compat import memory, symbolic
 from graphpass.compile.traces import GraphTrace
 
 __all__ = ["CompiledRegion", "SizedArtifact", "WrittenInputs"]
@@ -41,15 +41,15 @@ class WrittenInputs:
 
     def defeat_compilers(self, args: Sequence[Any]) -> bool:
         """Whether something written has gaps, or overlaps another input."""
-        with compat.quiet_shapes(compat.fake_mode_of(args)):
-            dense = all(compat.is_dense(args[position]) for position in self.written)
+        with symbolic.quiet_shapes(symbolic.fake_mode_of(args)):
+            dense = all(memory.is_dense(args[position]) for position in self.written)
         return not dense or self.overlap(args)
 
     def overlap(self, args: Sequence[Any]) -> bool:
         """Whether something written lies in a storage where inputs overlap."""
         groups: dict[int, list[int]] = {}
         for position in self.tensors:
-            groups.setdefault(compat.memory_id(args[position]) or -position, []).append(position)
+            groups.setdefault(memory.memory_id(args[position]) or -position, []).append(position)
         return any(
             len(group) > 1
             and not self.written.isdisjoint(group)
@@ -63,8 +63,8 @@ def _any_overlap(tensors: list[torch.Tensor]) -> bool:
 
     Asked of AOTAutograd, which acts on its answer, and once more: it takes rows of a strided matrix for apart.
     """
-    with compat.quiet_shapes(compat.fake_mode_of(tensors)):
-        return compat.any_overlap(tensors) or any(itertools.starmap(_may_meet, itertools.combinations(tensors, 2)))
+    with symbolic.quiet_shapes(symbolic.fake_mode_of(tensors)):
+        return memory.any_overlap(tensors) or any(itertools.starmap(_may_meet, itertools.combinations(tensors, 2)))
 
 
 def _may_meet(one: torch.Tensor, other: torch.Tensor) -> bool:

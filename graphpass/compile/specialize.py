@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass import compat
+from graphpass.compat import memory, symbolic
 
 __all__ = ["SpecializedInputs", "inputs_within", "symbols_of"]
 
@@ -34,7 +34,7 @@ class SpecializedInputs:
 
     def guards(self) -> tuple[sympy.Basic, ...]:
         """What compiling has assumed of the symbols."""
-        return compat.facts_of(self.fake_mode.shape_env)
+        return symbolic.facts_of(self.fake_mode.shape_env)
 
 
 def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> SpecializedInputs | None:
@@ -47,13 +47,13 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
         return None
-    fake_mode = compat.new_fake_mode()
-    env, traced_env = fake_mode.shape_env, compat.shape_env_of(examples)
+    fake_mode = symbolic.new_fake_mode()
+    env, traced_env = fake_mode.shape_env, symbolic.shape_env_of(examples)
     symbols: dict[sympy.Symbol, Any] = {}
     for symbol in symbols_of(examples):
-        low, high = bounds.get(symbol) or compat.bounds_of(traced_env, symbol)
-        like = int(compat.hints_of(traced_env)[symbol])
-        symbols[symbol] = compat.new_symbol(env, str(symbol), low, high, like)
+        low, high = bounds.get(symbol) or symbolic.bounds_of(traced_env, symbol)
+        like = int(symbolic.hints_of(traced_env)[symbol])
+        symbols[symbol] = symbolic.new_symbol(env, str(symbol), low, high, like)
     storages: dict[int, torch.Tensor] = {}
     values = []
     with fake_mode, torch.no_grad():
@@ -61,7 +61,7 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
             if isinstance(value, torch.Tensor):
                 values.append(_like(value, env, symbols, storages))
             else:
-                values.append(compat.size_of(env, compat.expression_of(value), symbols))
+                values.append(symbolic.size_of(env, symbolic.expression_of(value), symbols))
     return SpecializedInputs(values, fake_mode, symbols)
 
 
@@ -74,7 +74,7 @@ def _symbols_in(value: Any) -> list[sympy.Symbol]:
     numbers = [value]
     if isinstance(value, torch.Tensor):
         numbers = [*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()]
-    expressions = [compat.expression_of(number) for number in numbers]
+    expressions = [symbolic.expression_of(number) for number in numbers]
     found = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
     return sorted(found, key=str)
 
@@ -85,10 +85,10 @@ def _like(
     """``tensor`` with its sizes over the new symbols; tensors that shared a storage share one again."""
 
     def sizes(values: Sequence[Any]) -> list[Any]:
-        return [compat.size_of(env, compat.expression_of(value), symbols) for value in values]
+        return [symbolic.size_of(env, symbolic.expression_of(value), symbols) for value in values]
 
     shape, strides, (offset,) = sizes(tensor.shape), sizes(tensor.stride()), sizes([tensor.storage_offset()])
-    key = compat.storage_id(tensor)
+    key = memory.storage_id(tensor)
     assert key is not None, "strided tensors have a storage"
     if key not in storages:
         (num_bytes,) = sizes([tensor.untyped_storage().nbytes()])

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import compilers, dynamo, memory, symbolic
 
 __all__ = ["StructuralKey", "Structure", "structure_of"]
 
@@ -101,14 +101,14 @@ class _Reader:
     def read(self, compiler: str) -> Structure:
         graph = self._owner.graph
         placeholders = graph.find_nodes(op="placeholder")
-        values = [compat.example_value(node) for node in placeholders]
+        values = [dynamo.example_value(node) for node in placeholders]
         inputs = tuple(map(self._layout, values))
         ops = self._ops(graph)
-        outputs = tuple(self._layout(compat.example_value(node)) for node in graph.output_node().all_input_nodes)
-        shape_env = compat.shape_env_of(values)
+        outputs = tuple(self._layout(dynamo.example_value(node)) for node in graph.output_node().all_input_nodes)
+        shape_env = symbolic.shape_env_of(values)
         own = tuple(self._symbols)
         key = StructuralKey(
-            compiler=(compiler, *compat.compiler_settings()),
+            compiler=(compiler, *compilers.compiler_settings()),
             ops=ops,
             inputs=inputs,
             outputs=outputs,
@@ -173,7 +173,7 @@ class _Reader:
         return (*place, shape, tuple(map(self._size, value.stride())), self._size(value.storage_offset()))
 
     def _size(self, size: Any) -> Any:
-        expression = compat.expression_of(size)
+        expression = symbolic.expression_of(size)
         if not isinstance(expression, sympy.Basic):
             return expression
         for symbol in sorted(expression.free_symbols, key=str):
@@ -183,8 +183,8 @@ class _Reader:
     def _known_of_symbols(self, shape_env: Any) -> tuple[Any, ...]:
         if shape_env is None:
             return ()
-        ranges = tuple(compat.bounds_of(shape_env, symbol) for symbol in self._symbols)
-        known = compat.facts_of(shape_env)
+        ranges = tuple(symbolic.bounds_of(shape_env, symbol) for symbol in self._symbols)
+        known = symbolic.facts_of(shape_env)
         other_names = dict(filter(None, map(self._other_name, known)))
         # That a size differs from another region's says nothing about this one.
         facts = frozenset(
@@ -194,7 +194,7 @@ class _Reader:
             and not renamed.free_symbols.isdisjoint(self._symbols)
             and not (isinstance(renamed, sympy.Ne) and not renamed.free_symbols <= self._symbols.keys())
         )
-        unbacked = tuple(_Itself(symbol) for symbol in self._symbols if compat.is_unbacked(symbol))
+        unbacked = tuple(_Itself(symbol) for symbol in self._symbols if symbolic.is_unbacked(symbol))
         return (ranges, facts, unbacked)
 
     def _other_name(self, fact: sympy.Basic) -> tuple[sympy.Symbol, sympy.Symbol] | None:
@@ -215,7 +215,7 @@ def sharing_of(values: Sequence[Any]) -> tuple[int | None, ...]:
     first: dict[int, int] = {}
     found: list[int | None] = []
     for position, value in enumerate(values):
-        storage = compat.storage_id(value) if isinstance(value, torch.Tensor) else None
+        storage = memory.storage_id(value) if isinstance(value, torch.Tensor) else None
         found.append(None if storage is None else first.setdefault(storage, position))
     return tuple(found)
 

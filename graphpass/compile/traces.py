@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import compilers, dynamo, operators, symbolic, trees
 from graphpass.compile.specialize import inputs_within, symbols_of
 
 __all__ = ["GraphTrace", "RegionTrace", "TraceFunction", "TraceOnce", "own_copy", "trace_alone"]
@@ -94,7 +94,7 @@ class TraceOnce:
             problem = _difference(self._region, aten) or self._dropped(aten)
             if problem is not None:
                 return GraphTrace(None, problem)
-            with compat.quiet_shapes(compat.fake_mode_of(map(compat.example_value, _placeholders(aten)))):
+            with symbolic.quiet_shapes(symbolic.fake_mode_of(map(dynamo.example_value, _placeholders(aten)))):
                 return GraphTrace(self._trace(aten), None)
         except Exception as error:
             return GraphTrace(None, f"its aten graph could not be read: {_summary(error)}")
@@ -113,14 +113,14 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
         symbols: the region's symbols, in the order of the structure.
     """
     try:
-        if any(compat.is_unbacked(symbol) for symbol in symbols_of(_inputs(graph_module))):
+        if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(_inputs(graph_module))):
             return GraphTrace(None, "it takes sizes that only a run can tell")
         inputs = inputs_within(_inputs(graph_module), {})
         if inputs is None:
             return GraphTrace(None, "its inputs have layouts that cannot be made again")
         show = TraceOnce(trace, graph_module, runs_as_it_is=True)
-        with compat.tracing_with(inputs.fake_mode):
-            compat.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
+        with compilers.tracing_with(inputs.fake_mode):
+            compilers.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
         return show.result([inputs.symbols.get(symbol) for symbol in symbols])
     except Exception as error:
         return GraphTrace(None, f"it cannot be traced to aten: {_summary(error)}")
@@ -147,25 +147,25 @@ def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _inputs(graph_module: fx.GraphModule) -> list[Any]:
-    return [compat.example_value(node) for node in _placeholders(graph_module)]
+    return [dynamo.example_value(node) for node in _placeholders(graph_module)]
 
 
 def _outputs(graph_module: fx.GraphModule) -> list[Any]:
-    leaves = compat.tree_flatten(graph_module.graph.output_node().args[0])[0]
-    return [compat.example_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    leaves = trees.flatten(graph_module.graph.output_node().args[0])[0]
+    return [dynamo.example_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
 
 
 def _unused_ops(graph_module: fx.GraphModule) -> frozenset[str]:
     """The custom ops that are called for what they do, as nothing uses a result."""
     unused = (node.target for node in graph_module.graph.nodes if not node.users)
-    names = {compat.operator_name(target) for target in unused}
+    names = {operators.operator_name(target) for target in unused}
     return frozenset(name for name in names if name is not None and not name.startswith(("aten::", "prims::")))
 
 
 def _ops_of(graph_module: fx.GraphModule) -> frozenset[str]:
     """The names of the ops that a graph calls, also through higher-order ops."""
     called = (target for node in graph_module.graph.nodes for target in (node.target, *node.args))
-    return frozenset(name for target in called if (name := compat.operator_name(target)) is not None)
+    return frozenset(name for target in called if (name := operators.operator_name(target)) is not None)
 
 
 def _kind(value: Any) -> Any:

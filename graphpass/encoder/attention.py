@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from graphpass import compat
+from graphpass.compat import modules, operators
 from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, pieces_of
 from graphpass.errors import OptionError, ShapeError
 
@@ -165,7 +165,7 @@ def _flash(
     missing = -head_dim % _HEAD_ALIGNMENT
     if missing:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    return compat.flash_attention(query, key, value, *pieces, PIECE_LENGTH, scale=scale)[..., :head_dim]
+    return operators.flash_attention(query, key, value, *pieces, PIECE_LENGTH, scale=scale)[..., :head_dim]
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
     """
     register_with_hugging_face()
     weight = next(module.parameters())
-    kept = [*module.parameters(), *module.buffers(), *compat.hooks_of(module)]
+    kept = [*module.parameters(), *module.buffers(), *modules.hooks_of(module)]
     own = copy.deepcopy(module, memo={id(shared): shared for shared in kept})
     for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
         config._attn_implementation = name

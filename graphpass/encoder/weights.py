@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.ambient import training_of
 from graphpass.capture.dictslots import DictSlots
+from graphpass.compat import memory
 
 __all__ = ["EncoderWeights", "SharesWeights"]
 
@@ -68,7 +68,7 @@ class EncoderWeights:
         return (
             self._places.in_place()
             and sum(map(len, self._children)) == self._num_children
-            and compat.data_ptrs_equal(self._tensors, self._addresses, self._positions)
+            and memory.data_ptrs_equal(self._tensors, self._addresses, self._positions)
             and self._layouts.hold()
         )
 
@@ -82,7 +82,7 @@ class _Layouts:
 
     def __init__(self, tensors: list[Any]) -> None:
         self._tensors, self._expected = tensors, _layouts_of(tensors)
-        self._is_known = compat.layout_check(tensors) if tensors else None
+        self._is_known = memory.layout_check(tensors) if tensors else None
 
     def hold(self) -> bool:
         """One native call, as long as autocast, and whatever else it looks at, is what it was in the last one."""
@@ -90,7 +90,7 @@ class _Layouts:
             return True
         if _layouts_of(self._tensors) != self._expected:
             return False
-        self._is_known = compat.layout_check(self._tensors)
+        self._is_known = memory.layout_check(self._tensors)
         return True
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.copies import copy_each
 from graphpass.capture.layout import storage_id
+from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
 from graphpass.ladder.padding import InputBuffer
@@ -57,9 +57,9 @@ class StepBuffers:
         views = {}
         for name, spec in self._specs.items():
             view = self._cut(self._memory[name], spec.dims(), sizes)
-            compat.mark_static_address(view)
+            memory.mark_static_address(view)
             for dim in spec.dims():
-                compat.mark_maybe_dynamic(view, dim)
+                dynamo.mark_maybe_dynamic(view, dim)
             views[name] = InputBuffer(name, view, spec.dims(), spec.padding)
         return views
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture import CaptureScope, GraphRuntime
 from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.layout import storage_id
+from graphpass.compat import sideeffects, trees
 from graphpass.context import entered, set_forward_context
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.engine.batch import AttentionMetadataBuilder
@@ -167,7 +167,7 @@ class KeyCapturer:
     def _learned_from(self, run: FirstRun) -> tuple[Learned, str | None]:
         self._check_graphs(run.reached, run.inputs)
         recipe = run.recipe()
-        leaves = compat.tree_flatten(run.result)[0]
+        leaves = trees.flatten(run.result)[0]
         sources = leaf_sources(leaves, run.reached, by_tensor(run.inputs.buffers))
         never_full = next((c.never_full for c, _, _ in run.reached if c.never_full is not None), None)
         why = self._why_through_dynamo(run.side_effects, sources, run.reached[0][1])
@@ -198,7 +198,7 @@ class KeyCapturer:
         return model_state_kept(modules, learned.recipe.state, learned.recipe.generators, self._inputs.device)
 
     def _why_through_dynamo(
-        self, side_effects: Sequence[compat.SideEffect], sources: LeafSources | str, args: Sequence[Any]
+        self, side_effects: Sequence[sideeffects.SideEffect], sources: LeafSources | str, args: Sequence[Any]
     ) -> str | None:
         if isinstance(sources, str):
             return sources
@@ -281,7 +281,7 @@ class KeyCapturer:
 
     def _key_step(self, scope: CaptureScope, inputs: PaddedInputs, result: Any) -> CapturedStep:
         assert self._learned is not None
-        leaves, spec = compat.tree_flatten(result)
+        leaves, spec = trees.flatten(result)
         sources = leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers))
         if spec != self._learned.recipe.spec or _names_of(sources) != _names_of(self._learned.sources):
             raise self._learned.other_structure(str(spec))

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpass import compat
 from graphpass.capture import CaptureScope, EnteredCallable
 from graphpass.capture.snapshot import state_kept
+from graphpass.compat import sideeffects
 from graphpass.engine.pythonstate import (
     PythonState,
     python_state_kept,
@@ -106,7 +106,7 @@ class FirstRun:
         return self._scope.reached
 
     @property
-    def side_effects(self) -> tuple[compat.SideEffect, ...]:
+    def side_effects(self) -> tuple[sideeffects.SideEffect, ...]:
         """What the graphs' code does to Python state."""
         return tuple(effect for callable_, _, _ in self.reached for effect in callable_.side_effects)
 

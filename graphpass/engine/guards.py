@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.ambient import AmbientState
 from graphpass.capture.dictslots import DictSlots
+from graphpass.compat import memory
 from graphpass.errors import CaptureError, ShapeError
 
 __all__ = [
@@ -95,7 +95,7 @@ class KeptLayouts:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
         self._layouts = [(tensor.shape, tensor.stride()) for tensor in self._tensors]
-        self._unchanged = compat.layout_check(self._tensors)
+        self._unchanged = memory.layout_check(self._tensors)
 
     def refuse_change(self) -> None:
         """Compare with the layouts as they are now.
@@ -113,7 +113,7 @@ class KeptLayouts:
                     found=f"{tuple(tensor.shape)} with strides {tensor.stride()}",
                     remedy="write into it in place, or torch.compiler.reset() and close(), and capture again",
                 )
-        self._unchanged = compat.layout_check(self._tensors)  # another mode, or requires_grad: the layouts are the same
+        self._unchanged = memory.layout_check(self._tensors)  # another mode, or requires_grad: the layouts are the same
 
 
 def modules_of(model: Callable[..., Any]) -> tuple[torch.nn.Module, ...]:

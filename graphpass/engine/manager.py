@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture import GraphRuntime
 from graphpass.capture.surroundings import replay_settings
+from graphpass.compat import transforms, trees
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
@@ -197,7 +197,7 @@ class CudaGraphManager:
             ContextError: the attention's metadata lacks a field that the model reads.
             AgreementError: another data-parallel rank failed, is gone or is configured differently; nothing has run.
         """
-        transform = compat.active_transform()
+        transform = transforms.active_transform()
         if transform is not None:
             raise inside_transform(transform)
         with self._turn:
@@ -336,7 +336,7 @@ class CudaGraphManager:
                 try:
                     returned = step.plan.run(step.args, self.runtime, context)
                     if mode is CUDAGraphMode.PIECEWISE:
-                        flat = returned if step.returns_flat else compat.tree_flatten(returned)[0]
+                        flat = returned if step.returns_flat else trees.flatten(returned)[0]
                         learned.outputs.store(learned.leaves(flat, step.inputs), step.inputs.sizes)
                 finally:
                     self.runtime.exit_forward()
@@ -374,7 +374,7 @@ class CudaGraphManager:
         return learned.result(sizes)
 
     def _store(self, learned: Learned, result: Any, sizes: Sizes) -> None:
-        leaves, spec = compat.tree_flatten(result)
+        leaves, spec = trees.flatten(result)
         if spec != learned.recipe.spec:
             raise learned.other_structure(str(spec))
         learned.outputs.store(leaves, sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphpass import compat
+from graphpass.compat import failures
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.errors import ContextError
 
@@ -48,7 +48,7 @@ class fields_named:  # noqa: N801 - a context manager, named like one
         for cause in _chain(error):
             field = _field_of(cause, self._metadata)
             if field is not None:
-                place = compat.place_of_failure(cause) or "read while the model runs"
+                place = failures.place_of_failure(cause) or "read while the model runs"
                 raise _missing(self._builder, self._metadata, field, place) from error
 
 

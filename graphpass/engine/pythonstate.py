@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import sideeffects
 from graphpass.errors import CaptureError
 
 __all__ = ["PythonState", "python_state_kept", "refuse_kept_tensors", "refuse_side_effects"]
@@ -120,7 +120,7 @@ def python_state_kept(modules: Sequence[torch.nn.Module]) -> Iterator[PythonStat
         state.restore()
 
 
-def refuse_side_effects(effects: Iterable[compat.SideEffect], state: PythonState) -> None:
+def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: PythonState) -> None:
     """Refuse a model whose calls leave something in Python that a manager can neither keep nor undo.
 
     Raises:

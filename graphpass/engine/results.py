@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass import compat
+from graphpass.compat import symbolic, trees
 from graphpass.errors import ShapeError
 from graphpass.ladder.padding import InputBuffer
 
@@ -94,7 +94,7 @@ def learn_recipe(
     Raises:
         ShapeError: nothing says how to cut an output.
     """
-    leaves, spec = compat.tree_flatten(result)
+    leaves, spec = trees.flatten(result)
     followed = _followed(reached, buffers, padded)
     numbers = _numbers_of_sizes(reached, padded)
     cuts: list[Dims] = []
@@ -111,7 +111,7 @@ def learn_recipe(
     return ResultRecipe(
         cuts=tuple(cuts),
         spec=spec,
-        build_result=compat.builder_of(spec),
+        build_result=trees.builder_of(spec),
         mutated=frozenset(written) | {buffers[id(value)].name for value in mutations if id(value) in buffers},
         state=tuple(value for value in mutations if id(value) not in buffers),
         generators=tuple(value for _, args, _ in reached for value in args if isinstance(value, torch.Generator)),
@@ -187,7 +187,7 @@ def _symbols(
     others: set[sympy.Symbol] = set()
     for given, value in zip(callable_.partition.inputs, args, strict=True):
         for dim, field in known.get(id(value), {}).items():
-            expression = compat.expression_of(given.value.shape[dim])
+            expression = symbolic.expression_of(given.value.shape[dim])
             if isinstance(expression, sympy.Symbol) and fields.setdefault(expression, field) == field:
                 continue
             if padded[field] > 1:
@@ -195,7 +195,7 @@ def _symbols(
     for given, value in zip(callable_.partition.inputs, args, strict=True):
         # Sizes that are equal by chance can be one symbol, which then tells nothing.
         for dim, size in enumerate(given.value.shape if id(value) in known else ()):
-            expression = compat.expression_of(size)
+            expression = symbolic.expression_of(size)
             if dim in known[id(value)]:
                 continue
             if expression in fields:

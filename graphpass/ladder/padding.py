@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import memory
 from graphpass.errors import ShapeError
 from graphpass.padrules import PadRule
 
@@ -98,7 +98,7 @@ def by_tensor(buffers: Mapping[str, InputBuffer]) -> dict[int, InputBuffer]:
 
 def versions_of(buffers: Mapping[str, InputBuffer]) -> dict[str, int | None]:
     """The version of each buffer's contents: whoever writes to one counts it up."""
-    return {name: compat.version_of(buffer.tensor) for name, buffer in buffers.items()}
+    return {name: memory.version_of(buffer.tensor) for name, buffer in buffers.items()}
 
 
 def written_since(buffers: Mapping[str, InputBuffer], versions: Mapping[str, int | None]) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from graphpass import compat
+from graphpass.compat import memory, operators
 from graphpass.context import current_context
 from graphpass.errors import ContextError, DeviceError, OffloadError, OptionError
 from graphpass.offload.slots import LayerLayout, WeightPlace, copies_to, host_memory
@@ -165,7 +165,7 @@ class WeightOffloader:
         Raises:
             OffloadError: a parameter is not where its slot is.
         """
-        if not compat.data_ptrs_equal(self._weights, self._addresses, self._positions):
+        if not memory.data_ptrs_equal(self._weights, self._addresses, self._positions):
             self._refuse_moved()
         self._copies.follow_last()
         if self._next == len(self._layers):
@@ -274,7 +274,7 @@ class WeightOffloader:
             for place in self._layout.places:
                 weight = parameters[place.name].requires_grad_(False)
                 weight.data = place.view(self._slots[index % self.num_slots])
-                compat.mark_static_address(weight)
+                memory.mark_static_address(weight)
                 self._weights.append(weight)
             for module in layer.modules():
                 for name, buffer in module.named_buffers(recurse=False):
@@ -416,7 +416,7 @@ def _changes_weights(layer: int) -> None:
 
 torch.library.register_fake(ONLOAD, _changes_weights)
 # Compilers that do not split at it would drop an op without results, and read weights that are not there.
-compat.keep_in_order(ONLOAD)
+operators.keep_in_order(ONLOAD)
 
 
 def _refuse_grad(args: Sequence[Any]) -> None:
@@ -432,7 +432,7 @@ def _refuse_grad(args: Sequence[Any]) -> None:
 def _refuse_used(layers: Sequence[nn.Module]) -> None:
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
-            if compat.has_static_address(parameter):
+            if memory.has_static_address(parameter):
                 raise OffloadError(
                     f"layer {index} has been compiled, or offloaded, already ({name})",
                     expected="layers that no compiled code, graph or offloader knows",

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import dynamo, operators, symbolic, transforms
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
     UNDECLARED_WRITES,
@@ -85,7 +85,7 @@ def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
     found: set[sympy.Symbol] = set()
     for number in _numbers_in(value):
         if not isinstance(number, int):
-            found |= compat.expression_of(number).free_symbols  # type: ignore[union-attr]
+            found |= symbolic.expression_of(number).free_symbols  # type: ignore[union-attr]
     return frozenset(found)
 
 
@@ -107,7 +107,7 @@ def symbol_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
     found: dict[sympy.Symbol, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
-            expression = compat.expression_of(value_of(node))
+            expression = symbolic.expression_of(value_of(node))
             if isinstance(expression, sympy.Symbol):
                 found.setdefault(expression, node)
     return found
@@ -130,7 +130,7 @@ def _can_recompute(node: fx.Node) -> bool:
     value = value_of(node)
     if node.op != "call_function" or value is None or any(True for _ in tensors_in(value)):
         return False
-    if compat.is_higher_order(node.target) or any(compat.is_unbacked(symbol) for symbol in free_symbols(value)):
+    if operators.is_higher_order(node.target) or any(symbolic.is_unbacked(symbol) for symbol in free_symbols(value)):
         return False
     return all(
         is_recomputed(argument)
@@ -150,15 +150,15 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
     if not guarded:
         _examples_to_placeholders(gm.graph, example_inputs)
     values = [value_of(node) for node in gm.graph.nodes]
-    fake_mode = compat.fake_mode_of(values) or compat.new_fake_mode(values)
+    fake_mode = symbolic.fake_mode_of(values) or symbolic.new_fake_mode(values)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            node.meta["example_value"] = compat.fakify(fake_mode, value_of(node))
+            node.meta["example_value"] = symbolic.fakify(fake_mode, value_of(node))
     walk = _Walk(fake_mode)
     with _modes_restored() as modes:
         for node in gm.graph.nodes:
             walk.visit(node, modes)
-    given = [node for node in gm.graph.find_nodes(op="placeholder") if not compat.is_static_address(node)]
+    given = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in given))
     facts = GraphFacts(_main_device(gm.graph), walk.readers, copied)
     for node in gm.graph.nodes:
@@ -211,11 +211,11 @@ class _Walk:
         for name in str(node.target).split("."):
             attribute = getattr(attribute, name)
         if isinstance(attribute, torch.Tensor) and not _has_value(node):
-            node.meta["example_value"] = compat.fakify(self.fake_mode, attribute)
+            node.meta["example_value"] = symbolic.fakify(self.fake_mode, attribute)
 
     def _visit_call(self, node: fx.Node) -> None:
         known = _has_value(node)
-        if compat.is_higher_order(node.target):
+        if operators.is_higher_order(node.target):
             if not known and node.users:
                 raise _cannot_run(node, "its metadata is missing")
             written = frozenset[int]() if subgraphs_are_pure(node) else _argument_storages(node)
@@ -225,7 +225,7 @@ class _Walk:
             written = self._run(node, known)
         if written:
             self.writes[node] = written
-        fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if compat.is_unbacked(symbol)}
+        fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if symbolic.is_unbacked(symbol)}
         self.readers.update(dict.fromkeys(fresh, node))
         self._bound |= fresh
 
@@ -258,7 +258,7 @@ def _cannot_run(node: fx.Node, why: str) -> PartitionError:
 def is_known_pure(node: fx.Node) -> bool:
     """Whether the op of a node, told by name and flags alone, writes to none of its arguments."""
     target: Any = node.target
-    if target is operator.getitem or compat.is_mode_op(target) or compat.wraps_for_functorch(target):
+    if target is operator.getitem or transforms.is_mode_op(target) or transforms.wraps_for_functorch(target):
         return True
     if node.op == "call_module" or "out" in node.kwargs or not _is_torch_function(node):
         return False
@@ -287,12 +287,12 @@ def _may_write(packet: Any, overload_names: tuple[str, ...]) -> bool:
     Overloads can be registered later, so that their names are part of the question.
     """
     overloads = (getattr(packet, name) for name in overload_names)
-    functional = (o for o in overloads if not any(argument.is_out for argument in compat.schema_of(o).arguments))
+    functional = (o for o in overloads if not any(argument.is_out for argument in operators.schema_of(o).arguments))
     return any(map(_writes_by_schema, functional))
 
 
 def _writes_by_schema(overload: Any) -> bool:
-    schema = compat.schema_of(overload)
+    schema = operators.schema_of(overload)
     return bool(schema.is_mutable) or schema.name in UNDECLARED_WRITES
 
 
@@ -320,7 +320,7 @@ def _attribute(owner: Any, path: str) -> Any:
 def _is_harmless(node: fx.Node) -> bool:
     if node.op not in CALLS:
         return True
-    if compat.is_higher_order(node.target):
+    if operators.is_higher_order(node.target):
         return subgraphs_are_pure(node)
     return is_known_pure(node)
 
@@ -334,7 +334,7 @@ class _Modes:
 
     def follow(self, node: fx.Node) -> bool:
         """Whether ``node`` enters or leaves a mode; it is done then."""
-        enter_autocast, leave_autocast = compat.autocast_pair()
+        enter_autocast, leave_autocast = transforms.autocast_pair()
         if node.target is enter_autocast:
             mode = enter_autocast(*node.args)  # type: ignore[operator]
             exits = ExitStack()
@@ -344,7 +344,7 @@ class _Modes:
         elif node.target is leave_autocast:
             entered: Any = node.args[0]
             self._entered[entered]()
-        return compat.is_mode_op(node.target)
+        return transforms.is_mode_op(node.target)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import memory, operators, transforms
 from graphpass.regions.analysis import CALLS, Analysis, is_recomputed
 from graphpass.regions.execute import storages_of, tensors_in, value_of
 from graphpass.regions.opnames import display_name, names_of
@@ -126,7 +126,7 @@ def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     """Spans of enter and exit functions; an enter without an exit reaches to the end."""
-    pairs = compat.mode_pairs()
+    pairs = transforms.mode_pairs()
     spans: list[tuple[int, int]] = []
     open_at: list[list[int]] = [[] for _ in pairs]
     for position, node in enumerate(body):
@@ -146,7 +146,7 @@ def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     number of times is never restored, and its span reaches to the end.
     """
     spans: list[tuple[int, int]] = []
-    for switch in compat.mode_switches():
+    for switch in transforms.mode_switches():
         sets = [(position, node.args[:1]) for position, node in enumerate(body) if node.target is switch]
         if len(sets) % 2:
             spans.append((sets[0][0], len(body) - 1))
@@ -201,12 +201,12 @@ def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
 
 def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
     """Whether a node launches nothing worth a graph: an allocation, a view, a number, a mode switch."""
-    if node in analysis.writes or compat.is_higher_order(node.target):
+    if node in analysis.writes or operators.is_higher_order(node.target):
         return False
-    if compat.is_mode_op(node.target) or _is_allocation(node):
+    if transforms.is_mode_op(node.target) or _is_allocation(node):
         return True
     value = value_of(node)
-    made = [compat.storage_id(tensor) for tensor in tensors_in(value)]
+    made = [memory.storage_id(tensor) for tensor in tensors_in(value)]
     if made:
         given = frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
         return all(storage in given for storage in made)

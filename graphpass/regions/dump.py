@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.regions.execute import value_of
 from graphpass.regions.opnames import display_name
 from graphpass.regions.passes import is_rebuilt_output
@@ -105,20 +105,20 @@ class _Names:
         strides = []
         for size in reversed(value.shape):
             strides.append(expected)
-            expected = expected * compat.expression_of(size)
-        actual = [compat.expression_of(stride) for stride in reversed(value.stride())]
+            expected = expected * symbolic.expression_of(size)
+        actual = [symbolic.expression_of(stride) for stride in reversed(value.stride())]
         same = all(
             size == 1 or a == e or sympy.simplify(a - e) == 0
-            for a, e, size in zip(actual, strides, map(compat.expression_of, reversed(value.shape)), strict=True)
+            for a, e, size in zip(actual, strides, map(symbolic.expression_of, reversed(value.shape)), strict=True)
         )
         return place if same else f"{place} strides {self._sizes(value.stride())}"
 
     def _symbolic(self, size: Any) -> str:
-        expression = compat.expression_of(size)
+        expression = symbolic.expression_of(size)
         if isinstance(expression, int) or expression is None:
             return str(size)
         for symbol in sorted(expression.free_symbols, key=str):
-            letter = "u" if compat.is_unbacked(symbol) else "s"
+            letter = "u" if symbolic.is_unbacked(symbol) else "s"
             known = sum(str(name).startswith(letter) for name in self._symbols.values())
             self._symbols.setdefault(symbol, sympy.Symbol(f"{letter}{known}", integer=True))
         return str(expression.xreplace(self._symbols))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from graphpass import compat
+from graphpass.compat import memory, operators, symbolic, trees
 
 __all__ = ["Execution", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
 
@@ -65,7 +65,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def storages_of(value: Any) -> frozenset[int]:
     """Ids of the storages of all tensors inside a value."""
-    found = (compat.storage_id(tensor) for tensor in tensors_in(value))
+    found = (memory.storage_id(tensor) for tensor in tensors_in(value))
     return frozenset(storage for storage in found if storage is not None)
 
 
@@ -83,10 +83,10 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
     Whatever the op raises is raised here.
     """
     with ExitStack() as stack:
-        stack.enter_context(compat.quiet_shapes(fake_mode))
+        stack.enter_context(symbolic.quiet_shapes(fake_mode))
         stack.enter_context(torch.no_grad())
         stack.enter_context(fake_mode)
-        stack.enter_context(compat.python_dispatcher())
+        stack.enter_context(symbolic.python_dispatcher())
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _detached(values(argument)))
         state = _fake_state(node, fake_mode)
         functions = stack.enter_context(_FunctionLog())
@@ -101,7 +101,7 @@ def _fake_state(node: fx.Node, fake_mode: Any) -> dict[str, Any]:
         return {}
     module = owner_of(node).get_submodule(str(node.target))
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: compat.fakify(fake_mode, tensor).detach() for name, tensor in state.items()}
+    return {name: symbolic.fakify(fake_mode, tensor).detach() for name, tensor in state.items()}
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], state: dict[str, Any]) -> Any:
@@ -121,14 +121,14 @@ def _call_method(tensor: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
         device = "cuda" if name == "cuda" else next(iter(args), kwargs.get("device"))
         if name not in ("to", "cuda") or not isinstance(device, (str, torch.device)):
             raise
-        return compat.copied_to(tensor, torch.device(device))
+        return memory.copied_to(tensor, torch.device(device))
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, (tuple, list)) and any(True for _ in tensors_in(value)):
-        return compat.map_tensors(torch.Tensor.detach, value)
+        return trees.map_tensors(torch.Tensor.detach, value)
     return value
 
 
@@ -144,7 +144,7 @@ class _FunctionLog(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _DispatchLog(compat.TorchDispatchMode):
+class _DispatchLog(operators.TorchDispatchMode):
     """Notes every operator that reaches the dispatcher, and the storages of the arguments that it writes."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class _DispatchLog(compat.TorchDispatchMode):
 
 
 def _written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    schema = compat.schema_of(overload)
+    schema = operators.schema_of(overload)
     names, flag = UNDECLARED_WRITES.get(schema.name, ((), ""))
     if not schema.is_mutable and not names:
         return

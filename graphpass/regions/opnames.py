@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import operators, symbolic
 from graphpass.errors import PartitionError, nearest
 from graphpass.regions.execute import execute, owner_of, tensors_in, value_of
 
@@ -171,7 +171,7 @@ def display_name(node: fx.Node) -> str:
     target = node.target
     if hasattr(target, "overloads") or hasattr(target, "overloadpacket"):
         return _qualified(target)
-    if compat.is_higher_order(target):
+    if operators.is_higher_order(target):
         return f"higher_order::{getattr(target, '__name__', '?')}"
     name = getattr(target, "__name__", type(target).__name__)
     dotted = sorted(_index().get(_key(target), ()), key=_publicity)
@@ -210,11 +210,11 @@ def _matcher_of_name(name: str) -> OpMatcher:
         return _matcher_of_callable(_resolve_dotted(name))
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
-    packet = compat.operator_packet(namespace, base)
-    if packet is None and namespace == "higher_order" and compat.higher_order_operator(base) is not None:
+    packet = operators.operator_packet(namespace, base)
+    if packet is None and namespace == "higher_order" and operators.higher_order_operator(base) is not None:
         return _by_names(frozenset({name}))
     if packet is None:
-        raise _unknown(name, compat.registered_operator_names())
+        raise _unknown(name, operators.registered_operator_names())
     if not overload:
         return _by_names(frozenset({_canonical(f"{namespace}::{base}")}))
     if overload not in packet.overloads():
@@ -223,7 +223,7 @@ def _matcher_of_name(name: str) -> OpMatcher:
 
 
 def _matcher_of_callable(op: Any) -> OpMatcher:
-    op = compat.custom_op_overload(op) or op
+    op = operators.custom_op_overload(op) or op
     if isinstance(op, type) and issubclass(op, torch.nn.Module):
         return functools.partial(_in_module, kind=op)
     if hasattr(op, "overloadpacket"):
@@ -280,26 +280,26 @@ def _reaches(node: fx.Node, overload: Any) -> bool:
     packet = overload.overloadpacket
     arguments = [value_of(argument) for argument in node.all_input_nodes]
     try:
-        execution = execute(node, value_of, compat.fake_mode_of(tensors_in(arguments)) or compat.new_fake_mode())
+        execution = execute(node, value_of, symbolic.fake_mode_of(tensors_in(arguments)) or symbolic.new_fake_mode())
     except Exception:
         return False
     reached = [known for known in execution.overloads if known.overloadpacket is packet]
     if reached:
         return overload in reached
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    return compat.resolved_overload(packet, args, kwargs) is overload
+    return operators.resolved_overload(packet, args, kwargs) is overload
 
 
 def _overload_name(overload: Any) -> str:
-    return str(compat.schema_of(overload).overload_name) or "default"
+    return str(operators.schema_of(overload).overload_name) or "default"
 
 
 def _qualified(target: Any) -> str:
     """``aten::add`` for a packet, ``aten::add.Tensor`` for an overload."""
     if hasattr(target, "overloadpacket"):
-        schema = compat.schema_of(target)
+        schema = operators.schema_of(target)
         return f"{schema.name}.{_overload_name(target)}"
-    return str(compat.schema_of(compat.overloads_of(target)[0]).name)
+    return str(operators.schema_of(operators.overloads_of(target)[0]).name)
 
 
 def _callable_names(target: Any) -> frozenset[str]:
@@ -307,7 +307,7 @@ def _callable_names(target: Any) -> frozenset[str]:
         return _closure(_qualified(target.overloadpacket)) | {_qualified(target)}
     if hasattr(target, "overloads"):
         return _closure(_qualified(target))
-    if compat.is_higher_order(target):
+    if operators.is_higher_order(target):
         return frozenset({f"higher_order::{getattr(target, '__name__', '')}"})
     module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
     if module in ("_operator", "operator"):
@@ -349,7 +349,7 @@ def _names_of_dotted(dotted: str) -> frozenset[str]:
     if kind in ("special", "linalg", "fft") and not name.startswith(f"{kind}_"):
         name = f"{kind}_{name}"
     name = CALLABLE_NAMES.get(name, name)
-    if compat.operator_packet("aten", name) is None:
+    if operators.operator_packet("aten", name) is None:
         return frozenset()
     return _closure(f"aten::{name}")
 
@@ -392,7 +392,9 @@ def _called_functions(node: fx.Node) -> tuple[Any, ...]:
     if CALLED not in node.meta:
         arguments = [value_of(argument) for argument in node.all_input_nodes]
         try:
-            execution = execute(node, value_of, compat.fake_mode_of(tensors_in(arguments)) or compat.new_fake_mode())
+            execution = execute(
+                node, value_of, symbolic.fake_mode_of(tensors_in(arguments)) or symbolic.new_fake_mode()
+            )
             node.meta[CALLED] = execution.functions
         except Exception:
             node.meta[CALLED] = ()
@@ -406,7 +408,7 @@ def _closure(name: str) -> frozenset[str]:
     found = {_canonical(name)}
     if namespace == "aten" and base.startswith("_scaled_dot_product_"):
         found.add("aten::scaled_dot_product_attention")
-    if base.endswith("_") and not base.endswith("__") and compat.operator_packet(namespace, base[:-1]) is not None:
+    if base.endswith("_") and not base.endswith("__") and operators.operator_packet(namespace, base[:-1]) is not None:
         found.add(_canonical(name[:-1]))
     return frozenset(found | {name})
 
@@ -423,7 +425,7 @@ def _canonical(name: str) -> str:
 
 def _packet(name: str) -> Any | None:
     namespace, _, base = name.partition("::")
-    return compat.operator_packet(namespace, base) if base else None
+    return operators.operator_packet(namespace, base) if base else None
 
 
 def _key(target: Any) -> int:
@@ -438,7 +440,7 @@ def _publicity(dotted: str) -> tuple[bool, int, str]:
 def _index() -> Mapping[int, tuple[str, ...]]:
     """Identity of every torch function and Tensor method -> its dotted names; torch keeps these objects for ever."""
     found: dict[int, list[str]] = {}
-    for prefix, namespace in compat.operator_namespaces():
+    for prefix, namespace in operators.operator_namespaces():
         for name in dir(namespace):
             value = getattr(namespace, name, None)
             if callable(value) and not isinstance(value, type) and not name.startswith("__"):

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.regions.analysis import FACTS, facts_of, symbol_placeholders
 from graphpass.regions.execute import value_of
 
@@ -64,7 +64,7 @@ def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: b
     dimensions: list[Any] = []
     cursor = size
     for position, length in enumerate(value_of(size)):
-        expression = compat.expression_of(length)
+        expression = symbolic.expression_of(length)
         if fixed and (isinstance(length, int) or getattr(expression, "is_Integer", False)):
             dimensions.append(int(length))
         elif expression in symbols:

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.regions.analysis import CALLS, free_symbols
 from graphpass.regions.execute import tensors_in, value_of
 from graphpass.regions.opnames import names_of
@@ -72,5 +72,5 @@ def _indexes_by_position(node: fx.Node, from_data: set[str]) -> bool:
 
 
 def _sizes_of(value: Any) -> set[Any]:
-    sizes = [compat.expression_of(size) for tensor in tensors_in(value) for size in tensor.shape]
+    sizes = [symbolic.expression_of(size) for tensor in tensors_in(value) for size in tensor.shape]
     return {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}

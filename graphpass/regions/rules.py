@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import operators
 from graphpass.errors import PartitionError
 from graphpass.regions.analysis import facts_of, free_symbols
 from graphpass.regions.execute import storages_of, tensors_in, value_of
@@ -149,7 +149,7 @@ def _leaves_accelerator(node: fx.Node, arguments: list[torch.Tensor]) -> bool:
 
 def control_flow(node: fx.Node) -> SplitReason | None:
     """A branch or a loop that the host decides at each run, ``torch.cond`` or ``while_loop``: a graph takes one way."""
-    if compat.is_higher_order(node.target) and str(node.target) in BRANCHING:
+    if operators.is_higher_order(node.target) and str(node.target) in BRANCHING:
         return SplitReason("control flow", f"the host decides how {display_name(node)} goes on")
     return None
 
@@ -193,7 +193,7 @@ def _tags(packet: Any, overload_names: tuple[str, ...], *, out: bool) -> tuple[f
 
 
 def _has_out(overload: Any) -> bool:
-    return any(argument.is_out for argument in compat.schema_of(overload).arguments)
+    return any(argument.is_out for argument in operators.schema_of(overload).arguments)
 
 
 def host_scalar(node: fx.Node) -> SplitReason | None:

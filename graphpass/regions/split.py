@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import PartitionError
 from graphpass.regions.analysis import annotate
 from graphpass.regions.assign import assign
@@ -63,8 +63,8 @@ class Partition:
 
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""
-        return compat.shape_env_of(given.value for given in self.inputs) is not None and any(
-            getattr(compat.expression_of(size), "free_symbols", None)
+        return symbolic.shape_env_of(given.value for given in self.inputs) is not None and any(
+            getattr(symbolic.expression_of(size), "free_symbols", None)
             for given in self.inputs
             for size in (given.value.shape if isinstance(given.value, torch.Tensor) else (given.value,))
         )
@@ -72,7 +72,7 @@ class Partition:
     def output_values(self) -> tuple[tuple[str, Any], ...]:
         """(name, metadata) of each output leaf in pytree order; the name is "" for what no node computes."""
         named: Any = fx.map_arg(self._outputs, _named_value)
-        leaves = compat.tree_flatten(named)[0]
+        leaves = trees.flatten(named)[0]
         return tuple((leaf.name, leaf.value) if isinstance(leaf, _NamedValue) else ("", leaf) for leaf in leaves)
 
     def dump(self) -> str:
@@ -105,7 +105,7 @@ def partition(
     analysis = annotate(whole, example_inputs)
     run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
     inputs = graph_inputs(whole.graph)
-    compat.forget_arguments(whole.graph)
+    dynamo.forget_arguments(whole.graph)
     regions = build_regions(whole, assign(whole, rules, analysis), analysis)
     stitching = stitch(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
@@ -159,11 +159,11 @@ class _Uncompiled(fx.GraphModule):
 
 
 def _output_shapes(outputs: Any) -> tuple[tuple[sympy.Expr | int, ...] | None, ...]:
-    return tuple(_shape(leaf) for leaf in compat.tree_flatten(_values(outputs))[0])
+    return tuple(_shape(leaf) for leaf in trees.flatten(_values(outputs))[0])
 
 
 def _symbolic_numbers(outputs: Any) -> tuple[int, ...]:
-    leaves = compat.tree_flatten(_values(outputs))[0]
+    leaves = trees.flatten(_values(outputs))[0]
     return tuple(p for p, leaf in enumerate(leaves) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)))
 
 
@@ -174,4 +174,4 @@ def _values(outputs: Any) -> Any:
 def _shape(value: Any) -> tuple[sympy.Expr | int, ...] | None:
     if not isinstance(value, torch.Tensor):
         return None
-    return tuple(expression for size in value.shape if (expression := compat.expression_of(size)) is not None)
+    return tuple(expression for size in value.shape if (expression := symbolic.expression_of(size)) is not None)

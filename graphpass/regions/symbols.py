@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import dynamo, symbolic
 from graphpass.errors import PartitionError
 from graphpass.regions.execute import tensors_in, value_of
 
@@ -41,7 +41,7 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
     """The inputs of a graph, in order."""
     return tuple(
         GraphInput(
-            node.name, _source_name(node), compat.is_static_address(node), value_of(node), compat.marked_dims(node)
+            node.name, _source_name(node), dynamo.is_static_address(node), value_of(node), dynamo.marked_dims(node)
         )
         for node in graph.nodes
         if node.op == "placeholder"
@@ -50,7 +50,7 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
 
 def _source_name(node: fx.Node) -> str | None:
     """The argument's name in Dynamo's source text: ``L['x']`` and ``L['kwargs']['x']`` are x, attributes are not."""
-    text = compat.source_text(node)
+    text = dynamo.source_text(node)
     if text is None:
         return None if "grapharg" in node.meta else str(node.target).lstrip("*")
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []
@@ -100,12 +100,12 @@ def layout_inputs(graph: fx.Graph) -> tuple[int, ...]:
     return tuple(
         position
         for position, node in enumerate(placeholders)
-        if not node.users and compat.expression_of(value_of(node)) not in (None, *in_sizes)
+        if not node.users and symbolic.expression_of(value_of(node)) not in (None, *in_sizes)
     )
 
 
 def _shape(value: Any) -> list[Any]:
-    return [compat.expression_of(size) for size in value.shape] if isinstance(value, torch.Tensor) else []
+    return [symbolic.expression_of(size) for size in value.shape] if isinstance(value, torch.Tensor) else []
 
 
 def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> sympy.Expr | int:
@@ -123,7 +123,7 @@ def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> s
                     found=str(dim),
                     remedy="name a dimension that the tensor has in dynamic_dims",
                 )
-            expression = compat.expression_of(given.value.shape[dim])
+            expression = symbolic.expression_of(given.value.shape[dim])
             assert expression is not None, "sizes are ints or symbolic ints"
             return expression
     names = [given.source_name for given in inputs if given.source_name and isinstance(given.value, torch.Tensor)]
@@ -155,12 +155,12 @@ class GuardedSymbols:
     @classmethod
     def from_values(cls, values: Iterable[Any]) -> GuardedSymbols:
         """The guards in the shape environment behind fake tensors and symbolic sizes."""
-        shape_env = compat.shape_env_of(values)
+        shape_env = symbolic.shape_env_of(values)
         if shape_env is None:
             return cls(MappingProxyType({}), ())
         symbols = sorted(shape_env.var_to_range, key=str)
-        ranges = {symbol: compat.bounds_of(shape_env, symbol) for symbol in symbols}
-        return cls(MappingProxyType(ranges), compat.guards_of(shape_env))
+        ranges = {symbol: symbolic.bounds_of(shape_env, symbol) for symbol in symbols}
+        return cls(MappingProxyType(ranges), symbolic.guards_of(shape_env))
 
     def excludes(self, expression: sympy.Expr | int, size: int) -> str | None:
         """Why ``expression``, a dimension of this graph, cannot be ``size``; None if the guards admit it."""

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
-from graphpass import compat
+from graphpass.compat import dynamo, symbolic
 from graphpass.compile import RegionCompiler, traced_regions
 from graphpass.regions import AtenGraph, PaddingProof, Partition, partition, prove_partition
 
@@ -98,7 +98,7 @@ class Backend:
     proofs: list[PaddingProof] = field(default_factory=list)
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        compat.specialize_wrapped_floats(graph_module)
+        dynamo.specialize_wrapped_floats(graph_module)
         parts = partition(graph_module, self.splitting_ops)
         self.num_regions = len(parts.regions)  # of the last graph: Dynamo may start again
         captured = [region for region in parts.regions if region.kind == "captured"]
@@ -127,7 +127,7 @@ def _symbols_of(parts: Partition) -> Mapping[sympy.Symbol, str]:
     for given in parts.inputs:
         if isinstance(given.value, torch.Tensor) and not given.is_static:
             for dim, size in enumerate(given.value.shape):
-                expression = compat.expression_of(size)
+                expression = symbolic.expression_of(size)
                 if isinstance(expression, sympy.Symbol):
                     found.setdefault(expression, f"{given.source_name}[{dim}]")
     return found

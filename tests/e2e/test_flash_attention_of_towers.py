@@ -59,7 +59,7 @@ def flash_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return attended
 
     monkeypatch.setattr(att, "why_not_flash", lambda *_: None)
-    monkeypatch.setattr(att.compat, "flash_attention", flash_attention)
+    monkeypatch.setattr(att.operators, "flash_attention", flash_attention)
 
 
 @GRIDS

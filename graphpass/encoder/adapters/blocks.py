@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from graphpass import compat
 from graphpass.capture.regioncalls import call_compiled
 from graphpass.capture.surroundings import capture_settings
+from graphpass.compat import dynamo, modules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 from graphpass.encoder.weights import EncoderWeights, SharesWeights
@@ -87,7 +87,7 @@ class Blocks(SharesWeights):
         own = _with_own_code(_call_block)
         self._call = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=options))
         self.follow()
-        with eagerly(), compat.floats_as_constants():
+        with eagerly(), dynamo.floats_as_constants():
             self(0, hidden, arguments)
 
     def _copy(self) -> None:
@@ -100,7 +100,7 @@ class Blocks(SharesWeights):
 
 def _may_see_all_rows(module: torch.nn.Module) -> bool:
     is_known = type(module).__module__.startswith(("torch.", "transformers."))
-    return not is_known or compat.has_hooks(module)
+    return not is_known or modules.has_hooks(module)
 
 
 @contextlib.contextmanager

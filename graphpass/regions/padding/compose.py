@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import sympy
 import torch
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.opnames import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
@@ -305,8 +305,8 @@ def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedVa
 
 def _shape_of(value: Any) -> TensorShape | Size | None:
     if isinstance(value, torch.Tensor):
-        return TensorShape(tuple(as_size(compat.expression_of(size)) for size in value.shape), value.dtype)
-    expression = compat.expression_of(value)
+        return TensorShape(tuple(as_size(symbolic.expression_of(size)) for size in value.shape), value.dtype)
+    expression = symbolic.expression_of(value)
     return None if expression is None else as_size(expression)
 
 

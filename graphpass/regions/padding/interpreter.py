@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.regions.padding.bounds import new_fields, reads_outside
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Unknown, padded_sizes_in, tensors_of
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape, references
@@ -314,5 +314,5 @@ class _Run:
             if not isinstance(value, PaddedValue) or not value.findings:
                 continue
             symbols = {symbol for size in shape.sizes if isinstance(size, sympy.Basic) for symbol in size.free_symbols}
-            if any(compat.is_unbacked(symbol) for symbol in symbols):
+            if any(symbolic.is_unbacked(symbol) for symbol in symbols):
                 self._everywhere |= {finding.reaching("a size that contents decide") for finding in value.findings}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import operators
 from graphpass.regions.padding.values import Size
 
 __all__ = [
@@ -81,10 +81,10 @@ def references(argument: Any) -> Iterator[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def operator_named(name: str) -> compat.OpOverload | None:
+def operator_named(name: str) -> operators.OpOverload | None:
     """The operator of a qualified name, ``aten::add.Tensor``; None if there is none."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
-    packet = compat.operator_packet(namespace, base)
+    packet = operators.operator_packet(namespace, base)
     found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, compat.OpOverload) else None
+    return found if isinstance(found, operators.OpOverload) else None

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import operators, symbolic
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape
 from graphpass.regions.padding.patterns import recognised
 from graphpass.regions.padding.sizes import as_size
@@ -78,7 +78,7 @@ class _Reader:
         if isinstance(argument, (list, tuple)):
             return tuple(self._plain(part) for part in argument)
         if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return as_size(compat.expression_of(argument))
+            return as_size(symbolic.expression_of(argument))
         if argument is None or isinstance(argument, (bool, int, float, complex, str, torch.dtype)):
             return argument
         return str(argument)
@@ -94,9 +94,9 @@ class _Reader:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
         if target is torch.ops.aten.as_strided.default and _only_ones_change(node):
             return self._of_operator(torch.ops.aten.view.default, node.args[:2], {}, result, where)
-        if isinstance(target, compat.OpOverload):
+        if isinstance(target, operators.OpOverload):
             return self._of_operator(target, node.args, node.kwargs, result, where)
-        if compat.is_higher_order(target):
+        if operators.is_higher_order(target):
             return self._of_higher_order(node, result, where)
         is_number = isinstance(result, (int, sympy.Expr, sympy.Basic, float))
         return AtenNode(NUMBER if is_number else str(target), self._positional(node), result, where)
@@ -106,9 +106,9 @@ class _Reader:
         return (*named, *((name, self._plain(argument)) for name, argument in node.kwargs.items()))
 
     def _of_operator(
-        self, op: compat.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, where: str
+        self, op: operators.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, where: str
     ) -> AtenNode:
-        schema = compat.schema_of(op)
+        schema = operators.schema_of(op)
         bound = []
         for position, argument in enumerate(schema.arguments):
             if position < len(args) and not argument.kwarg_only:
@@ -122,7 +122,7 @@ class _Reader:
 
     def _of_higher_order(self, node: fx.Node, result: Any, where: str) -> AtenNode:
         name = str(getattr(node.target, "__name__", node.target))
-        inner = next((argument for argument in node.args if isinstance(argument, compat.OpOverload)), None)
+        inner = next((argument for argument in node.args if isinstance(argument, operators.OpOverload)), None)
         if name == "with_effects" and inner is not None and isinstance(result, tuple):
             rest = result[1:] if len(result) != 2 else result[1]
             made = self._of_operator(inner, node.args[2:], node.kwargs, rest, where)
@@ -133,12 +133,12 @@ class _Reader:
                 return functional
         return AtenNode(f"higher_order::{name}", self._positional(node), result, where)
 
-    def _functionalized(self, op: compat.OpOverload, node: fx.Node, result: Any, where: str) -> AtenNode | None:
+    def _functionalized(self, op: operators.OpOverload, node: fx.Node, result: Any, where: str) -> AtenNode | None:
         """The custom op inside ``auto_functionalized``, whose written arguments are whole tensors; None for views."""
         kwargs: dict[str, Any] = dict(node.kwargs)
         bases: list[str | None]
         every: Any = kwargs.pop("_all_bases", None)
-        written = _written_by(compat.schema_of(op))
+        written = _written_by(operators.schema_of(op))
         if every is None:
             bases = list(written)
         else:
@@ -157,14 +157,14 @@ def _only_ones_change(node: fx.Node) -> bool:
     before, after = (given.meta.get("val") for given in (node.args[0], node) if isinstance(given, fx.Node))
     if before is None or after is None:
         return False
-    return compat.expression_of(before.storage_offset()) == compat.expression_of(after.storage_offset()) and _wide_dims(
-        before
-    ) == _wide_dims(after)
+    return symbolic.expression_of(before.storage_offset()) == symbolic.expression_of(
+        after.storage_offset()
+    ) and _wide_dims(before) == _wide_dims(after)
 
 
 def _wide_dims(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    sized = [(compat.expression_of(size), compat.expression_of(stride)) for size, stride in pairs]
+    sized = [(symbolic.expression_of(size), symbolic.expression_of(stride)) for size, stride in pairs]
     return [(size, stride) for size, stride in sized if size != 1]
 
 
@@ -178,11 +178,11 @@ def _written_by(schema: Any) -> tuple[str, ...]:
 
 def _shape_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return TensorShape(tuple(as_size(compat.expression_of(size)) for size in value.shape), value.dtype)
+        return TensorShape(tuple(as_size(symbolic.expression_of(size)) for size in value.shape), value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple(_shape_of(part) for part in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return as_size(compat.expression_of(value))
+        return as_size(symbolic.expression_of(value))
     return value if isinstance(value, (int, float)) else None
 
 

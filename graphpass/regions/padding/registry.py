@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpass import compat
+from graphpass.compat import operators
 from graphpass.errors import OptionError, nearest
 from graphpass.regions.padding.calls import PaddingRule
 from graphpass.regions.padding.nodes import operator_named
@@ -55,10 +55,10 @@ def rule_for(name: str) -> PaddingRule | None:
 
 
 def _qualified(op: Any) -> str:
-    if isinstance(op, compat.OpOverload):
+    if isinstance(op, operators.OpOverload):
         return str(op.name())
-    if isinstance(op, compat.OpOverloadPacket):
-        return str(compat.schema_name(compat.overloads_of(op)[0]))
+    if isinstance(op, operators.OpOverloadPacket):
+        return str(operators.schema_name(operators.overloads_of(op)[0]))
     if not isinstance(op, str):
         raise OptionError(
             "the operator of a padding rule cannot be identified",
@@ -68,9 +68,9 @@ def _qualified(op: Any) -> str:
         )
     namespace, separator, rest = op.partition("::")
     base, _, overload = rest.partition(".")
-    packet = compat.operator_packet(namespace, base) if separator else None
+    packet = operators.operator_packet(namespace, base) if separator else None
     if packet is None or (overload and operator_named(op) is None):
-        close = nearest(op, compat.registered_operator_names())
+        close = nearest(op, operators.registered_operator_names())
         raise OptionError(
             f"no operator is named {op!r}",
             expected="the qualified name of a registered operator",

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from graphpass import compat
 from graphpass.checks import check_positive
+from graphpass.compat import modules
 from graphpass.dispatch import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, nearest
@@ -391,7 +391,7 @@ def _targeted(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear
 
 
 def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
-    has_hooks = compat.has_hooks(layer)
+    has_hooks = modules.has_hooks(layer)
     if type(layer) is nn.Linear and not has_hooks:
         return layer
     raise OptionError(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import compat
 from graphpass.capture import CapturePolicy, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass.compat import memory
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import BatchDescriptor
@@ -121,7 +121,7 @@ def static_weight(kind: str) -> tuple[torch.Tensor, dict[str, Any]]:
     if kind == "parameter":
         return torch.nn.Parameter(weight), {}
     if kind == "marked":
-        compat.mark_static_address(weight)
+        memory.mark_static_address(weight)
         return weight, {}
     return weight, {"static_inputs": [1] if kind == "declared" else ["weight"]}
 

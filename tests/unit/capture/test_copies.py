@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from graphpass import compat
 from graphpass.capture.copies import copy_each
+from graphpass.compat import memory
 
 F32, I64, I32 = torch.float32, torch.int64, torch.int32
 
@@ -25,7 +25,7 @@ def filled(dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
 def test_one_launch_for_each_dtype(dtypes: Sequence[torch.dtype], num_launches: int) -> None:
     sources = filled(dtypes)
     targets = [torch.zeros_like(source) for source in sources]
-    with patch.object(compat, "foreach_copy_", wraps=compat.foreach_copy_) as fused:
+    with patch.object(memory, "foreach_copy_", wraps=memory.foreach_copy_) as fused:
         copy_each(targets, sources)
     assert fused.call_count == num_launches
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
@@ -42,7 +42,7 @@ def test_what_lies_with_gaps_goes_by_itself(is_cut: str) -> None:
     else:
         wide[:, :4] = sources[1]
         sources[1] = wide[:, :4]
-    with patch.object(compat, "foreach_copy_", wraps=compat.foreach_copy_) as fused:
+    with patch.object(memory, "foreach_copy_", wraps=memory.foreach_copy_) as fused:
         copy_each(targets, sources)
     assert sorted(len(call.args[0]) for call in fused.call_args_list) == [1, 2]
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))

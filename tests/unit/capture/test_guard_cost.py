@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import cgpass
 import graphpass as gp
-from graphpass import compat
+from graphpass.compat import memory
 
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
 NUM_STATIC = 300
@@ -53,7 +53,7 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with torch._C.DisableTorchFunction():
             return all(tensors[p].data_ptr() == expected[p] for p in positions)
 
-    monkeypatch.setattr(compat, "_data_ptrs_equal", equal)
+    monkeypatch.setattr(memory, "_data_ptrs_equal", equal)
     return sizes
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, traced_regions
 from graphpass.regions import Partition, partition
 
@@ -50,11 +50,11 @@ class Traced:
         parts = partition(graph_module, ["compiletest::cut"])
         captured = [region for region in parts.regions if region.kind == "captured"]
         compiled = self.regions.compile(captured, self.compiler, trace=self.trace)
-        shape_env = compat.shape_env_of(given.value for given in parts.inputs)
-        before = compat.facts_of(shape_env)
+        shape_env = symbolic.shape_env_of(given.value for given in parts.inputs)
+        before = symbolic.facts_of(shape_env)
         if self.trace is not None:
             self.eager.append(traced_regions([r for r in parts.regions if r.kind == "eager"], self.trace))
-        self.facts.append((before, compat.facts_of(shape_env)))
+        self.facts.append((before, symbolic.facts_of(shape_env)))
         self.parts.append(parts)
         self.compiled.append(compiled)
         callees = {r.name: compiled.by_name.get(r.name) or r.graph_module.forward for r in parts.regions}
@@ -117,7 +117,7 @@ def test_regions_of_one_structure_have_symbols_of_their_own(compiler: str) -> No
 
     def shape_of(aten: fx.GraphModule) -> Any:
         values = [node.meta["val"] for node in aten.graph.find_nodes(op="placeholder")]
-        return [compat.expression_of(v.shape[0]) for v in values if isinstance(v, torch.Tensor)]
+        return [symbolic.expression_of(v.shape[0]) for v in values if isinstance(v, torch.Tensor)]
 
     traced = Traced(compiler, shape_of)
     a, b = torch.randn(5, 2), torch.randn(7, 2)
@@ -131,7 +131,7 @@ def test_regions_of_one_structure_have_symbols_of_their_own(compiler: str) -> No
     (symbol,) = traces[0].result
     own = [dict(trace.symbols)[symbol] for trace in traces]
     by_name = {given.source_name: given.value for given in parts.inputs}
-    assert own == [compat.expression_of(by_name[name].shape[0]) for name in ("a", "b")]
+    assert own == [symbolic.expression_of(by_name[name].shape[0]) for name in ("a", "b")]
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

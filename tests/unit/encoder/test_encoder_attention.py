@@ -141,12 +141,12 @@ def runs_out(*_: object, **__: object) -> torch.Tensor:
 )
 def test_the_kernel_is_tried(kernel: object, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of pieces overlap, which torch does not promise to serve; where it does not, a mask does."""
-    monkeypatch.setattr(att.compat, "flash_attention", kernel)
+    monkeypatch.setattr(att.operators, "flash_attention", kernel)
     assert att._fault_of_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16, 20) == fault
 
 
 def test_too_little_memory_says_nothing_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(att.compat, "flash_attention", runs_out)
+    monkeypatch.setattr(att.operators, "flash_attention", runs_out)
     with pytest.raises(torch.OutOfMemoryError):
         att._fault_of_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16, 20)
 

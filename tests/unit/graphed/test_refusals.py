@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import CaptureError, GraphpassError, OptionError, compat
+from graphpass import CaptureError, GraphpassError, OptionError
+from graphpass.compat import dynamo
 from tests.unit.graphed.oracle import agree, call, graphed, replays
 
 
@@ -36,14 +37,14 @@ def test_bad_options_are_refused_when_it_is_made(options: dict[str, Any], match:
 
 
 def test_without_the_backend_it_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "registered_backend", lambda name: None)
+    monkeypatch.setattr(dynamo, "registered_backend", lambda name: None)
     with pytest.raises(OptionError, match="no backend 'cgpass'") as raised:
         gp.graphed(nn.Linear(2, 2))
     assert raised.value.remedy == "import cgpass"
 
 
 def test_a_backend_that_nobody_registered_is_none() -> None:
-    assert compat.registered_backend("graphpass_no_such_backend") is None
+    assert dynamo.registered_backend("graphpass_no_such_backend") is None
 
 
 TRANSFORMS: dict[str, Any] = {

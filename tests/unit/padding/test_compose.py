@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from graphpass import compat
+from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, RegionCompiler, traced_regions
 from graphpass.regions import (
     AtenGraph,
@@ -101,7 +101,7 @@ class Prover:
         found: dict[sympy.Symbol, str] = {}
         for given in parts.inputs:
             for dim, size in enumerate(given.value.shape if isinstance(given.value, Tensor) else ()):
-                symbol = compat.expression_of(size)
+                symbol = symbolic.expression_of(size)
                 if isinstance(symbol, sympy.Symbol) and not given.is_static:
                     name = f"{given.source_name}.{dim}"
                     found.setdefault(symbol, self.fields.get(name, name))

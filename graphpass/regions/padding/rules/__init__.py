@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graphpass import compat
+from graphpass.compat import operators
 from graphpass.regions.padding.calls import PaddingRule
 from graphpass.regions.padding.rules import (
     attention,
@@ -49,7 +49,7 @@ BUILT_IN: dict[str, PaddingRule] = {
 """Qualified name without overload -> rule."""
 
 
-def rule_of_tags(op: compat.OpOverload) -> PaddingRule | None:
+def rule_of_tags(op: operators.OpOverload) -> PaddingRule | None:
     """The rule that an operator's tags imply, None where they imply none."""
     if torch.Tag.nondeterministic_seeded in op.tags:
         return randomness.random_numbers

@@ -1,0 +1,122 @@
+"""Addresses, layouts, versions and copies of tensors; streams and the caching allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphpass.compat.attributes import torch_attribute
+from graphpass.compat.symbolic import fake_mode_of
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """A number shared by exactly the living tensors of one storage; None for tensors without storage (sparse)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def memory_id(tensor: torch.Tensor) -> int | None:
+    """The address of a real tensor's memory, which several storages may share; of a fake one, :func:`storage_id`."""
+    if fake_mode_of((tensor,)) is not None or tensor.layout is not torch.strided:
+        return storage_id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def data_ptrs_equal(tensors: list[Any], expected: list[int | None], positions: list[int]) -> bool:
+    """Whether ``tensors[p].data_ptr() == expected[p]`` for every ``p`` in ``positions``.
+
+    One native call where torch has it (300 tensors in about 3 µs, against 12 µs from Python).
+    """
+    return bool(_data_ptrs_equal(tensors, expected, positions))
+
+
+def _data_ptrs_equal_in_python(
+    tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]
+) -> bool:
+    addresses = map(torch.Tensor.data_ptr, map(tensors.__getitem__, positions))
+    return all(map(operator.eq, addresses, map(expected.__getitem__, positions)))
+
+
+_data_ptrs_equal: Callable[..., bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _data_ptrs_equal_in_python
+)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie side by side in memory, in whatever order, each once."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def any_overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether AOTAutograd takes any two of these tensors, all in one storage, to have an element in common."""
+    overlapping = getattr(torch_attribute("_C._dynamo.guards"), "compute_overlapping_tensors", None)
+    if overlapping is None:
+        return True
+    numbers = [number for t in tensors for number in (*t.shape, *t.stride(), t.storage_offset())]
+    return bool(overlapping(tensors, symbolic=any(isinstance(number, torch.SymInt) for number in numbers)))
+
+
+def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """Whether the tensors have the shapes and strides of now: one native call; False may also mean another mode."""
+    guards: Any = torch_attribute("_C._dynamo.guards.TensorGuards")
+    return partial(guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, *tensors)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """A tensor's version counter, which every in-place op bumps; None for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def has_static_address(tensor: torch.Tensor) -> bool:
+    """Whether torch counts the tensor's address as fixed: ``mark_static_address``, or a module's own under Dynamo."""
+    return getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Tell Dynamo and the wrappers that this tensor's address stays; Dynamo does not guard on it."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on another device, also of a fake tensor, whose ``to`` may be a no-op."""
+    copy: torch.Tensor = torch.ops.aten._to_copy.default(tensor, device=device)
+    return copy
+
+
+foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copy a list of tensors into another in one fused call; documented under its underscored name."""
+
+
+def current_stream_of(device: torch.device) -> Any:
+    """What tells a device's current stream from others, without an object for it: a tenth of the time."""
+    return torch._C._cuda_getCurrentStream(device.index)
+
+
+def is_capturing_stream(device: torch.device | None) -> bool:
+    """Whether somebody else captures the current stream of a CUDA device."""
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def drop_blas_workspaces() -> None:
+    """Have torch free the workspaces that it keeps for the matrix products of each stream."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def forget_failed_capture(device: torch.device, pool: Any) -> None:
+    """Undo what a capture that was invalidated keeps in the caching allocator.
+
+    Torch ends its redirection of allocations and gives back the graph's share of the pool only where the capture ends
+    well; otherwise the pool's segments would never be freed. The pool takes no further capture afterwards.
+    """
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        undo = getattr(torch._C, name, None)
+        if undo is not None:
+            with contextlib.suppress(RuntimeError):
+                undo(device.index, pool)

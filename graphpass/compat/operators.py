@@ -1,0 +1,175 @@
+"""Operators: look-up, schemas, kernels."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from graphpass.compat.attributes import torch_attribute
+
+OpOverload = torch._ops.OpOverload
+"""One overload of an operator, ``torch.ops.aten.add.Tensor``."""
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""An operator with all its overloads, ``torch.ops.aten.add``."""
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether ``target`` is a higher-order operator: it takes subgraphs, or wraps a kernel (``torch.cond``, triton)."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(target, HigherOrderOperator)
+
+
+def composite_kernel(operator: Any) -> Callable[..., Any] | None:
+    """What a higher-order operator does on every device, in terms of other ops; None where it says nothing."""
+    kernels: Mapping[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
+    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def operator_packet(namespace: str, name: str) -> Any | None:
+    """``torch.ops.<namespace>.<name>``, or None when no such operator is registered."""
+    from torch._ops import OpOverloadPacket
+
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+    except (AttributeError, RuntimeError):
+        return None
+    return packet if isinstance(packet, OpOverloadPacket) else None
+
+
+def higher_order_operator(name: str) -> Any | None:
+    """``torch.ops.higher_order.<name>``, or None."""
+    target = getattr(torch.ops.higher_order, name, None)
+    return target if is_higher_order(target) else None
+
+
+def registered_operator_names() -> list[str]:
+    """The qualified names (``aten::add``) of all registered operators, sorted."""
+    return sorted({schema.name for schema in torch._C._jit_get_all_schemas()})
+
+
+def custom_op_overload(target: Any) -> Any | None:
+    """The overload behind the object that ``torch.library.custom_op`` returned, else None."""
+    return getattr(target, "_opoverload", None)
+
+
+def overloads_of(packet: Any) -> list[Any]:
+    """Every overload of an operator packet."""
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def resolved_overload(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    """The overload of ``packet`` whose schema takes these arguments, or None where torch cannot tell."""
+    resolve = getattr(torch._C, "_jit_resolve_packet", None)
+    try:
+        name = resolve(packet._qualified_op_name, *args, **kwargs) if resolve is not None else None
+    except RuntimeError:
+        return None
+    return getattr(packet, name) if isinstance(name, str) else None
+
+
+def schema_of(overload: Any) -> Any:
+    """The function schema of an operator overload."""
+    return overload._schema
+
+
+def schema_name(op: torch._ops.OpOverload) -> str:
+    """An op's qualified name without its overload, ``aten::add``."""
+    return op._schema.name
+
+
+def operator_name(target: Any) -> str | None:
+    """``mylib::attention`` of an overload, a packet or what ``custom_op`` returned; None for anything else."""
+    op = custom_op_overload(target) or target
+    if isinstance(op, OpOverload):
+        return schema_name(op)
+    return op._qualified_op_name if isinstance(op, OpOverloadPacket) else None
+
+
+def is_mutable(op: torch._ops.OpOverload) -> bool:
+    """Whether an op's schema says that it writes to an argument."""
+    return op._schema.is_mutable
+
+
+def operator_namespaces() -> tuple[tuple[str, Any], ...]:
+    """(dotted prefix, namespace) of every place that Dynamo takes functions from, the public ones first."""
+    return (
+        ("torch", torch),
+        ("torch.nn.functional", torch.nn.functional),
+        ("torch.special", torch.special),
+        ("torch.linalg", torch.linalg),
+        ("torch.fft", torch.fft),
+        ("torch.Tensor", torch.Tensor),
+        ("torch._C._nn", torch._C._nn),
+        ("torch._C._special", torch_attribute("_C._special")),
+        ("torch._C._linalg", torch_attribute("_C._linalg")),
+        ("torch._C._fft", torch_attribute("_C._fft")),
+        ("torch._C._VariableFunctions", torch._C._VariableFunctions),
+    )
+
+
+def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
+    """Whether ``op``'s kernel for ``dispatch_key`` ("CPU") was registered from Python.
+
+    Only such kernels can be recorded op by op; a kernel written in C++ is a leaf.
+    """
+    impls: set[str] = getattr(torch.library, "_impls", set())
+    namespace, _, name = schema_name(op).partition("::")
+    overload = f".{op._schema.overload_name}" if op._schema.overload_name else ""
+    keys = (dispatch_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    return any(f"{namespace}/{name}{overload}/{key}" in impls for key in keys)
+
+
+def call_kernel(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``op``'s kernel for ``dispatch_key`` in place, below every dispatch mode; ops inside it dispatch as usual."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    return op.redispatch(keys, *args, **kwargs)
+
+
+def keep_in_order(name: str) -> None:
+    """Tell compilers that the op ``namespace::name`` does something that its schema does not show.
+
+    They neither drop it nor move it past others of its kind.
+    """
+    effects: Any = importlib.import_module("torch._higher_order_ops.effects")
+    namespace, _, op = name.partition("::")
+    ordered: Any = effects._EffectType.ORDERED
+    effects._register_effectful_op(getattr(getattr(torch.ops, namespace), op).default, ordered)
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_bounds: torch.Tensor,
+    key_starts: torch.Tensor,
+    key_lengths: torch.Tensor,
+    max_query_len: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Torch's flash attention with a place for the keys of each sequence that does not follow from the one before.
+
+    The operator behind ``varlen_attn``: it takes the number of keys in use on torch 2.11, too, and fills no tensor for
+    random numbers that nobody draws.
+
+    Args:
+        query: [tokens, heads, head_dim] of half precision on a GPU.
+        key: like ``query``.
+        value: like ``query``.
+        query_bounds: where the queries of each sequence begin, and the last ones end, int32 [sequences + 1].
+        key_starts: where its keys begin, int32 [sequences + 1]; the last entry is not used.
+        key_lengths: how many they are, int32 [sequences].
+        max_query_len: bound on the queries of a sequence.
+        scale: of the scores.
+    """
+    bounds = (query_bounds, key_starts, max_query_len, key.shape[0])
+    attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, *bounds, 0.0, False, False, scale=scale, seqused_k=key_lengths
+    )[0]
+    return attended

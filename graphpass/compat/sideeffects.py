@@ -1,0 +1,115 @@
+"""Changes of Python state that the code which Dynamo compiles makes."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from graphpass.compat.failures import LIBRARIES
+
+
+@dataclass(frozen=True, slots=True)
+class SideEffect:
+    """One change of Python state that Dynamo's code makes after the graph has run.
+
+    Attributes:
+        text: what it changes, as a sentence's predicate: "sets the attribute 'steps' of Decoder (model.py:12)".
+        owner: id of the object that it changes, 0 for a global variable or one of an enclosing function; None where
+            nobody has to put anything back, or nothing is known.
+        keeps_tensor: it stores a tensor of this call, an argument or a result of the graph, beyond the call.
+    """
+
+    text: str
+    owner: int | None
+    keeps_tensor: bool
+
+
+def side_effects_of_compilation() -> tuple[SideEffect, ...]:
+    """What the code that Dynamo is compiling will do to Python state, asked while the backend runs.
+
+    Objects that the code makes itself (its result) are left out, and so are attributes that are set to the constant
+    that they hold already.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+        effects = output.side_effects
+        objects = {id(item): item for item in effects.keepalive}
+        owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
+        changed = [v for v, item in owners.items() if effects.is_modified(v) and not _is_made_here(v)]
+        found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
+    except AttributeError:  # another release, with a record of another kind
+        return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
+    if getattr(output, "random_calls", ()):
+        found.append(SideEffect("draws Python's random numbers", None, keeps_tensor=False))
+    return tuple(found)
+
+
+def _is_made_here(variable: Any) -> bool:
+    return type(variable.mutation_type).__name__.endswith("New")
+
+
+def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
+    """The changes of one object: attribute by attribute, or as a whole."""
+    from torch._dynamo import variables
+
+    stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [()]
+    user = [frame for frame in stacks[-1] if not frame.filename.startswith(LIBRARIES)]
+    line = f" ({os.path.basename(user[-1].filename)}:{user[-1].lineno})" if user else ""
+    attributes = effects.store_attr_mutations.get(variable, {})
+    for name, value in attributes.items():
+        keeps = _keeps_tensor(effects, variable, value)
+        if isinstance(variable, variables.NewGlobalVariable) or isinstance(item, types.ModuleType):
+            yield SideEffect(f"sets the global variable {name!r}{line}", 0, keeps)
+        elif isinstance(variable, variables.CellVariable):
+            yield SideEffect(f"sets a variable of an enclosing function{line}", 0, keeps)
+        elif isinstance(value, variables.DeletedVariable):
+            yield SideEffect(f"deletes the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
+        elif not _holds_already(item, name, value):
+            yield SideEffect(f"sets the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
+    if not attributes:
+        yield SideEffect(f"changes a {type(item).__name__}{line}", id(item), _keeps_tensor(effects, variable, variable))
+
+
+def _holds_already(item: Any, name: str, value: Any) -> bool:
+    """Whether an attribute is a constant, and set to just this one."""
+    if not value.is_python_constant() or name not in getattr(item, "__dict__", {}):
+        return False
+    new, old = value.as_python_constant(), vars(item)[name]
+    return new is old or (type(new) is type(old) and type(new) in (bool, int, float, str) and new == old)
+
+
+def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
+    """Whether ``value`` holds a tensor that belonged to nothing around its owner before: an argument or a result."""
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+
+        def look(variable: Any) -> None:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                waiting.extend(effects.store_attr_mutations.get(variable, {}).values() if variable is not owner else ())
+                if isinstance(variable, TensorVariable):
+                    found.append(variable)
+
+        VariableTracker.visit(look, waiting.pop())
+    root = _source_name(owner).partition("]")[0]  # L['model'
+    return any(not root or _source_name(tensor).partition("]")[0] != root for tensor in found)
+
+
+def _source_name(variable: Any) -> str:
+    """Where Dynamo took a value from, ``L['self'].layers[0]``; empty for what the code computes."""
+    try:
+        name = getattr(variable.source, "name", "")
+        text = name() if callable(name) else name
+    except NotImplementedError:
+        return ""
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,158 @@
+"""Fake tensors, symbolic sizes and the shape environment behind them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+
+
+def fake_mode_of(values: Iterable[Any]) -> Any | None:
+    """The FakeTensorMode of the first fake tensor in ``values``, or None.
+
+    Asked of the tensors themselves: while a backend runs, the ambient tracing context has another mode than they.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def new_fake_mode(values: Iterable[Any] = ()) -> Any:
+    """A fresh FakeTensorMode over the shape environment behind ``values``, or over a new one.
+
+    In a new one host reads and data-dependent shapes become symbols.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shape_env = shape_env_of(values) or ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def fakify(fake_mode: Any, value: Any) -> Any:
+    """``value`` as a fake tensor of ``fake_mode`` with the same, static shape; anything but a tensor as it is."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return fake_mode.from_tensor(value, static_shapes=True)
+    return value
+
+
+@contextlib.contextmanager
+def quiet_shapes(fake_mode: Any) -> Iterator[None]:
+    """Within the body, ``fake_mode`` records no guards, and fresh unbacked symbols are nobody's to bind."""
+    shape_env = getattr(fake_mode, "shape_env", None)
+    with contextlib.ExitStack() as stack:
+        for name in ("suppress_guards", "ignore_fresh_unbacked_symbols"):
+            scope = getattr(shape_env, name, None)
+            if scope is not None:
+                stack.enter_context(scope())
+        yield
+
+
+python_dispatcher: Callable[[], contextlib.AbstractContextManager[Any]] = enable_python_dispatcher
+"""As Dynamo runs fake tensors: some operators in C++ take no symbolic sizes (``matmul`` of torch 2.11)."""
+
+
+def shape_env_of(values: Iterable[Any]) -> Any | None:
+    """The shape environment behind the symbolic sizes and fake tensors among ``values``, or None."""
+    values = list(values)
+    for value in values:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return value.node.shape_env
+    return getattr(fake_mode_of(values), "shape_env", None)
+
+
+def expression_of(size: Any) -> sympy.Expr | int | None:
+    """The sympy expression of a SymInt, SymFloat or SymBool, an int as it is, None for anything else."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size.node.expr
+    return size if isinstance(size, int) else None
+
+
+def is_unbacked(symbol: sympy.Symbol) -> bool:
+    """Whether ``symbol`` names a value that only a run can tell (``.item()``, the row count of ``nonzero``)."""
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
+
+
+def bounds_of(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
+    """The least and greatest value of ``symbol``; None where there is no bound that a tensor could reach."""
+    value_range = shape_env.var_to_range.get(symbol)
+    if value_range is None:
+        return None, None
+    return _finite(value_range.lower), _finite(value_range.upper)
+
+
+def _finite(bound: Any) -> int | None:
+    largest = 2**62
+    return int(bound) if getattr(bound, "is_Integer", False) and abs(int(bound)) < largest else None
+
+
+def guards_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
+    """The boolean expressions that ``shape_env`` has guarded on, without repeats, in order."""
+    return tuple(dict.fromkeys(guard.expr for guard in shape_env.guards))
+
+
+def facts_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
+    """All that ``shape_env`` holds for true and may reason with: its guards, and the divisions known to be exact."""
+    if shape_env is None:
+        return ()
+    divisible = (sympy.Eq(remainder, 0) for remainder in sorted(getattr(shape_env, "divisible", ()), key=str))
+    return tuple(dict.fromkeys((*guards_of(shape_env), *divisible)))
+
+
+def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
+    """Let the graph being traced guard on ``conditions``; False, and no guard, if one does not hold for its sizes."""
+    hints = hints_of(shape_env)
+    if any(condition.xreplace(hints) != sympy.true for condition in conditions):
+        return False
+    for condition in conditions:
+        shape_env.evaluate_expr(condition)
+    return True
+
+
+def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
+    """The size that each symbol had in the call being traced."""
+    for name in ("backed_var_to_val", "var_to_val"):
+        hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
+        if hints is not None:
+            return hints
+    return {}
+
+
+def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None, like: int) -> Any:
+    """A symbol of ``shape_env`` within bounds, or the size itself where the bounds leave one.
+
+    Args:
+        shape_env: what it becomes a symbol of.
+        name: for messages.
+        lowest: the least size, None for 0.
+        highest: the greatest size, None for any.
+        like: the size to trace with, where it lies within the bounds.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    if lowest is not None and lowest == highest:
+        return sympy.Integer(lowest)
+    least = lowest or 0
+    upper = sympy.Integer(highest) if highest is not None else ValueRanges.unknown().upper
+    bounds = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(sympy.Integer(least), upper))
+    hint = max(2, like if highest is None or least <= like <= highest else highest)
+    return shape_env.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC, bounds, positive=None)
+
+
+def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]) -> Any:
+    """The size that ``expression`` is over the ``symbols`` of ``shape_env``: an int or a SymInt."""
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    renamed = expression.xreplace(dict(symbols))
+    hint = int(renamed.xreplace(hints_of(shape_env)))
+    return shape_env.create_symintnode(renamed, hint=hint)
