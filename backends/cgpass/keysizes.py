@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from graphpass.compile import SizeRanges
@@ -28,16 +29,20 @@ class KeySizes:
         symbols: key field -> what its size is in this graph.
         guards: which sizes the graph admits.
         settings: the backend's options.
+        arguments: names of the tensors that callers pass.
     """
 
     symbols: Mapping[str, Any]
     guards: GuardedSymbols
     settings: Settings
+    arguments: tuple[str, ...]
 
     @classmethod
     def of(cls, parts: Partition, graph_module: fx.GraphModule, settings: Settings) -> KeySizes:
         """Read them off the inputs of a partitioned graph."""
-        return cls(key_symbols(parts.inputs, settings.dynamic_dims), GuardedSymbols.from_graph(graph_module), settings)
+        arguments = tuple(i.source_name for i in parts.inputs if i.source_name and isinstance(i.value, torch.Tensor))
+        symbols = key_symbols(parts.inputs, settings.dynamic_dims)
+        return cls(symbols, GuardedSymbols.from_graph(graph_module), settings, arguments)
 
     def compiled_apart(self) -> SizeRanges | None:
         """The symbol that the regions are compiled by, and the ranges that the graph admits; None for neither."""
@@ -56,6 +61,13 @@ class KeySizes:
             return False
         pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
         return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
+
+    def unmatched_names(self) -> str | None:
+        """A sentence for the report if ``dynamic_dims`` names no input of the graph, as after a typing error; else None."""
+        declared = self.settings.dynamic_dims
+        if not declared or not self.arguments or any(name in declared for name in self.arguments):
+            return None
+        return f"dynamic_dims names {', '.join(declared)}, and the graph's inputs are {', '.join(self.arguments)}"
 
     def problems(self) -> Iterator[str]:
         """Which of the named sizes the graph does not serve, and why: those are compiled as graphs of their own."""

@@ -104,6 +104,9 @@ def backend(
             padding=() if proof is None else padding_rows(proof),
         )
     )
+    unmatched = sizes.unmatched_names()
+    if unmatched is not None:
+        runtime.note(f"{name}: {unmatched}", level=logging.WARNING)
     for problem in sizes.problems():
         runtime.note(f"{name}: {problem}")
     made = GraphedCallable(

@@ -155,3 +155,11 @@ def test_a_subclass_that_wraps_tensors_is_refused_or_right() -> None:
     fast = graphed(lambda x: x.sin())
     with pytest.raises(GraphpassError, match="subclass"):
         fast(TwoTensor(torch.ones(3), torch.ones(3)))
+
+
+def test_a_name_in_dynamic_dims_that_no_input_has_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fast = gp.graphed(nn.Linear(4, 4), [2, 4], {"inptu": 0})
+    fast(torch.randn(3, 4))
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING" and record.name == "graphpass"]
+    assert "dynamic_dims names inptu, and the graph's inputs are input" in record.getMessage()
+    assert "dynamic_dims names inptu" in str(fast.report())
