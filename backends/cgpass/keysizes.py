@@ -63,7 +63,7 @@ class KeySizes:
         return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
 
     def unmatched_names(self) -> str | None:
-        """A sentence for the report if ``dynamic_dims`` names no input of the graph, as after a typing error; else None."""
+        """A sentence for the report if ``dynamic_dims`` names no input of the graph (a typing error?); else None."""
         declared = self.settings.dynamic_dims
         if not declared or not self.arguments or any(name in declared for name in self.arguments):
             return None
