@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.ambient import AmbientState
 from graphpass.capture.surroundings import capture_progress
 from graphpass.encoder.costs import EncoderCosts, measured_costs
 from graphpass.encoder.graphs import EncoderGraphs, eager_outputs
@@ -24,9 +23,9 @@ from graphpass.encoder.protocol import (
     SupportsEncoderExamples,
 )
 from graphpass.encoder.stats import CapturedBudget
-from graphpass.encoder.weights import EncoderWeights
 from graphpass.errors import CaptureError
 from graphpass.ladder import NOTHING_ESTIMATED, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.ladder.modelstate import ModelState
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CapturedLadder", "EncoderLadder"]
@@ -43,8 +42,7 @@ class CapturedLadder:
         budgets: what was captured, the largest budget first.
         failed: keys without a graph, with the reason.
         planner: packs items into the captured keys.
-        weights: of the encoder, as the graphs read them.
-        state: the settings under which it was captured.
+        state: of the encoder at capture: weights and settings.
         graph_pool: the pool that it shares with others; None for one of its own.
     """
 
@@ -52,13 +50,8 @@ class CapturedLadder:
     budgets: tuple[CapturedBudget, ...]
     failed: tuple[tuple[EncoderGraphKey, str], ...]
     planner: BatchPlanner
-    weights: EncoderWeights
-    state: AmbientState
+    state: ModelState
     graph_pool: Any
-
-    def setting_changed(self) -> str | None:
-        """A setting that is not what it was at the capture, so that graphs would answer for another one."""
-        return self.state.difference(AmbientState.now(self.weights.modules))
 
     def close(self) -> None:
         """Drop graphs and buffers, and give the pool back."""
@@ -111,13 +104,12 @@ class EncoderLadder:
                 budgets, failed = self._capture_keys(graphs, fits)
             captured = [budget.key for budget in budgets]
             planner = self.planner(captured, self._costs(graphs, captured))
-            weights = EncoderWeights.of(self.model)
+            state = ModelState.of_object(self.model)
             graphs.memory.settle()  # nothing needs any more what warm-ups have left cached
         except BaseException:
             graphs.close()
             raise
-        state = AmbientState.now(weights.modules)
-        return CapturedLadder(graphs, tuple(budgets), tuple(failed), planner, weights, state, graph_pool)
+        return CapturedLadder(graphs, tuple(budgets), tuple(failed), planner, state, graph_pool)
 
     def estimate(self) -> MemoryEstimate:
         """What :meth:`capture` will take, from at most three captures in a throwaway pool.

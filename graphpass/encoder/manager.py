@@ -271,7 +271,7 @@ class EncoderCudaGraphManager:
     def _follow_weights(self) -> None:
         """Capture anew what was captured with other weights, as soon as the settings are those of that capture."""
         captured = self._captured
-        if captured is not None and not captured.weights.in_place() and captured.setting_changed() is None:
+        if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
             _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
             self._drop_graphs()
             self._is_to_recapture, self._graph_pool = True, captured.graph_pool
@@ -285,7 +285,7 @@ class EncoderCudaGraphManager:
         """
         if self._captured is None:
             return self._eager_planner
-        setting = self._captured.setting_changed()
+        setting = self._captured.state.setting_changed()
         if setting is None:
             return self._captured.planner
         if self._counts.under_another(setting):

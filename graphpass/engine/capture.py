@@ -19,7 +19,6 @@ from graphpass.dispatch import CudagraphDispatcher
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.buffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.engine.firstrun import FirstRun, model_state_kept
-from graphpass.engine.guards import CallGuards, OwnedTensors, entry_of, modules_of
 from graphpass.engine.metadata import fields_named, slot_mapping_of
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.pythonstate import PythonState
@@ -30,6 +29,8 @@ from graphpass.engine.step import CapturedStep, Learned, PaddedInputs
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder import DeviceMemory, Key, MemoryMeter
+from graphpass.ladder.modelstate import ModelState, modules_of
+from graphpass.ladder.owncode import entry_of
 from graphpass.ladder.padding import InputBuffer, by_tensor
 from graphpass.modes import CUDAGraphMode
 from graphpass.offload.offloader import WeightOffloader
@@ -99,14 +100,14 @@ class KeyCapturer:
         self.compiled = torch.compile(self._entry, backend="cgpass", options=given)
         self.meter: MemoryMeter = DeviceMemory(inputs.device, runtime)
         self._learned: Learned | None = None
-        self._guards: dict[Any, CallGuards] = {}
+        self._states: dict[Any, ModelState] = {}
         self._checked: set[Any] = set()
         self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
 
     def forget(self) -> None:
         """Nothing is captured any more; the model is compiled and learned anew, hooks and all."""
         self._learned = None
-        self._guards.clear()
+        self._states.clear()
         self._checked.clear()
         self._entry = entry_of(self._model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
@@ -206,16 +207,15 @@ class KeyCapturer:
             return "compare=True"
         if side_effects:
             return f"the model {side_effects[0].text}"
-        if self._guards_of(args) is None:
+        if self._state_of(args) is None:
             return "it reads tensors that are neither arguments, parameters nor buffers"
         return None
 
-    def _guards_of(self, args: Sequence[Any]) -> CallGuards | None:
-        """The guards of a graph with these arguments; None where it reads tensors that no module keeps."""
+    def _state_of(self, args: Sequence[Any]) -> ModelState | None:
+        """The model behind a graph with these arguments; None where it reads tensors that no module keeps."""
         own = self._inputs.storages()
         kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
-        owned = OwnedTensors.locate(self.modules, kept)
-        return None if owned is None else CallGuards.of(self.modules, owned, kept)
+        return ModelState.of_arguments(self.modules, kept)
 
     def _give_up_full(self, reason: str) -> None:
         if not self._dispatcher.mode.has_mode(CUDAGraphMode.FULL):
@@ -287,13 +287,13 @@ class KeyCapturer:
             raise self._learned.other_structure(str(spec))
         self.modules = modules_of(self._model)
         callable_, args, _ = scope.reached[0]
-        guards = self._guards.get(callable_)
-        if guards is None or not guards.hold(self.modules):
-            guards = self._guards_of(args)
-            assert guards is not None
-            self._guards[callable_] = guards
+        state = self._states.get(callable_)
+        if state is None or not state.serves(self.modules):
+            state = self._state_of(args)
+            assert state is not None
+            self._states[callable_] = state
         plan = next((plan for plan in reversed(scope.plans) if plan.name == callable_.name), None)
-        return CapturedStep(inputs, tuple(args), plan, callable_.returns_flat, guards)
+        return CapturedStep(inputs, tuple(args), plan, callable_.returns_flat, state)
 
     def _key_sizes(self, key: BatchDescriptor) -> dict[str, int]:
         """The padded size of each field; all rows of an input by request, where the key names no number of them."""

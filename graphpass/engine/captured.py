@@ -139,7 +139,7 @@ class CapturedLadder:
             text = f"{mode} {descriptor}: captured anew, since weights were replaced or a graph was dropped"
             self._runtime.note(text)
         if found is not None:  # others that hold the same weights would keep them alive until their next use
-            self.steps = {other: step for other, step in self.steps.items() if step.guards is not found.guards}
+            self.steps = {other: step for other, step in self.steps.items() if step.model is not found.model}
             del found
         self._runtime.order_after_last_forward()
         with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scope_opened():

@@ -23,7 +23,6 @@ from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
 from graphpass.engine.capture import KeyCapturer
 from graphpass.engine.captured import CapturedLadder
-from graphpass.engine.guards import modules_of
 from graphpass.engine.metadata import fields_named
 from graphpass.engine.refusals import (
     inside_transform,
@@ -37,6 +36,7 @@ from graphpass.engine.stats import ManagerStats, StepCounts
 from graphpass.engine.step import CapturedStep, Learned, PaddedInputs
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder import Key, MemoryEstimate
+from graphpass.ladder.modelstate import modules_of
 from graphpass.modes import CUDAGraphMode
 from graphpass.offload.offloader import WeightOffloader
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
@@ -279,7 +279,7 @@ class CudaGraphManager:
         """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
         if not (self._captured.steps or self._captured.left_out) and self._captured.missing():
             raise nothing_captured(len(self._captured.missing()))
-        for key, step in {id(step.guards): (key, step) for key, step in self._captured.steps.items()}.values():
+        for key, step in {id(step.model): (key, step) for key, step in self._captured.steps.items()}.values():
             if not step.holds(self._keys.modules, self.runtime.generation):
                 raise moved_weights(key, "call recapture() on every rank")
         if batch is None or batch.num_tokens == 0:

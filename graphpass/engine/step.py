@@ -10,9 +10,9 @@ import torch
 
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.engine.buffers import OutputBuffers, Sizes
-from graphpass.engine.guards import CallGuards
 from graphpass.engine.results import LeafSources, ResultRecipe
 from graphpass.errors import ShapeError
+from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.padding import InputBuffer
 
 __all__ = ["CapturedStep", "Learned", "PaddedInputs"]
@@ -99,17 +99,17 @@ class CapturedStep:
         args: the graph's arguments: those inputs, their sizes, parameters.
         plan: what replays; None where a step goes through Dynamo.
         returns_flat: the plan returns a flat tuple or list.
-        guards: compared in every step that goes past Dynamo.
+        model: compared in every step that goes past Dynamo.
     """
 
     inputs: PaddedInputs
     args: tuple[Any, ...]
     plan: ReplayPlan | None
     returns_flat: bool
-    guards: CallGuards | None
+    model: ModelState | None
 
     def holds(self, modules: Sequence[torch.nn.Module], generation: int) -> bool:
         """Whether what was captured can be replayed as it is."""
-        if self.plan is None or self.guards is None:
+        if self.plan is None or self.model is None:
             return True
-        return self.guards.hold(modules) and self.plan.serves(self.args, generation)
+        return self.model.serves(modules) and self.plan.serves(self.args, generation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ from graphpass.capture.surroundings import capture_settings
 from graphpass.compat import dynamo, modules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
-from graphpass.encoder.weights import EncoderWeights, SharesWeights
+from graphpass.ladder.modelstate import ModelState, SharesWeights
+from graphpass.ladder.owncode import with_own_code
 
 __all__ = ["Blocks", "eagerly"]
 
@@ -37,7 +37,7 @@ class Blocks(SharesWeights):
         self._tower, self._path = tower, path
         self._attention, self._seq_len = attention, seq_len
         self._copy()
-        self._call: Callable[..., Any] = _with_own_code(_call_block)
+        self._call: Callable[..., Any] = with_own_code(_call_block)
 
     def __len__(self) -> int:
         return len(self._stock)
@@ -50,7 +50,7 @@ class Blocks(SharesWeights):
     def follow(self) -> None:
         """Once a forward, before the first block: copy anew what is not what it was."""
         is_same = self._stock is self._copied and len(self._stock) == len(self._blocks)
-        if not (is_same and self._weights.in_place() and self._weights.training() == self._training):
+        if not (is_same and self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
 
     def compute_rows_alone(self) -> bool:
@@ -84,7 +84,7 @@ class Blocks(SharesWeights):
             arguments: an example.
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
-        own = _with_own_code(_call_block)
+        own = with_own_code(_call_block)
         self._call = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=options))
         self.follow()
         with eagerly(), dynamo.floats_as_constants():
@@ -94,8 +94,7 @@ class Blocks(SharesWeights):
         self._copied = self._stock
         own = use_attention(self._copied, self._attention, seq_len=self._seq_len)
         assert isinstance(own, torch.nn.ModuleList)
-        self._blocks, self._weights = own, EncoderWeights.of(self._copied)
-        self._training = self._weights.training()
+        self._blocks, self._state = own, ModelState.of_object(self._copied)
 
 
 def _may_see_all_rows(module: torch.nn.Module) -> bool:
@@ -112,8 +111,3 @@ def eagerly() -> Iterator[None]:
 
 def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
     return block(hidden, **arguments)
-
-
-def _with_own_code(function: Any) -> Callable[..., Any]:
-    """The function with code of its own: Dynamo counts compilations by code object, over all towers of a process."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

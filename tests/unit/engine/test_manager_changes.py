@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpass import Batch, CaptureError, CudaGraphManager, InputSpec, ShapeError, StaticInputError
-from graphpass.engine.guards import KeptLayouts
+from graphpass.ladder.modelstate import Layouts
 from tests.unit.engine.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.engine.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run
 
@@ -74,7 +74,7 @@ def test_a_transposed_weight_is_refused(mode: str) -> None:
 
 def test_layouts_are_compared_and_not_modes() -> None:
     weight, other = nn.Parameter(torch.randn(4, 4)), torch.randn(3)
-    layouts = KeptLayouts([weight, other, weight])
+    layouts = Layouts([weight, other, weight])
     layouts.refuse_change()
     weight.requires_grad_(False)
     weight.add_(1)

@@ -1,0 +1,288 @@
+"""Whether a model is still the one that its graphs captured: settings of torch, slots of its modules, layouts.
+
+A replay goes past Dynamo's guards, so this comparison stands in for them. Attributes, hooks and longer lists are not
+compared: whoever changes those captures again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+
+from graphpass.compat import memory
+from graphpass.errors import CaptureError, ShapeError
+
+__all__ = ["AmbientState", "DictSlots", "Layouts", "ModelState", "SharesWeights", "modules_of"]
+
+_TRAINING = operator.attrgetter("training")
+_DEPTH = 4
+"""How far from an object its modules may be: attributes of attributes, items of containers."""
+
+
+class SharesWeights:
+    """Base of an object whose modules share weights that another object's :class:`ModelState` compares already."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmbientState:
+    """Settings that decide which kernels a forward runs. A graph keeps those of its capture.
+
+    Attributes:
+        autocast: (device type, whether it is enabled, the dtype that it casts to).
+        matmul_precision: of float32.
+        default_dtype: of new tensors.
+        deterministic: whether algorithms have to be.
+        training: the flag of each module.
+    """
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    matmul_precision: str
+    default_dtype: torch.dtype
+    deterministic: bool
+    training: tuple[bool, ...]
+
+    @classmethod
+    def now(cls, modules: Sequence[torch.nn.Module]) -> AmbientState:
+        """The current settings, and the training flags of ``modules``."""
+        return cls(
+            autocast=tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in ("cpu", "cuda")
+            ),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            default_dtype=torch.get_default_dtype(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            training=tuple(map(_TRAINING, modules)),
+        )
+
+    def difference(self, other: AmbientState) -> str | None:
+        """The name of the first setting that differs; None if all are equal."""
+        if self == other:
+            return None
+        return next(field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
+
+    def refuse_change(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Compare with the current settings.
+
+        Raises:
+            CaptureError: a setting has changed since; the error names it.
+        """
+        now = AmbientState.now(modules)
+        name = self.difference(now)
+        if name is not None:
+            raise CaptureError(
+                f"{name} changed since the graphs were captured",
+                expected=self._shown(name, modules),
+                found=now._shown(name, modules),
+                remedy=f"restore {name} before the call, or close() and capture again under the new setting",
+            )
+
+    def _shown(self, name: str, modules: Sequence[torch.nn.Module]) -> str:
+        if name != "training":
+            return str(getattr(self, name))
+        return f"{sum(self.training)} of {len(modules)} modules in training mode"
+
+
+@dataclass(frozen=True, slots=True)
+class DictSlots:
+    """``owners[i][names[i]]`` was ``values[i]`` at capture. The strong references keep addresses from being reused."""
+
+    owners: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Self:
+        """From (owner, name, value)."""
+        owners, names, values = zip(*found, strict=True) if (found := tuple(slots)) else ((), (), ())
+        return cls(owners, names, values)
+
+    def in_place(self) -> bool:
+        """Whether every slot holds the same object as at capture."""
+        # All of it in C: every call looks up hundreds of slots.
+        return all(map(operator.is_, map(dict.get, self.owners, self.names), self.values))
+
+
+class Layouts:
+    """Shapes and strides of tensors, compared in one native call.
+
+    Args:
+        tensors: may name a tensor more than once.
+    """
+
+    __slots__ = ("_expected", "_is_unchanged", "_tensors")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
+        self._expected = [(tensor.shape, tensor.stride()) for tensor in self._tensors]
+        self._is_unchanged = memory.layout_check(self._tensors)
+
+    def unchanged(self) -> bool:
+        """Whether every tensor has the layout that it had."""
+        return self._is_unchanged() or self._first_changed() is None
+
+    def refuse_change(self) -> None:
+        """Compare with the current layouts.
+
+        Raises:
+            ShapeError: a tensor has another layout.
+        """
+        if self._is_unchanged():
+            return
+        changed = self._first_changed()
+        if changed is not None:
+            tensor, (shape, stride) = changed
+            raise ShapeError(
+                "a parameter or buffer has another layout than at capture, at its old address",
+                expected=f"{tuple(shape)} with strides {stride}",
+                found=f"{tuple(tensor.shape)} with strides {tensor.stride()}",
+                remedy="write into it in place, or torch.compiler.reset() and close(), and capture again",
+            )
+
+    def _first_changed(self) -> tuple[torch.Tensor, tuple[Any, Any]] | None:
+        """The slow comparison: the native one also fails after a change of autocast or ``requires_grad``."""
+        for tensor, layout in zip(self._tensors, self._expected, strict=True):
+            if (tensor.shape, tensor.stride()) != layout:
+                return tensor, layout
+        self._is_unchanged = memory.layout_check(self._tensors)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """How many submodules a model has, and where in memory its tensors lie."""
+
+    children: tuple[dict[str, Any], ...]
+    num_children: int
+    tensors: list[Any]
+    addresses: list[int | None]
+    positions: list[int]
+
+    @classmethod
+    def of(cls, modules: Sequence[torch.nn.Module], tensors: list[Any]) -> _Extent:
+        children = tuple(module._modules for module in modules)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return cls(children, sum(map(len, children)), tensors, addresses, list(range(len(tensors))))
+
+    def unchanged(self) -> bool:
+        return sum(map(len, self.children)) == self.num_children and memory.data_ptrs_equal(
+            self.tensors, self.addresses, self.positions
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model at capture.
+
+    Two kinds: of the arguments of one graph (:meth:`of_arguments`), whose addresses the graph's plan compares, and of a
+    whole object (:meth:`of_object`), where new submodules and addresses are compared here.
+
+    Attributes:
+        ambient: settings of torch and training flags.
+        modules: all modules of the model.
+        slots: where modules hold the tensors, and their submodules.
+        layouts: of the tensors.
+    """
+
+    ambient: AmbientState
+    modules: tuple[torch.nn.Module, ...]
+    slots: DictSlots
+    layouts: Layouts
+    _extent: _Extent | None
+
+    @classmethod
+    def of_arguments(cls, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> ModelState | None:
+        """The state behind the tensors that a graph reads; None if one is neither a parameter nor a buffer.
+
+        All submodules are among the slots: replacing one replaces its tensors, or, if it has none, its computation.
+
+        Args:
+            modules: all modules of the model.
+            tensors: what the graph reads of the model.
+        """
+        missing = {id(tensor) for tensor in tensors}
+        slots: list[tuple[dict[str, Any], str, Any]] = []
+        for module in reversed(modules):
+            slots += [
+                (owner, name, tensor)
+                for owner in (module._parameters, module._buffers)
+                for name, tensor in owner.items()
+                if tensor is not None and id(tensor) in missing
+            ]
+            slots += [(module._modules, name, child) for name, child in module._modules.items()]
+        found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
+        if missing != found:
+            return None
+        return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), None)
+
+    @classmethod
+    def of_object(cls, model: object) -> ModelState:
+        """All parameters, buffers and submodules of an object that is, or has within reach, modules.
+
+        Modules count that are attributes of the object, or lie within other objects and containers that it has.
+        """
+        roots = _roots_within(model, _DEPTH, set())
+        modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
+        slots = DictSlots.of(
+            (owner, name, value)
+            for module in modules
+            for owner in (module._parameters, module._buffers, module._modules)
+            for name, value in owner.items()
+        )
+        tensors = list({id(value): value for value in slots.values if isinstance(value, torch.Tensor)}.values())
+        return cls(AmbientState.now(modules), modules, slots, Layouts(tensors), _Extent.of(modules, tensors))
+
+    def has_weights(self) -> bool:
+        """Whether tensors and submodules are the captured ones, at their addresses and in their layouts."""
+        return self.slots.in_place() and (self._extent is None or self._extent.unchanged()) and self.layouts.unchanged()
+
+    def has_training_flags(self) -> bool:
+        """Whether each module is in the mode, training or evaluation, of the capture."""
+        return self.ambient.training == tuple(map(_TRAINING, self.modules))
+
+    def setting_changed(self) -> str | None:
+        """The name of a setting that has changed since the capture, or None."""
+        return self.ambient.difference(AmbientState.now(self.modules))
+
+    def serves(self, modules: Sequence[torch.nn.Module]) -> bool:
+        """Whether the slots hold what they held, under the settings of the capture.
+
+        Args:
+            modules: all modules of the model now.
+
+        Raises:
+            CaptureError: a setting has changed since the capture.
+            ShapeError: a tensor has another layout, at its old address.
+        """
+        self.ambient.refuse_change(modules)
+        if not self.slots.in_place():
+            return False
+        self.layouts.refuse_change()
+        return True
+
+
+def modules_of(model: object) -> tuple[torch.nn.Module, ...]:
+    """All modules of a model, itself first; none of a function."""
+    return tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
+
+
+def _roots_within(value: object, depth: int, seen: set[int]) -> Iterator[torch.nn.Module]:
+    """The outermost modules of an object."""
+    if id(value) in seen or isinstance(value, SharesWeights):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        yield value
+    if depth:
+        if isinstance(value, Mapping):
+            parts = list(value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = list(value)
+        else:
+            parts = list(getattr(value, "__dict__", {}).values())
+        for part in parts:
+            yield from _roots_within(part, depth - 1, seen)
