@@ -57,6 +57,13 @@ def _engine(model: torch.nn.Module, x: torch.Tensor, outputs: str) -> Callable[[
     return step
 
 
+def _managed(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], Any]:
+    dispatcher = gp.CudagraphDispatcher("FULL", [len(x)], max_num_reqs=len(x))
+    manager = gp.CudaGraphManager(model, dispatcher, [gp.InputSpec("input", tuple(x.shape), x.dtype)], device=x.device)
+    manager.capture()
+    return partial(manager.run, gp.Batch(len(x), inputs={"input": x}))
+
+
 def main() -> None:
     """Print the table."""
     console = Console(width=100)
@@ -81,6 +88,7 @@ def main() -> None:
                 "torch.compile, reduce-overhead": partial(reduce_overhead, x),
                 "compiled(x) under FULL, clone": _engine(model, x, "clone"),
                 "compiled(x) under FULL, view": _engine(model, x, "view"),
+                "manager.run, no padding": _managed(model, x),
                 "graphed(x), no padding, clone": partial(_graphed(model, x), x),
                 "graphed(x), no padding, view": partial(_graphed(model, x, outputs="view"), x),
             }
