@@ -31,9 +31,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from graphpass.engine.manager import CudaGraphManager
 from graphpass.modes import CUDAGraphMode
-from graphpass.text.causallm import causal_lm
+from graphpass.text.causallm import CausalLM
 from graphpass.text.generation import Generation
 from graphpass.text.scheduler import Request
 
@@ -83,11 +82,11 @@ def make_arrivals(count: int, vocab_size: int) -> list[Arrival]:
     return arrivals
 
 
-def serve(manager: CudaGraphManager, arrivals: list[Arrival]) -> tuple[Counter[Request], int]:
+def serve(lm: CausalLM, arrivals: list[Arrival]) -> tuple[Counter[Request], int]:
     """Run until every request is done; the number of tokens of each, and of steps."""
     produced: Counter[Request] = Counter()
     waiting, step = list(arrivals), 0
-    with Generation(manager) as generation, Progress(transient=True) as progress:
+    with Generation(lm.manager) as generation, Progress(transient=True) as progress:
         bar = progress.add_task("generating", total=sum(arrival.request.max_new_tokens for arrival in arrivals))
         while waiting or not generation.is_done():
             while waiting and waiting[0].step <= step:
@@ -110,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compiler", default=None, help="inductor (default on a GPU), aot_eager (default), eager")
     given = parser.parse_args(argv)
     device, console = torch.device(given.device), Console(width=118)
-    manager = causal_lm(
+    lm = CausalLM(
         make_model(given.model, given.layers, device),
         max_num_reqs=MAX_NUM_REQS,
         max_num_tokens=MAX_NUM_TOKENS,
@@ -120,14 +119,14 @@ def main(argv: list[str] | None = None) -> int:
         compiler=given.compiler,
     )
     start = time.perf_counter()
-    if manager.needs_capture():
-        manager.capture()
+    if lm.manager.needs_capture():
+        lm.capture()
     captured_s = time.perf_counter() - start
     arrivals = make_arrivals(given.requests, vocab_size=1000)
     start = time.perf_counter()
-    produced, num_steps = serve(manager, arrivals)
+    produced, num_steps = serve(lm, arrivals)
     elapsed_s = time.perf_counter() - start
-    stats = manager.stats()
+    stats = lm.stats()
     for table in stats.tables():
         if table.rows:
             console.print(table.draw())
@@ -141,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{given.model}, {given.layers} layers on {device}, mode {given.mode}")
     complete = all(produced[arrival.request] == arrival.request.max_new_tokens for arrival in arrivals)
     replayed = stats.replays > 0 or given.mode == "NONE"
-    manager.close()
+    lm.close()
     if not complete or not replayed:
         console.print("[red]FAILED[/red]: tokens are missing, or nothing was replayed")
     return int(not complete or not replayed)

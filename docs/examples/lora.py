@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphpass import CudaGraphManager, CUDAGraphMode, LoraAdapters, LoraKeys
+from graphpass import CUDAGraphMode, LoraAdapters, LoraKeys
+from graphpass.text import CausalLM
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 NAMES = ("polite", "terse", "rhymed")
@@ -85,12 +86,12 @@ def texts_table(made: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
     return table
 
 
-def keys_table(manager: CudaGraphManager, lora: LoraKeys) -> Table:
+def keys_table(lm: CausalLM, lora: LoraKeys) -> Table:
     """Which keys serve which number of adapters, and how many steps each served."""
     table = Table(title="Keys by number of adapters", title_justify="left", show_edge=False, pad_edge=False)
     for column in ("adapters in a batch", "adapters its graph computes", "graphs", "steps"):
         table.add_column(column, justify="right")
-    keys = manager.stats().keys
+    keys = lm.stats().keys
     for count, captured in enumerate(lora.count_table()[:-1]):
         serving = [key for key in keys if key.captured.descriptor.num_active_loras == captured]
         computed = min(captured, lora.max_loras)
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
     adapters = LoraAdapters(model, TARGETS, max_loras=3, max_rank=RANK)
     lora = LoraKeys(max_loras=3, per_count=True)
-    manager = CudaGraphManager.for_causal_lm(
+    lm = CausalLM(
         model,
         max_num_reqs=len(REQUESTS),
         max_num_tokens=32,
@@ -129,18 +130,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     for name in NAMES[:-1]:
         adapters.load(name, known[name], alpha=ALPHA)
-    if manager.needs_capture():
-        manager.capture()
+    if lm.manager.needs_capture():
+        lm.capture()
     adapters.load(NAMES[-1], known[NAMES[-1]], alpha=ALPHA)
 
-    made = manager.generate(prompts, max_new_tokens=NEW_TOKENS, adapters=REQUESTS)
+    made = lm.generate(prompts, max_new_tokens=NEW_TOKENS, adapters=REQUESTS)
     for names in ([None], ["terse"], ["terse", "rhymed"]):  # batches of fewer adapters
-        manager.generate(prompts[: len(names)], max_new_tokens=NEW_TOKENS, adapters=names, progress=False)
+        lm.generate(prompts[: len(names)], max_new_tokens=NEW_TOKENS, adapters=names, progress=False)
     console.print(texts_table(made, expected))
     console.print()
-    console.print(keys_table(manager, lora))
-    replayed = manager.stats().replays > 0 or given.mode == "NONE"
-    manager.close()
+    console.print(keys_table(lm, lora))
+    replayed = lm.stats().replays > 0 or given.mode == "NONE"
+    lm.close()
     if made != expected or not replayed:
         console.print("[red]FAILED[/red]: a text is not that of the merged model, or nothing was replayed")
     return int(made != expected or not replayed)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphpass import CudaGraphManager, CUDAGraphMode, Generation, GenerationStats, ManagerStats, Request
+from graphpass import CUDAGraphMode, Generation, GenerationStats, ManagerStats, Request
+from graphpass.text import CausalLM
 
 VOCABULARY, CIRCLE, NUM_PROMPTS, LONGEST_PROMPT = 512, 16, 8, 24
 
@@ -54,17 +55,17 @@ def make_prompts() -> list[list[int]]:
     ]
 
 
-def continued(manager: CudaGraphManager, num_new: int) -> tuple[list[list[int]], GenerationStats, ManagerStats]:
+def continued(lm: CausalLM, num_new: int) -> tuple[list[list[int]], GenerationStats, ManagerStats]:
     """The texts, and what it took."""
     requests = [Request.of(f"request {index}", prompt, num_new) for index, prompt in enumerate(make_prompts())]
     texts: dict[Request, list[int]] = {request: [] for request in requests}
-    with Generation(manager, run_ahead=False) as generation:  # with drafts: an NgramDrafter, or drafter=your own
+    with Generation(lm.manager, run_ahead=False) as generation:  # with drafts: an NgramDrafter, or drafter=your own
         for request in requests:
             generation.add(request)
         while not generation.is_done():
             for new in generation.step():
                 texts[new.request].append(new.token)
-        return list(texts.values()), generation.stats(), manager.stats()
+        return list(texts.values()), generation.stats(), lm.stats()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     found: list[tuple[list[list[int]], GenerationStats]] = []
     for draft_tokens in (0, *given.draft_tokens):
         most = NUM_PROMPTS * (1 + draft_tokens)
-        manager = CudaGraphManager.for_causal_lm(
+        lm = CausalLM(
             model,
             max_num_reqs=NUM_PROMPTS,
             max_num_tokens=max(64, most),
@@ -92,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
             draft_tokens=draft_tokens,
             compiler=given.compiler,
         )
-        manager.capture()
-        texts, stats, graphs = continued(manager, given.new_tokens)
-        manager.close()
+        lm.capture()
+        texts, stats, graphs = continued(lm, given.new_tokens)
+        lm.close()
         found.append((texts, stats))
         table.add_row(
             str(draft_tokens),

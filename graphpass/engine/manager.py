@@ -116,27 +116,7 @@ class CudaGraphManager:
         idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
         return AgreedSteps(agreement, self.dispatcher, configuration, idle_tokens=idle_tokens)
 
-    @classmethod
-    def for_causal_lm(cls, model: torch.nn.Module, **options: Any) -> CudaGraphManager:
-        """A manager that generates text with a stock Hugging Face decoder.
-
-        Takes what :func:`graphpass.text.causallm.causal_lm` takes.
-        """
-        # Not at the top: it makes one of these.
-        from graphpass.text.causallm import causal_lm
-
-        return causal_lm(model, **options)
-
     # -- what users call ------------------------------------------------------------------------------------------
-
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """Greedy continuations of many prompts, on a manager made by :meth:`for_causal_lm`.
-
-        Takes what :func:`graphpass.text.generation.generate` takes: ``max_new_tokens``, ``eos_token_id``, ...
-        """
-        from graphpass.text.generation import generate
-
-        return generate(self, prompts, **options)
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """A decoder that generates text over captured steps: scheduling, paged attention, LoRA adapters, drafts."""
 
+from graphpass.text.causallm import CausalLM, CausalLMConfig
 from graphpass.text.drafting import Drafter, NgramDrafter
 from graphpass.text.generation import Generation, NewToken
 from graphpass.text.lora import AdapterBatch, LoraAdapters, LoraModel
@@ -9,6 +10,8 @@ from graphpass.text.speculation import GenerationStats
 
 __all__ = [
     "AdapterBatch",
+    "CausalLM",
+    "CausalLMConfig",
     "Drafter",
     "Generation",
     "GenerationStats",

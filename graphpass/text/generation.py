@@ -30,7 +30,7 @@ from graphpass.text.scheduler import Request, Scheduler, StepPlan
 from graphpass.text.speculation import GenerationStats, Speculation
 from graphpass.text.steptokens import StepInputs, StepTokens
 
-__all__ = ["Generation", "NewToken", "generate"]
+__all__ = ["Generation", "NewToken", "complete", "requests_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Generation:
     """Requests that run on a manager: add them at any time, step until done, and read the tokens as they come.
 
     Args:
-        manager: made by :func:`~graphpass.text.causallm.causal_lm`, and captured.
+        manager: of a :class:`CausalLM`, captured. The caller keeps it, and closes it after this object.
         run_ahead: launch a step before the tokens of the one before are read. None: on CUDA, where there is something
             to overlap. The tokens are the same. With drafts, which need the tokens that were read, never.
         drafter: guesses tokens, where the manager was made with ``draft_tokens``; None: an :class:`NgramDrafter`.
@@ -236,34 +236,16 @@ class Generation:
             self._speculation.forget(request)
 
 
-def generate(
-    manager: CudaGraphManager,
+def requests_of(
     prompts: Sequence[Sequence[int]],
-    *,
     max_new_tokens: int | Sequence[int],
     eos_token_id: int | Collection[int] | None = None,
     adapters: Sequence[str | None] | None = None,
-    progress: bool = True,
-    run_ahead: bool | None = None,
-    drafter: Drafter | None = None,
-) -> list[list[int]]:
-    """Greedy continuations of many prompts, batched as they come and go.
-
-    Args:
-        manager: made by :func:`~graphpass.text.causallm.causal_lm`; it is captured first, where it is not.
-        prompts: token ids, one sequence a request.
-        max_new_tokens: for all, or one for each.
-        eos_token_id: tokens that end a request; one that came is its last token.
-        adapters: the LoRA adapter of each prompt, None for the model alone; None: of all prompts.
-        progress: show a bar that counts tokens.
-        run_ahead: see :class:`Generation`.
-        drafter: see :class:`Generation`; whatever it guesses, the tokens are the same.
-
-    Returns:
-        The new tokens of each request, in the order of the prompts.
+) -> list[Request]:
+    """A request for each prompt, named by its position; see :meth:`CausalLM.generate`.
 
     Raises:
-        OptionError, ShapeError: a request could never run; it is named, and nothing has run then.
+        OptionError: the limits or adapters are not one for each prompt, or a prompt cannot be run.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     names: Sequence[str | None] = [None] * len(prompts) if adapters is None else list(adapters)
@@ -278,17 +260,33 @@ def generate(
                 found=f"{len(given)} of them",
                 remedy="pass one for each prompt",
             )
-    requests = [
+    return [
         Request.of(f"request {index}", prompt, limit, eos_token_id, adapter=name)
         for index, (prompt, limit, name) in enumerate(zip(prompts, limits, names, strict=True))
     ]
+
+
+def complete(
+    manager: CudaGraphManager,
+    requests: Sequence[Request],
+    *,
+    progress: bool = True,
+    run_ahead: bool | None = None,
+    drafter: Drafter | None = None,
+) -> list[list[int]]:
+    """Run these requests until each has all its tokens, and return those; see :meth:`CausalLM.generate`.
+
+    Raises:
+        OptionError, ShapeError: a request could never run; it is named, and nothing has run then.
+    """
     made: dict[Request, list[int]] = {request: [] for request in requests}
+    total = sum(request.max_new_tokens for request in requests)
     with Generation(manager, run_ahead=run_ahead, drafter=drafter) as generation:
         for request in requests:
             generation.add(request)
         if manager.needs_capture() and not manager.stats().left_out:  # there is no room for those
             manager.capture()
-        with tqdm(total=sum(limits), desc="generating", unit="token", leave=False, disable=not progress) as bar:
+        with tqdm(total=total, desc="generating", unit="token", leave=False, disable=not progress) as bar:
             while not generation.is_done():
                 found = generation.step()
                 for new in found:
@@ -309,7 +307,7 @@ def _paged_attention(manager: CudaGraphManager) -> PagedAttention:
         return attention
     raise OptionError(
         "this manager does not generate text",
-        expected="a manager made by CudaGraphManager.for_causal_lm",
+        expected="the manager of a CausalLM",
         found=f"inputs {sorted(manager.buffers)}, attention {type(attention).__name__}",
-        remedy="make it with for_causal_lm(model, ...)",
+        remedy="pass CausalLM(model, ...).manager",
     )

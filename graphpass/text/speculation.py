@@ -126,7 +126,7 @@ class Speculation:
                 "this manager verifies no drafts",
                 expected="a manager made with draft_tokens=1 or more, or no drafter",
                 found=type(drafter).__name__,
-                remedy="make it with for_causal_lm(model, draft_tokens=3, ...)",
+                remedy="pass CausalLM(model, draft_tokens=3, ...).manager",
             )
         if run_ahead:
             raise OptionError(

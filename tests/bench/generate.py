@@ -36,9 +36,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from graphpass.engine.manager import CudaGraphManager
-from graphpass.text.causallm import causal_lm
-from graphpass.text.generation import Generation, generate
+from graphpass.text.causallm import CausalLM
+from graphpass.text.generation import Generation
 from graphpass.text.scheduler import Request
 from tests.bench.timing import environment, plain_compiled, synchronize, write_json
 
@@ -134,18 +133,18 @@ class Way:
 
 
 class Ours:
-    """A manager, made at its first call."""
+    """A decoder over captured graphs, made at its first call."""
 
     def __init__(self, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> None:
         self._setup, self._model, self._prompts = setup, model, prompts
-        self._manager: CudaGraphManager | None = None
+        self._lm: CausalLM | None = None
 
     def first(self) -> float:
         """Seconds until the first token is known."""
         setup, batch = self._setup, len(self._prompts)
         start = time.perf_counter()
         most = max(batch * setup.prompt_tokens, batch)
-        self._manager = causal_lm(
+        self._lm = CausalLM(
             self._model,
             max_num_reqs=batch,
             max_num_tokens=most,
@@ -153,8 +152,8 @@ class Ours:
             capture_sizes=sorted({batch, most}),
             compiler=setup.compiler,
         )
-        self._manager.capture()
-        with Generation(self._manager) as generation:
+        self._lm.capture()
+        with Generation(self._lm.manager) as generation:
             for index, prompt in enumerate(self._prompts):
                 generation.add(Request.of(str(index), prompt, setup.new_tokens))
             while not generation.step():
@@ -163,13 +162,13 @@ class Ours:
 
     def call(self) -> Texts:
         """Generate once."""
-        assert self._manager is not None
-        return generate(self._manager, self._prompts, max_new_tokens=self._setup.new_tokens, progress=False)
+        assert self._lm is not None
+        return self._lm.generate(self._prompts, max_new_tokens=self._setup.new_tokens, progress=False)
 
     def close(self) -> None:
         """Give the graphs back."""
-        if self._manager is not None:
-            self._manager.close()
+        if self._lm is not None:
+            self._lm.close()
 
 
 def static_cache(setup: Setup, model: Any, prompts: Prompts) -> Texts:

@@ -17,8 +17,8 @@ from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.modes import CUDAGraphMode
-from graphpass.text.causallm import causal_lm, default_capture_sizes
-from graphpass.text.generation import Generation, generate
+from graphpass.text.causallm import CausalLM, default_capture_sizes
+from graphpass.text.generation import Generation
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PagedRequests
 from graphpass.text.scheduler import Request
@@ -126,21 +126,21 @@ def references() -> References:
 
 
 @pytest.fixture
-def managers() -> Iterator[Callable[..., CudaGraphManager]]:
-    """Makes managers and closes them."""
-    made: list[CudaGraphManager] = []
+def decoders() -> Iterator[Callable[..., CausalLM]]:
+    """Makes decoders and closes them."""
+    made: list[CausalLM] = []
 
-    def make(name: str = "llama", device: str = "cpu", **options: Any) -> CudaGraphManager:
+    def make(name: str = "llama", device: str = "cpu", **options: Any) -> CausalLM:
         given = {**SIZES, **LADDER, "compiler": "eager", **options}
-        made.append(causal_lm(make_model(name, device), **given))
+        made.append(CausalLM(make_model(name, device), **given))
         return made[-1]
 
     yield make
-    for manager in made:
-        manager.close()
+    for lm in made:
+        lm.close()
 
 
-Managers = Callable[..., CudaGraphManager]
+Decoders = Callable[..., CausalLM]
 
 
 def paged(manager: CudaGraphManager) -> PagedAttention:
@@ -204,38 +204,36 @@ def cuda_cases() -> list[Case]:
     ]
 
 
-def check_case(case: Case, managers: Managers, references: References) -> None:
+def check_case(case: Case, decoders: Decoders, references: References) -> None:
     """The tokens are Hugging Face's, all pages come back, and every step that the mode has a key for replayed."""
-    manager = managers(
-        case.model, case.device, mode=case.mode, compiler=case.compiler, max_num_tokens=case.max_num_tokens
-    )
-    found = generate(manager, PROMPTS, max_new_tokens=NEW_TOKENS, progress=False, run_ahead=case.run_ahead)
+    lm = decoders(case.model, case.device, mode=case.mode, compiler=case.compiler, max_num_tokens=case.max_num_tokens)
+    found = lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS, progress=False, run_ahead=case.run_ahead)
     for which, (tokens, reference) in enumerate(zip(found, references(case.model, case.device), strict=True)):
         reference.check(tokens, which)
-    stats = manager.stats()
+    stats = lm.stats()
     mode = CUDAGraphMode.parse(case.mode)
-    assert num_batches(manager) > sum(map(len, PROMPTS)) // case.max_num_tokens
+    assert num_batches(lm.manager) > sum(map(len, PROMPTS)) // case.max_num_tokens
     assert bool(stats.replays) == bool(mode)
     if mode.mixed_mode():
         assert not stats.fallbacks
-    assert all_pages_are_free(manager)
+    assert all_pages_are_free(lm.manager)
 
 
 @pytest.mark.parametrize("case", default_cases(), ids=str)
-def test_tokens_of_hugging_face(case: Case, managers: Managers, references: References) -> None:
-    check_case(case, managers, references)
+def test_tokens_of_hugging_face(case: Case, decoders: Decoders, references: References) -> None:
+    check_case(case, decoders, references)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", all_cases(), ids=str)
-def test_tokens_of_hugging_face_every_way(case: Case, managers: Managers, references: References) -> None:
-    check_case(case, managers, references)
+def test_tokens_of_hugging_face_every_way(case: Case, decoders: Decoders, references: References) -> None:
+    check_case(case, decoders, references)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", cuda_cases(), ids=str)
-def test_tokens_of_hugging_face_on_cuda(case: Case, managers: Managers, references: References) -> None:
-    check_case(case, managers, references)
+def test_tokens_of_hugging_face_on_cuda(case: Case, decoders: Decoders, references: References) -> None:
+    check_case(case, decoders, references)
 
 
 def test_reference_logits_have_room(references: References) -> None:
@@ -278,8 +276,8 @@ def run_batch(manager: CudaGraphManager, query_lens: Sequence[int], seq_lens: Se
     "mode",
     [pytest.param(mode, marks=pytest.mark.soak if mode in ("FULL", "FULL_DECODE_ONLY") else []) for mode in MODES[1:]],
 )
-def test_every_key_is_reached_and_every_batch_replays(mode: str, managers: Managers) -> None:
-    manager = managers(mode=mode, **WHOLE_LADDER)
+def test_every_key_is_reached_and_every_batch_replays(mode: str, decoders: Decoders) -> None:
+    manager = decoders(mode=mode, **WHOLE_LADDER).manager
     manager.capture()
     assert not manager.needs_capture()
     longest = (16, 32, MAX_LENGTH)
@@ -296,15 +294,15 @@ def test_every_key_is_reached_and_every_batch_replays(mode: str, managers: Manag
     assert not stats.fallbacks
 
 
-def test_above_the_largest_size_the_reason_says_so(managers: Managers) -> None:
-    manager = managers(capture_sizes=[1, 4, 8])
+def test_above_the_largest_size_the_reason_says_so(decoders: Decoders) -> None:
+    manager = decoders(capture_sizes=[1, 4, 8]).manager
     manager.capture()
     assert run_batch(manager, [9], [9]).shape == (1,)
     assert dict(manager.stats().fallbacks) == {DispatchReason.TOO_LARGE: 1}
 
 
-def test_no_key_is_made_that_no_batch_reaches(managers: Managers) -> None:
-    keys = managers(**WHOLE_LADDER).dispatcher.keys
+def test_no_key_is_made_that_no_batch_reaches(decoders: Decoders) -> None:
+    keys = decoders(**WHOLE_LADDER).manager.dispatcher.keys
     assert sorted(key.num_tokens for key in keys[CUDAGraphMode.PIECEWISE]) == [2, 4, 8, 16, 32]
     lengths = Counter(key.num_tokens for key in keys[CUDAGraphMode.FULL])
     assert lengths == {1: 3, 2: 3, 4: 3, 8: 3}
@@ -325,26 +323,24 @@ def expected_until(reference: Reference, eos: set[int]) -> list[int]:
     return reference.tokens[: ends[0] + 1] if ends else reference.tokens
 
 
-def test_an_end_token_ends_its_request(managers: Managers, references: References) -> None:
+def test_an_end_token_ends_its_request(decoders: Decoders, references: References) -> None:
     known = references("llama", "cpu")
     # Tokens that come early, in the middle and never.
     eos = {known[0].tokens[0], known[1].tokens[-1], *known[2].tokens[1:2]}
-    manager = managers(mode="NONE")
-    found = generate(
-        manager, PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=sorted(eos), progress=False, run_ahead=True
-    )
+    lm = decoders(mode="NONE")
+    found = lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=sorted(eos), progress=False, run_ahead=True)
     assert found == [expected_until(reference, eos) for reference in known]
     assert sum(map(len, found)) < sum(NEW_TOKENS)
-    assert all_pages_are_free(manager)
+    assert all_pages_are_free(lm.manager)
 
 
-def test_requests_arrive_over_time(managers: Managers, references: References) -> None:
-    manager = managers(mode="FULL_AND_PIECEWISE")
-    manager.capture()
+def test_requests_arrive_over_time(decoders: Decoders, references: References) -> None:
+    lm = decoders(mode="FULL_AND_PIECEWISE")
+    lm.capture()
     requests = [Request.of(str(i), PROMPTS[i], NEW_TOKENS[i]) for i in range(12)]
     found: dict[Request, list[int]] = {}
     ended = []
-    with Generation(manager, run_ahead=True) as generation:
+    with Generation(lm.manager, run_ahead=True) as generation:
         waiting = list(requests)
         while waiting or not generation.is_done():
             if waiting:
@@ -357,27 +353,27 @@ def test_requests_arrive_over_time(managers: Managers, references: References) -
         reference.check(found[request], which)
 
 
-def test_nothing_is_captured_when_one_request_cannot_run(managers: Managers) -> None:
-    manager = managers()
+def test_nothing_is_captured_when_one_request_cannot_run(decoders: Decoders) -> None:
+    lm = decoders()
     with pytest.raises(OptionError, match="request 1 holds a token that the model does not know"):
-        generate(manager, [[1], [VOCABULARY], [2]], max_new_tokens=3, progress=False)
-    assert num_batches(manager) == 0
-    assert manager.needs_capture()
+        lm.generate([[1], [VOCABULARY], [2]], max_new_tokens=3, progress=False)
+    assert num_batches(lm.manager) == 0
+    assert lm.manager.needs_capture()
 
 
-def test_generating_keeps_to_the_limit_of_the_capture(managers: Managers, references: References) -> None:
-    manager = managers(runtime=GrowingRuntime())
-    manager.capture(max_bytes=500)
-    left_out = manager.stats().left_out
+def test_generating_keeps_to_the_limit_of_the_capture(decoders: Decoders, references: References) -> None:
+    lm = decoders(runtime=GrowingRuntime())
+    lm.capture(max_bytes=500)
+    left_out = lm.stats().left_out
     assert left_out
-    found = generate(manager, PROMPTS[:3], max_new_tokens=NEW_TOKENS[:3], progress=False)
+    found = lm.generate(PROMPTS[:3], max_new_tokens=NEW_TOKENS[:3], progress=False)
     for which, tokens in enumerate(found):
         references("llama", "cpu")[which].check(tokens, which)
-    assert manager.stats().left_out == left_out
-    assert manager.stats().pool_bytes <= 500
+    assert lm.stats().left_out == left_out
+    assert lm.stats().pool_bytes <= 500
 
 
 @pytest.mark.parametrize("buckets", [[0], [True], [1.5]])
-def test_a_bucket_is_a_length(buckets: list[Any], managers: Managers) -> None:
+def test_a_bucket_is_a_length(buckets: list[Any], decoders: Decoders) -> None:
     with pytest.raises(OptionError, match="seq_len_buckets"):
-        managers(seq_len_buckets=buckets)
+        decoders(seq_len_buckets=buckets)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import CudaGraphManager, Generation, LoraAdapters, LoraKeys, OptionError, Request
+from graphpass import Generation, LoraAdapters, LoraKeys, OptionError, Request
+from graphpass.text import CausalLM
 from tests.e2e.test_generate import PROMPTS, SIZES, Reference, continued
 from tests.e2e.test_generate import make_model as make_stock_model
 from tests.unit.text.adapted import Adapter
@@ -45,7 +46,7 @@ def references() -> list[Reference]:
 
 
 class Adapted:
-    """A decoder under a manager, and its adapters, of which the last is not loaded yet."""
+    """A decoder that generates text, and its adapters, of which the last is not loaded yet."""
 
     def __init__(self, mode: str, compiler: str = "eager", lora: LoraKeys | None = None, device: str = "cpu") -> None:
         model = make_model(device)
@@ -53,7 +54,7 @@ class Adapted:
         self.adapters = LoraAdapters(model, TARGETS, max_loras=3, max_rank=MAX_RANK)
         for name in NAMES[:-1]:
             self.load(name)
-        self.manager = CudaGraphManager.for_causal_lm(
+        self.lm = CausalLM(
             model, mode=mode, compiler=compiler, adapters=self.adapters, lora=lora, **{**SIZES, **LADDER}
         )
 
@@ -61,12 +62,12 @@ class Adapted:
         self.adapters.load(name, self.known[name].pairs, scaling=self.known[name].scaling)
 
     def generate(self, names: Sequence[str | None], **options: Any) -> list[list[int]]:
-        return self.manager.generate(
+        return self.lm.generate(
             PROMPT_OF[: len(names)], max_new_tokens=NEW_TOKENS, adapters=names, progress=False, **options
         )
 
     def counts_that_replayed(self) -> set[int]:
-        return {key.captured.descriptor.num_active_loras for key in self.manager.stats().keys if key.hits}
+        return {key.captured.descriptor.num_active_loras for key in self.lm.stats().keys if key.hits}
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def closed() -> Iterator[list[Adapted]]:
     made: list[Adapted] = []
     yield made
     for adapted in made:
-        adapted.manager.close()
+        adapted.lm.close()
 
 
 def test_adapters_change_the_text(references: list[Reference]) -> None:
@@ -108,14 +109,14 @@ def test_each_request_is_the_merged_model(
     adapted = Adapted(mode, compiler, lora)
     closed.append(adapted)
     if mode != "NONE":
-        adapted.manager.capture()
+        adapted.lm.capture()
     adapted.load(NAMES[-1])
     for which, tokens in enumerate(adapted.generate(MIX, run_ahead=run_ahead)):
         references[which].check(tokens, which)
     for names in ([None], ["polite"], ["polite", "terse"]):
         adapted.generate(names, run_ahead=run_ahead)
     assert adapted.counts_that_replayed() == counts
-    stats = adapted.manager.stats()
+    stats = adapted.lm.stats()
     assert bool(stats.fallbacks) == (mode == "NONE")
 
 
@@ -123,7 +124,7 @@ def test_an_adapter_of_an_open_request_stays(references: list[Reference], closed
     adapted = Adapted("NONE")
     closed.append(adapted)
     requests = [Request.of(str(n), PROMPT_OF[n], NEW_TOKENS, adapter="polite") for n in (1, 5)]
-    with Generation(adapted.manager, run_ahead=True) as generation:
+    with Generation(adapted.lm.manager, run_ahead=True) as generation:
         for request in requests:
             generation.add(request)
         found: list[int] = []
@@ -151,33 +152,33 @@ def test_what_cannot_generate_is_refused(closed: list[Adapted]) -> None:
     adapted = Adapted("NONE")
     closed.append(adapted)
     with pytest.raises(OptionError, match="adapters does not say which one each text is for"):
-        adapted.manager.generate([[1], [2]], max_new_tokens=1, adapters=["polite"], progress=False)
+        adapted.lm.generate([[1], [2]], max_new_tokens=1, adapters=["polite"], progress=False)
     with pytest.raises(OptionError, match=r"'polit' is not loaded.*meant 'polite'"):
         adapted.generate(["polit"])
-    stock = CudaGraphManager.for_causal_lm(make_model(), mode="NONE", compiler="eager", **SIZES)
+    stock = CausalLM(make_model(), mode="NONE", compiler="eager", **SIZES)
     with pytest.raises(OptionError, match="asks for an adapter of a manager without any"):
         stock.generate([[1]], max_new_tokens=1, adapters=["polite"], progress=False)
     model = make_model()
     head = LoraAdapters(model, ("q_proj", "lm_head"), max_loras=1, max_rank=1)
     with pytest.raises(OptionError, match="the head among its layers"):
-        CudaGraphManager.for_causal_lm(model, adapters=head, **SIZES)
+        CausalLM(model, adapters=head, **SIZES)
     with pytest.raises(OptionError, match="layers of another model"):
-        CudaGraphManager.for_causal_lm(make_model(), adapters=adapted.adapters, **SIZES)
+        CausalLM(make_model(), adapters=adapted.adapters, **SIZES)
     with pytest.raises(OptionError, match="3 slots, and keys for 2"):
         Adapted("FULL", lora=LoraKeys(2))
     with pytest.raises(OptionError, match="0 slots, and keys for 2"):
-        CudaGraphManager.for_causal_lm(make_model(), lora=LoraKeys(2), **SIZES)
+        CausalLM(make_model(), lora=LoraKeys(2), **SIZES)
 
 
 def test_keys_of_one_token_are_for_one_adapter_at_most() -> None:
-    manager = CudaGraphManager.for_causal_lm(
+    lm = CausalLM(
         model := make_model(),
         adapters=LoraAdapters(model, TARGETS, max_loras=3, max_rank=1),
         lora=LoraKeys(3, per_count=True),
         **{**SIZES, **LADDER, "capture_sizes": [1, 8]},
     )
     counts = Counter(
-        (key.num_tokens, key.num_active_loras) for keys in manager.dispatcher.keys.values() for key in keys
+        (key.num_tokens, key.num_active_loras) for keys in lm.manager.dispatcher.keys.values() for key in keys
     )
     assert sorted(count for num_tokens, count in counts if num_tokens == 1) == [0, 1]
     assert sorted(count for num_tokens, count in counts if num_tokens == 8) == [0, 1, 2, 4]

@@ -15,7 +15,7 @@ from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.text.causallm import causal_lm
+from graphpass.text.causallm import CausalLM
 from graphpass.text.drafting import Drafter, NgramDrafter
 from graphpass.text.generation import Generation
 from graphpass.text.scheduler import Ints, Request
@@ -118,7 +118,7 @@ def managers_made() -> Iterator[Managers]:
         key = (name, device, *sorted(options.items()))
         if key not in made:
             given = {**SIZES, **LADDER, "compiler": "eager", **options}
-            made[key] = causal_lm(make_model(name, device), **given)
+            made[key] = CausalLM(make_model(name, device), **given).manager
             if made[key].needs_capture():
                 made[key].capture()
         return made[key]
@@ -232,7 +232,8 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
     prompt, num_new = [7, 100, 41], MAX_LENGTH - 3
     expected = continued(make_repeating_model(), prompt, num_new).tokens
     for draft_tokens in (1, 3):
-        manager = causal_lm(make_repeating_model(), **SIZES, mode="NONE", compiler="eager", draft_tokens=draft_tokens)
+        options: dict[str, Any] = {**SIZES, "mode": "NONE", "compiler": "eager", "draft_tokens": draft_tokens}
+        manager = CausalLM(make_repeating_model(), **options).manager
         for drafter in (Nobody(), NgramDrafter()):
             with Generation(manager, drafter=drafter) as generation:
                 generation.add(Request.of("a", prompt, num_new))
@@ -277,7 +278,7 @@ def test_keys_have_whole_requests(managers: Managers) -> None:
 def test_keys_that_no_batch_reaches_are_not_made() -> None:
     """A bucket that is shorter than a token with its drafts; a size that is larger than the buffers."""
     sizes = {**SIZES, "max_num_reqs": 2, "max_num_tokens": 10, "capture_sizes": [1, 9, 12], "seq_len_buckets": [3, 8]}
-    manager = causal_lm(make_model("llama"), **sizes, draft_tokens=3)
+    manager = CausalLM(make_model("llama"), **sizes, draft_tokens=3).manager
     assert {key.num_tokens for key in manager.dispatcher.keys[PIECEWISE]} == {1, 9}
     found = {(key.num_tokens, dict(key.extra)["max_seq_len"]) for key in manager.dispatcher.keys[FULL]}
     assert found == {(tokens, length) for tokens in (4, 8) for length in (8, MAX_LENGTH)}
@@ -295,4 +296,4 @@ def test_keys_that_no_batch_reaches_are_not_made() -> None:
 )
 def test_numbers_of_drafts_are_checked(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        causal_lm(make_model("llama"), **{**SIZES, **LADDER, **options})
+        CausalLM(make_model("llama"), **{**SIZES, **LADDER, **options})

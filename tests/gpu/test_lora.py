@@ -11,11 +11,11 @@ from torch import nn
 
 from graphpass import (
     BatchDescriptor,
-    CudaGraphManager,
     LoraAdapters,
     LoraKeys,
     set_forward_context,
 )
+from graphpass.text import CausalLM
 from tests.unit.text.adapted import NAMES, Adapted, Adapter, Merged, Mlp, key_kinds, mixes
 
 pytestmark = pytest.mark.cuda
@@ -150,11 +150,9 @@ def test_text_with_adapters_is_the_text_of_merged_models(mode: str, compiler: st
     names = [None, "a", "b", "c", "a", None, "c", "b"]
     prompts = [[3 + n, 5, 7 * n + 1] * (n + 1) for n in range(len(names))]
     sizes: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, "max_seq_len": 64, "capture_sizes": [2, 8, 64]}
-    manager = CudaGraphManager.for_causal_lm(
-        model, mode=mode, compiler=compiler, adapters=adapters, lora=LoraKeys(3, per_count=True), **sizes
-    )
-    found = manager.generate(prompts, max_new_tokens=6, adapters=names, progress=False)
+    lm = CausalLM(model, mode=mode, compiler=compiler, adapters=adapters, lora=LoraKeys(3, per_count=True), **sizes)
+    found = lm.generate(prompts, max_new_tokens=6, adapters=names, progress=False)
     for which, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         continued(merged[name], prompt, 6).check(found[which], which)
-    assert not manager.stats().fallbacks
-    manager.close()
+    assert not lm.stats().fallbacks
+    lm.close()

@@ -12,6 +12,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
+from graphpass.text import CausalLM
 
 pytestmark = pytest.mark.cuda
 
@@ -75,9 +76,8 @@ def llama() -> CudaGraphManager:
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).half().cuda().eval()
-    return CudaGraphManager.for_causal_lm(
-        model, max_num_reqs=128, max_num_tokens=512, max_seq_len=512, capture_sizes=SIZES, compiler="eager"
-    )
+    lm = CausalLM(model, max_num_reqs=128, max_num_tokens=512, max_seq_len=512, capture_sizes=SIZES, compiler="eager")
+    return lm.manager
 
 
 MODELS = pytest.mark.parametrize("make", [stack, inductor_stack, llama, pictures])

@@ -304,7 +304,7 @@ class StepAdapters:
         if self._adapters is None:
             raise OptionError(
                 f"{request.name} asks for an adapter of a manager without any",
-                expected="a manager made by for_causal_lm(model, adapters=LoraAdapters(model, ...))",
+                expected="the manager of a CausalLM(model, adapters=LoraAdapters(model, ...))",
                 found=f"adapter={request.adapter!r}",
                 remedy="make the manager with adapters, or leave adapter out",
             )

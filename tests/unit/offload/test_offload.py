@@ -30,6 +30,7 @@ from graphpass import (
 )
 from graphpass.offload import offloader as offload
 from graphpass.offload.slots import HostCopies
+from graphpass.text import CausalLM
 
 WIDTH, LARGEST = 6, 10
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
@@ -219,7 +220,7 @@ def test_a_stock_decoder_generates_the_same() -> None:
     reference = transformers.LlamaForCausalLM(config).eval()
     model = copy.deepcopy(reference)
     offloader = WeightOffloader(model.model.layers, num_slots=2)
-    manager = CudaGraphManager.for_causal_lm(
+    lm = CausalLM(
         model,
         max_num_reqs=2,
         max_num_tokens=8,
@@ -229,7 +230,7 @@ def test_a_stock_decoder_generates_the_same() -> None:
         offloader=offloader,
     )
     prompts = [[5, 7, 11], [3] * 9]
-    assert manager.generate(prompts, max_new_tokens=6) == [greedy(reference, prompt, 6) for prompt in prompts]
+    assert lm.generate(prompts, max_new_tokens=6) == [greedy(reference, prompt, 6) for prompt in prompts]
 
 
 @torch.no_grad()

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from graphpass.engine.batch import Batch
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
-from graphpass.text.generation import Generation, generate
+from graphpass.text.generation import Generation
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache
 from graphpass.text.scheduler import Request, Scheduler
 from graphpass.text.steptokens import StepInputs
+from tests.unit.text.generated import generate
 
 VOCABULARY, MAX_LENGTH = 97, 48
 STALE = -5

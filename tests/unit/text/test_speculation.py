@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from graphpass.dispatch import CudagraphDispatcher
 from graphpass.engine.batch import Batch
 from graphpass.errors import OptionError
-from graphpass.text.generation import Generation, generate
+from graphpass.text.generation import Generation
 from graphpass.text.scheduler import Ints, Request, Scheduler, StepPlan
+from tests.unit.text.generated import generate
 from tests.unit.text.test_generation import (
     MAX_LENGTH,
     REQUESTS,
