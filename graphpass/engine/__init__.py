@@ -1,6 +1,7 @@
 """Any model over a ladder of captured sizes: dispatch, pad, replay, cut."""
 
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
+from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
 
@@ -10,6 +11,7 @@ __all__ = [
     "CapturedGroup",
     "CapturedKey",
     "CudaGraphManager",
+    "ForwardHooks",
     "InputSpec",
     "KeyTraffic",
     "ManagerStats",

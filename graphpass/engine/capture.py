@@ -19,6 +19,7 @@ from graphpass.dispatch import CudagraphDispatcher
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.buffers import OutputBuffers, Sizes, StepBuffers
 from graphpass.engine.firstrun import FirstRun, model_state_kept
+from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.metadata import fields_named, slot_mapping_of
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.pythonstate import PythonState
@@ -33,7 +34,6 @@ from graphpass.ladder.modelstate import ModelState, modules_of
 from graphpass.ladder.owncode import entry_of
 from graphpass.ladder.padding import InputBuffer, by_tensor
 from graphpass.modes import CUDAGraphMode
-from graphpass.offload.offloader import WeightOffloader
 from graphpass.options import Settings
 
 __all__ = ["KeyCapturer"]
@@ -71,7 +71,7 @@ class KeyCapturer:
         attention: AttentionMetadataBuilder | None,
         runtime: GraphRuntime,
         options: Mapping[str, Any],
-        offloader: WeightOffloader | None = None,
+        offloader: ForwardHooks | None = None,
         num_ranks: int | None = None,
     ) -> None:
         self._model, self._dispatcher, self._inputs = model, dispatcher, inputs

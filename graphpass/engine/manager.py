@@ -23,6 +23,7 @@ from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
 from graphpass.engine.capture import KeyCapturer
 from graphpass.engine.captured import CapturedLadder
+from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.metadata import fields_named
 from graphpass.engine.refusals import (
     inside_transform,
@@ -38,7 +39,6 @@ from graphpass.keys import BatchDescriptor
 from graphpass.ladder import Key, MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
 from graphpass.modes import CUDAGraphMode
-from graphpass.offload.offloader import WeightOffloader
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
@@ -61,7 +61,8 @@ class CudaGraphManager:
         runtime: owner of pool and statistics; None for one of its own.
         agreement: the data-parallel ranks that run each step alike, see
             :class:`graphpass.DataParallelAgreement`; None for a model of this process alone.
-        offloader: brings the weights of the model's layers from host memory; None where they are on the device.
+        offloader: brings the weights of the model's layers from host memory, such as a
+            :class:`graphpass.offload.WeightOffloader`; None where they are on the device.
         device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
         options: the backend's, see :func:`cgpass.options`; those of mode, sizes and outputs are the manager's own.
 
@@ -81,7 +82,7 @@ class CudaGraphManager:
         attention: AttentionMetadataBuilder | None = None,
         runtime: GraphRuntime | None = None,
         agreement: DataParallelAgreement | None = None,
-        offloader: WeightOffloader | None = None,
+        offloader: ForwardHooks | None = None,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:

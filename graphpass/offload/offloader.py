@@ -27,6 +27,7 @@ from torch import nn
 
 from graphpass.compat import memory, operators
 from graphpass.context import current_context
+from graphpass.engine.hooks import ForwardHooks
 from graphpass.errors import ContextError, DeviceError, OffloadError, OptionError
 from graphpass.offload.slots import LayerLayout, WeightPlace, copies_to, host_memory
 
@@ -36,7 +37,7 @@ ONLOAD = "graphpass::onload"
 _IN_CONTEXT = "onload"
 
 
-class WeightOffloader:
+class WeightOffloader(ForwardHooks):
     """Keeps the weights of equal layers in pinned host memory, and those of a few at a time on the device.
 
     Make it before the model is compiled, and give it to the manager: ``CudaGraphManager(..., offloader=offloader)``.
