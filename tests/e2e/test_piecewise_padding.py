@@ -1,4 +1,4 @@
-"""One argument with eager regions in a stock model: sizes are padded over what splits the graph, where it has a rule."""
+"""One argument with eager regions in stock models: sizes are padded over what splits the graph, if it has a rule."""
 
 from __future__ import annotations
 
