@@ -9,10 +9,15 @@ import torch
 
 from graphpass.errors import OptionError
 
-__all__ = ["PadRule", "checked_rule"]
+__all__ = ["PadRule", "checked_rule", "is_rule"]
 
 PadRule = float | int | bool | Literal["repeat"] | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 """A value, ``"repeat"`` (the last real slice), or ``f(real tensor, padded shape) -> padded tensor``."""
+
+
+def is_rule(rule: Any) -> bool:
+    """Whether ``rule`` is one of the kinds of :data:`PadRule`."""
+    return rule == "repeat" or isinstance(rule, (bool, int, float)) or callable(rule)
 
 
 def checked_rule(name: str, rule: Any) -> PadRule:
@@ -21,7 +26,7 @@ def checked_rule(name: str, rule: Any) -> PadRule:
     Raises:
         OptionError: it is none of the kinds of :data:`PadRule`.
     """
-    if rule == "repeat" or isinstance(rule, (bool, int, float)) or callable(rule):
+    if is_rule(rule):
         return rule  # type: ignore[no-any-return]
     raise OptionError(
         f"padding of input {name!r} is no padding rule",

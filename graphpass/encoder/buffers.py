@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from graphpass.capture.copies import copy_each
-from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, PaddingRule
+from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError, ShapeError
+from graphpass.ladder.padding import PaddedBuffer, PaddedBuffers
 
 __all__ = ["EncoderBuffers"]
 
 
-class EncoderBuffers:
-    """Memory for the largest keys, and views of it at the shapes of each key.
+class EncoderBuffers(PaddedBuffers):
+    """Flat memory for the largest keys, and views of its start at the shapes of each key.
+
+    A buffer grows in rows, and its field is its own name.
 
     Args:
         config: names the buffers and how each is padded.
@@ -27,8 +30,9 @@ class EncoderBuffers:
 
     def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
         self._config = config
-        self._memory: dict[str, torch.Tensor] = {}
+        self._padded: dict[EncoderGraphKey, dict[str, PaddedBuffer]] = {}
         self._views: dict[EncoderGraphKey, dict[str, torch.Tensor]] = {}
+        allocated: dict[str, torch.Tensor] = {}
         for example in largest:
             _refuse_other_names(example, config, "prepare_encoder_cudagraph_capture_inputs")
         for name in config.buffer_keys:
@@ -41,27 +45,24 @@ class EncoderBuffers:
                     found=", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)),
                     remedy="make it the same for every path and axis",
                 )
-            self._memory[name] = torch.zeros(
+            allocated[name] = torch.zeros(
                 max(example.numel() for example in examples), dtype=examples[0].dtype, device=examples[0].device
             )
+        super().__init__(allocated)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The whole memory of each buffer, flat."""
         return self._memory
 
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
-
-    def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The buffers of ``key``, with the contents of ``example``, which has their shapes.
+    def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> None:
+        """Make the buffers of ``key``, with the shapes and the contents of ``example``.
 
         Raises:
             EncoderConfigError: ``example`` has other buffers, or one that is larger than at the largest key.
         """
         _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
-        views = {}
+        padded = {}
         for name in self._config.buffer_keys:
             memory, shape = self._memory[name], example[name].shape
             if math.prod(shape) > memory.numel() or example[name].dtype != memory.dtype:
@@ -71,14 +72,16 @@ class EncoderBuffers:
                     found=f"{tuple(shape)} of {example[name].dtype}",
                     remedy="let buffers grow with the key, in dimension 0 alone",
                 )
-            views[name] = memory[: math.prod(shape)].view(shape)
-            views[name].copy_(example[name])
-        self._views[key] = views
-        return views
+            tensor = memory[: math.prod(shape)].view(shape)
+            tensor.copy_(example[name])
+            padded[name] = PaddedBuffer(name, tensor, {0: name} if shape else {}, self._config.padding.get(name, 0))
+        self._padded[key] = padded
+        self._views[key] = {name: buffer.tensor for name, buffer in padded.items()}
 
     def clear(self) -> None:
         """Give the memory back; no key has buffers any more."""
         self._memory.clear()
+        self._padded.clear()
         self._views.clear()
 
     def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
@@ -93,25 +96,28 @@ class EncoderBuffers:
             ShapeError: a value has more rows than its buffer, or other columns, or integers for another integer type.
         """
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
-        targets, sources, pads = [], [], []
-        for name, buffer in self._views[key].items():
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        partly: list[PaddedBuffer] = []
+        rows: dict[str, int] = {}
+        for name, buffer in self._padded[key].items():
             value = values[name]
             if value is None:
                 continue
-            _check(name, value, buffer, key)
-            target = buffer
-            if value.dim() and value.shape[0] < buffer.shape[0]:
-                target = buffer[: value.shape[0]]
-                pads.append((buffer, value.shape[0], self._config.padding.get(name, 0)))
-            if value.device == buffer.device and value.dtype == buffer.dtype:
+            _check(name, value, buffer.tensor, key)
+            rows[name] = value.shape[0] if buffer.dims else 1
+            target = buffer.real(rows)
+            if target is not buffer.tensor:
+                partly.append(buffer)
+            if value.device == target.device and value.dtype == target.dtype:
                 targets.append(target)
                 sources.append(value)
             else:
                 # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
                 target.copy_(value, non_blocking=not value.is_pinned())
         copy_each(targets, sources)
-        for buffer, rows, rule in pads:
-            _pad(buffer, rows, rule)
+        for buffer in partly:
+            buffer.fill_padding(rows)
 
 
 def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:
@@ -147,14 +153,3 @@ def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey)
             found=f"{tuple(value.shape)} of {value.dtype}",
             remedy="return no more rows than the key has, of the shape and dtype of the capture inputs",
         )
-
-
-def _pad(buffer: torch.Tensor, rows: int, rule: PaddingRule) -> None:
-    rest = buffer[rows:]
-    if rule == "last":
-        if rows:
-            rest.copy_(buffer[rows - 1 : rows].expand_as(rest))
-        else:
-            rest.zero_()
-    elif rule is not None:
-        rest.fill_(rule)

@@ -12,6 +12,7 @@ from graphpass.encoder.budgets import checked_budgets, fine_budgets
 from graphpass.encoder.packing import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError
+from graphpass.padrules import is_rule
 
 __all__ = ["EncoderOptions", "checked_config", "keys_of"]
 
@@ -120,8 +121,8 @@ def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
     if unknown:
         raise _contradiction(f"padding of {unknown[0]!r}", f"one of the buffers {list(config.buffer_keys)}", unknown[0])
     for key, rule in config.padding.items():
-        if not (rule is None or rule == "last" or isinstance(rule, int | float)):
-            raise _contradiction(f"padding of {key!r}", "a number, 'last' or None", rule)
+        if not (rule is None or is_rule(rule)):
+            raise _contradiction(f"padding of {key!r}", "a number, 'repeat', a function or None", rule)
     return config
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from graphpass.keys import BatchDescriptor
+from graphpass.padrules import PadRule
 
 __all__ = [
     "Axes",
@@ -36,8 +37,8 @@ EncoderItems: TypeAlias = Mapping[str, Any]
 EncoderOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """What an encoder returns: one tensor with a row for each token, or several (deepstack levels)."""
 
-PaddingRule: TypeAlias = int | float | Literal["last"] | None
-"""What stands in a buffer behind a batch's own rows: a value, the last row again, or None: whatever was there."""
+PaddingRule: TypeAlias = PadRule | None
+"""What fills a buffer behind a batch's own rows, see :data:`graphpass.padrules.PadRule`; None leaves what is there."""
 
 Axes: TypeAlias = tuple[tuple[str, Hashable], ...]
 """Values of the axes of a key or an item, as (name, value), in the order of the configuration."""

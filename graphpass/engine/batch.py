@@ -27,7 +27,7 @@ class InputSpec:
         token_dim: the dimension that has one entry a token; None for an input without one.
         request_dim: the dimension that has one entry a request; None for an input without one. Keys that carry no
             request count are given all of it.
-        padding: what fills the rest, see :data:`graphpass.ladder.padding.PadRule`.
+        padding: what fills the rest, see :data:`graphpass.padrules.PadRule`.
 
     Raises:
         OptionError: a dimension is none of the shape's, or the rule is none.

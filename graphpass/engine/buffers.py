@@ -18,15 +18,17 @@ from graphpass.capture.layout import storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.ladder.padding import InputBuffer
+from graphpass.ladder.padding import PaddedBuffer, PaddedBuffers
 
 __all__ = ["OutputBuffers", "StepBuffers"]
 
 Sizes = Mapping[str, int]
 
 
-class StepBuffers:
-    """The inputs. Real entries are the engine's, if it writes them itself; all others are the manager's.
+class StepBuffers(PaddedBuffers):
+    """The inputs, each cut in its padded dimensions.
+
+    The engine may write real entries into them itself; all other entries are the manager's.
 
     Args:
         specs: the declared inputs.
@@ -40,7 +42,7 @@ class StepBuffers:
         self._specs = {spec.name: spec for spec in specs}
         self.largest = _largest(specs)
         self.device = device
-        self._memory = {spec.name: _memory(spec, device) for spec in specs}
+        super().__init__({spec.name: _memory(spec, device) for spec in specs})
         self.tensors = {
             name: self._cut(self._memory[name], spec.dims(), self.largest) for name, spec in self._specs.items()
         }
@@ -52,7 +54,7 @@ class StepBuffers:
             name for name, spec in self._specs.items() if not isinstance(spec.padding, (bool, int, float))
         }
 
-    def at(self, sizes: Sizes) -> dict[str, InputBuffer]:
+    def at(self, sizes: Sizes) -> dict[str, PaddedBuffer]:
         """What the model is given at these padded sizes: views of the buffers, for Dynamo dynamic and static."""
         views = {}
         for name, spec in self._specs.items():
@@ -60,7 +62,7 @@ class StepBuffers:
             memory.mark_static_address(view)
             for dim in spec.dims():
                 dynamo.mark_maybe_dynamic(view, dim)
-            views[name] = InputBuffer(name, view, spec.dims(), spec.padding)
+            views[name] = PaddedBuffer(name, view, spec.dims(), spec.padding)
         return views
 
     def pad_always(self, names: Iterable[str]) -> None:
@@ -71,7 +73,7 @@ class StepBuffers:
         """Which of the first ``num_tokens`` entries are padding."""
         return self._is_padding[:num_tokens]
 
-    def fill(self, inputs: Mapping[str, torch.Tensor] | None, sizes: Sizes, padded: Mapping[str, InputBuffer]) -> None:
+    def fill(self, inputs: Mapping[str, torch.Tensor] | None, sizes: Sizes, padded: Mapping[str, PaddedBuffer]) -> None:
         """Copy a batch in, all inputs at once, and make everything behind it padding.
 
         Args:
@@ -88,8 +90,7 @@ class StepBuffers:
             if size != self._filled[field]:
                 self._blank_behind(field, size)
         for name in self._computed:
-            buffer = padded[name]
-            buffer.fill_padding(buffer.real(sizes), sizes)
+            padded[name].fill_padding(sizes)
 
     def blank(self) -> None:
         """Make them what they were at first: what a larger batch has left may be no valid entry of a smaller one."""
@@ -111,12 +112,8 @@ class StepBuffers:
             self._is_padding.copy_(is_padding)
             self._filled = filled
 
-    def storages(self) -> frozenset[int]:
-        """Addresses of their storages."""
-        return frozenset(map(storage_id, self._memory.values()))
-
     def paired(
-        self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: Mapping[str, InputBuffer]
+        self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: Mapping[str, PaddedBuffer]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where each tensor of a batch goes, and what is copied there; see :meth:`fill`.
 
@@ -161,10 +158,6 @@ class StepBuffers:
     def described(self) -> str:
         """Names, shapes at the largest batch, dtypes and dimensions that grow."""
         return ", ".join(f"{spec.name} {spec.shape} {spec.dtype} {spec.dims()}" for spec in self._specs.values())
-
-    def num_bytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(memory.nbytes for memory in self._memory.values())
 
 
 def _largest(specs: Sequence[InputSpec]) -> dict[str, int]:

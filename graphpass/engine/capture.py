@@ -32,7 +32,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.ladder import DeviceMemory, Key, MemoryMeter
 from graphpass.ladder.modelstate import ModelState, modules_of
 from graphpass.ladder.owncode import entry_of
-from graphpass.ladder.padding import InputBuffer, by_tensor
+from graphpass.ladder.padding import PaddedBuffer, by_tensor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 
@@ -361,4 +361,4 @@ def _names_of(sources: LeafSources | str | None) -> Any:
     """Sources that can be compared between keys: buffers of one input by its name."""
     if not isinstance(sources, tuple):
         return sources
-    return [source.name if isinstance(source, InputBuffer) else source for source in sources]
+    return [source.name if isinstance(source, PaddedBuffer) else source for source in sources]

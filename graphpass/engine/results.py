@@ -16,7 +16,7 @@ import torch
 
 from graphpass.compat import symbolic, trees
 from graphpass.errors import ShapeError
-from graphpass.ladder.padding import InputBuffer
+from graphpass.ladder.padding import PaddedBuffer
 
 __all__ = ["GraphSymbols", "LeafSources", "Reached", "ResultRecipe", "leaf_sources", "learn_recipe", "symbols_of"]
 
@@ -24,7 +24,7 @@ Reached = Sequence[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
 """(callable, its flat arguments, its flat outputs) of each graph that a run entered, in order."""
 
 Dims = Mapping[int, str]
-LeafSources = tuple[int | InputBuffer | None, ...]
+LeafSources = tuple[int | PaddedBuffer | None, ...]
 """For each leaf of a result: the graph's flat output that it is, or the buffer of the argument that is returned as it
 is; None for None."""
 
@@ -77,7 +77,7 @@ class ResultRecipe:
 def learn_recipe(
     result: Any,
     reached: Reached,
-    buffers: Mapping[int, InputBuffer],
+    buffers: Mapping[int, PaddedBuffer],
     *,
     padded: Mapping[str, int],
     written: Collection[str],
@@ -118,18 +118,18 @@ def learn_recipe(
     )
 
 
-def symbols_of(reached: Reached, buffers: Mapping[int, InputBuffer], padded: Mapping[str, int]) -> list[GraphSymbols]:
+def symbols_of(reached: Reached, buffers: Mapping[int, PaddedBuffer], padded: Mapping[str, int]) -> list[GraphSymbols]:
     """The key fields among the symbols of each graph that a run entered."""
     return _followed(reached, buffers, padded).symbols
 
 
-def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, InputBuffer]) -> LeafSources | str:
+def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, PaddedBuffer]) -> LeafSources | str:
     """Where the leaves of a result come from; or why the graph alone does not tell."""
     if len(reached) > 1:
         return f"the model is {len(reached)} graphs, with Python between them"
     outputs = reached[0][2]
     positions = {id(output): position for position, output in enumerate(outputs)}
-    sources: list[int | InputBuffer | None] = []
+    sources: list[int | PaddedBuffer | None] = []
     for leaf in leaves:
         if leaf is None:
             sources.append(None)
@@ -162,7 +162,7 @@ class _Followed:
     symbols: list[GraphSymbols]
 
 
-def _followed(reached: Reached, buffers: Mapping[int, InputBuffer], padded: Mapping[str, int]) -> _Followed:
+def _followed(reached: Reached, buffers: Mapping[int, PaddedBuffer], padded: Mapping[str, int]) -> _Followed:
     found = _Followed({key: dict(buffer.dims) for key, buffer in buffers.items()}, {}, [])
     for callable_, args, outputs in reached:
         # Parameters and buffers are never padded; a model may return them.

@@ -13,7 +13,7 @@ from graphpass.engine.buffers import OutputBuffers, Sizes
 from graphpass.engine.results import LeafSources, ResultRecipe
 from graphpass.errors import ShapeError
 from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.padding import InputBuffer
+from graphpass.ladder.padding import PaddedBuffer
 
 __all__ = ["CapturedStep", "Learned", "PaddedInputs"]
 
@@ -30,7 +30,7 @@ class PaddedInputs:
     """
 
     sizes: Sizes
-    buffers: Mapping[str, InputBuffer]
+    buffers: Mapping[str, PaddedBuffer]
     arguments: Mapping[str, torch.Tensor]
     is_padding: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Persistent input buffers, and how each input is padded into them."""
+"""Memory that graphs read their inputs from, and how each input is padded in it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.layout import storage_id
 from graphpass.compat import memory
 from graphpass.errors import ShapeError
 from graphpass.padrules import PadRule
 
-__all__ = ["InputBuffer", "by_tensor", "versions_of", "written_since"]
+__all__ = ["PaddedBuffer", "PaddedBuffers", "by_tensor", "versions_of", "written_since"]
 
 
 @dataclass(frozen=True, slots=True)
-class InputBuffer:
-    """Owned memory for one input at one key: static, so that graphs bake its address in and nothing is copied twice.
+class PaddedBuffer:
+    """Memory of one input at one size: static, so that graphs bake its address in and nothing is copied twice.
 
     Attributes:
         name: the model's argument.
-        tensor: the padded input that the model reads, contiguous.
-        dims: {dimension: key field} of the dimensions that are padded.
-        rule: what fills the padding.
+        tensor: the padded input that the model reads.
+        dims: {dimension: size field} of the dimensions that are padded.
+        rule: what fills the padding; None leaves there what is there.
     """
 
     name: str
     tensor: torch.Tensor
     dims: Mapping[int, str]
-    rule: PadRule
+    rule: PadRule | None
 
     def real(self, sizes: Mapping[str, int]) -> torch.Tensor:
-        """The part of the buffer that holds real values, for the real size of each key field."""
+        """The part of the buffer that holds real values, for the real size of each field."""
         view = self.tensor
         for dim, field in self.dims.items():
             if view.shape[dim] != sizes[field]:
@@ -61,12 +62,19 @@ class InputBuffer:
             "another manager",
         )
 
-    def fill_padding(self, value: torch.Tensor, sizes: Mapping[str, int]) -> None:
-        """Fill what lies outside the real part; the real part is copied by the caller, fused with other inputs."""
-        if all(self.tensor.shape[dim] == sizes[field] for dim, field in self.dims.items()):
+    def fill_padding(self, sizes: Mapping[str, int]) -> None:
+        """Fill what lies outside of the real part, which the caller has filled, fused with other inputs.
+
+        Args:
+            sizes: the real size of each field. Of no real entries, the last one that ``"repeat"`` repeats is zero.
+
+        Raises:
+            ShapeError: a padding function returned another shape.
+        """
+        if self.rule is None or all(self.tensor.shape[dim] == sizes[field] for dim, field in self.dims.items()):
             return
         if callable(self.rule):
-            padded = self.rule(value, tuple(self.tensor.shape))
+            padded = self.rule(self.real(sizes), tuple(self.tensor.shape))
             if padded.shape != self.tensor.shape:
                 raise ShapeError(
                     f"the padding function of input {self.name!r} returned another shape",
@@ -82,25 +90,44 @@ class InputBuffer:
             if real == padded_size:
                 continue
             rest = inside.narrow(dim, real, padded_size - real)
-            if self.rule == "repeat":
-                # The real part is in the buffer by now, so its last slice can be read from there.
+            if self.rule != "repeat":
+                rest.fill_(self.rule)
+                inside = inside.narrow(dim, 0, real)
+            elif real:
                 rest.copy_(inside.narrow(dim, real - 1, 1).expand_as(rest))
             else:
-                rest.fill_(self.rule)
-            if self.rule != "repeat":
-                inside = inside.narrow(dim, 0, real)
+                rest.zero_()
 
 
-def by_tensor(buffers: Mapping[str, InputBuffer]) -> dict[int, InputBuffer]:
+class PaddedBuffers:
+    """One memory for each input, as large as the largest size needs; every size reads the start of it.
+
+    A subclass says what the start is (of each padded dimension, or of the flat memory), and when padding has to be
+    filled (after a batch that is smaller than the one before, or after each value).
+    """
+
+    def __init__(self, allocated: Mapping[str, torch.Tensor]) -> None:
+        self._memory = dict(allocated)
+
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in self._memory.values())
+
+    def storages(self) -> frozenset[int]:
+        """Addresses of their storages."""
+        return frozenset(map(storage_id, self._memory.values()))
+
+
+def by_tensor(buffers: Mapping[str, PaddedBuffer]) -> dict[int, PaddedBuffer]:
     """Id of a buffer's tensor -> the buffer."""
     return {id(buffer.tensor): buffer for buffer in buffers.values()}
 
 
-def versions_of(buffers: Mapping[str, InputBuffer]) -> dict[str, int | None]:
+def versions_of(buffers: Mapping[str, PaddedBuffer]) -> dict[str, int | None]:
     """The version of each buffer's contents: whoever writes to one counts it up."""
     return {name: memory.version_of(buffer.tensor) for name, buffer in buffers.items()}
 
 
-def written_since(buffers: Mapping[str, InputBuffer], versions: Mapping[str, int | None]) -> list[str]:
+def written_since(buffers: Mapping[str, PaddedBuffer], versions: Mapping[str, int | None]) -> list[str]:
     """The inputs whose contents were written to since :func:`versions_of` returned these."""
     return [name for name, version in versions_of(buffers).items() if version != versions[name]]

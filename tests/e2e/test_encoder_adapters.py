@@ -274,7 +274,7 @@ def test_padding_as_declared_stays_finite(stock: Tower) -> None:
     key = EncoderGraphKey(tokens, tokens * config.patches_per_token, 6, frames)
     buffers = adapter.prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
     values = adapter.prepare_encoder_cudagraph_replay_buffers(items, key)
-    assert "last" not in config.padding.values()
+    assert "repeat" not in config.padding.values()
     for name, buffer in buffers.items():
         value = values[name]
         assert value is not None

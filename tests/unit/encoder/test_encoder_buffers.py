@@ -165,11 +165,11 @@ def test_other_numbers_of_results_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "behind"),
-    [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("last", [3.0, 3.0])],
+    [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("repeat", [3.0, 3.0])],
 )
 def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
     encoder = Spoilt("replay", with_("patches", lambda _: torch.full((6, toy.PATCH), 3.0)), padding={"patches": rule})
-    encoder.config.padding["lengths"] = "last"  # type: ignore[index]
+    encoder.config.padding["lengths"] = "repeat"  # type: ignore[index]
     manager = made(encoder, [4])
     manager.buffers["patches"].fill_(7)
     manager.execute(toy.images([6]))
@@ -177,7 +177,7 @@ def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
 
 
 def test_the_last_of_no_rows_is_zero() -> None:
-    encoder = toy.ToyEncoder(padding={"patches": "last", "lengths": "last"})
+    encoder = toy.ToyEncoder(padding={"patches": "repeat", "lengths": "repeat"})
     manager = made(encoder, [4])
     manager.buffers["patches"].fill_(torch.nan)
     assert manager.execute(toy.images([0]))[0].shape == (0, toy.WIDTH)

@@ -92,7 +92,7 @@ def test_a_request_that_fails_leaves_the_next_ones(method: str) -> None:
 
 def test_contents_of_padding_change_no_bit() -> None:
     """At one key, whatever lies behind the rows of a batch."""
-    encoder = toy.ToyEncoder(padding=dict.fromkeys(toy.KEYS) | {"lengths": "last"})
+    encoder = toy.ToyEncoder(padding=dict.fromkeys(toy.KEYS) | {"lengths": "repeat"})
     manager = made(encoder, token_budgets=[32])
     items = toy.images([4, 8, 2, 12])
     found = []

@@ -88,7 +88,7 @@ class ToyEncoder:
         self.tower = (tower or ToyTower()).eval()
         self.budget_range = budget_range
         widths: Any = WIDTH if self.tower.levels == 1 else (WIDTH,) * self.tower.levels
-        given = {"padding": {"lengths": "last", "patches": 0.0, "scale": None}, "patches_per_token": MERGE, **config}
+        given = {"padding": {"lengths": "repeat", "patches": 0.0, "scale": None}, "patches_per_token": MERGE, **config}
         self.config = EncoderCudaGraphConfig(("image",), KEYS, widths, **given)
         self.eager_calls: list[int] = []
         self.prepared: list[EncoderGraphKey] = []
