@@ -94,7 +94,7 @@ class AutoDispatcher:
         self._plain_counts: dict[str, CallCounts] = {}
         self._checked: dict[BatchDescriptor, _Checked] = {}
         self._refuted: str | None = None
-        self._generation = self._runtime.generation
+        self._generation = self._runtime.lease.generation
         self._runtime.adopt(self)
 
     @property
@@ -106,7 +106,7 @@ class AutoDispatcher:
         """Run one call."""
         if self._rules.off is not None:
             return self._plain(self._rules.off, args)
-        if self._runtime.is_busy() or memory.is_capturing_stream(self._runtime.device):
+        if self._runtime.is_busy() or memory.is_capturing_stream(self._runtime.lease.device):
             return self._plain(_BUSY, args)
         if any(not args[position].numel() for position in self._rules.dynamic):
             return self._plain("an input has no elements", args)
@@ -168,7 +168,7 @@ class AutoDispatcher:
         example = self._table.stretched(args, key.sizes)
         written = [example[position] for position in self._rules.written]
         generators = [value for value in example if isinstance(value, torch.Generator)]
-        with state_kept(written, generators, self._runtime.device_for(example).device):
+        with state_kept(written, generators, self._runtime.lease.device_for(example).device):
             self._captured(self._call_of(example), example)
         if not key.is_captured:
             raise CaptureError(
@@ -179,8 +179,8 @@ class AutoDispatcher:
             )
 
     def _call_of(self, args: Sequence[Any]) -> AutoCall:
-        if self._generation != self._runtime.generation:  # some graph was dropped: what is left is counted anew
-            self._generation = self._runtime.generation
+        if self._generation != self._runtime.lease.generation:  # some graph was dropped: what is left is counted anew
+            self._generation = self._runtime.lease.generation
             self._rules.keys.recount()
         return self._table.call_of(args, as_is=self._refuted is not None)
 
@@ -221,7 +221,7 @@ class AutoDispatcher:
 
     def _captured(self, call: AutoCall, args: Sequence[Any]) -> Any:
         """Run with the permission to capture what is missing."""
-        if self._runtime.capture_is_open():  # ahead of the calls: whoever opened the scope sees the errors
+        if self._runtime.scopes.is_mine():  # ahead of the calls: whoever opened the scope sees the errors
             outputs = self._run(call, args)
             self._rules.keys.captured(call.key)
             return outputs
@@ -229,7 +229,7 @@ class AutoDispatcher:
             outputs = self._run(call, args)
         if allowed:
             self._rules.keys.captured(call.key)
-            if self._runtime.device is not None and self._runtime.device.type == "cuda":
+            if self._runtime.lease.device is not None and self._runtime.lease.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the calls before have left cached, no replay needs
         return outputs
 
@@ -237,7 +237,7 @@ class AutoDispatcher:
     def _permission(self, key: RecurringKey) -> Iterator[list[bool]]:
         """Permission to capture, for the body; a list that is empty afterwards where a capture failed."""
         allowed = [True]
-        with self._runtime.automatic_scope() as scope:
+        with self._runtime.scopes.opened_automatically() as scope:
             if scope is None:
                 raise _NoGraphNowError(_BUSY)
             try:
@@ -262,11 +262,11 @@ class AutoDispatcher:
             outputs = self._key_outputs(call, context, args, clone=None)
             call.counts.saw(1, 1)
             return outputs
-        self._runtime.enter_forward(context, args, self._owner.name)
+        self._runtime.lease.acquire(context, args, self._owner.name)
         try:
             if call.cuts.views or any(padded.is_written for padded in call.inputs):
                 # A view that an earlier call handed out is overwritten by this replay.
-                args = self._runtime.without_stale(args, tuple(self._rules.padded))
+                args = self._runtime.lease.without_stale(args, tuple(self._rules.padded))
             if call.is_padded and self._is_due(call):
                 with self._owner.uncounted(call.key.descriptor):
                     self._check(call, context, args)
@@ -278,14 +278,14 @@ class AutoDispatcher:
                 if padded.is_written:
                     args[padded.position].copy_(padded.real)
         finally:
-            self._runtime.exit_forward()
+            self._runtime.lease.release()
         call.counts.saw(_volume(call.real), _volume(call.key.sizes))
         if self._owner.returns_flat:
             return type(returned)(cut)
         return trees.unflatten(cut, trees.flatten(returned)[1])
 
     def _key_outputs(self, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        if self._runtime.capture_is_open():
+        if self._runtime.scopes.is_mine():
             return self._owner.run_key(context, args, clone=clone)
         if self._owner.can_replay(context, args):
             try:
@@ -340,7 +340,7 @@ class AutoDispatcher:
                 generators=[value for value in args if isinstance(value, torch.Generator)],
                 cuts=call.cuts,
                 replay=replay,
-                device=self._runtime.device_for(given).device,
+                device=self._runtime.lease.device_for(given).device,
             )
         )
         checked = self._checked[call.key.descriptor]

@@ -140,7 +140,7 @@ class GraphedCallable:
             return self._transformed(context, args)
         if context is None or context.capture is not None or context.owner is not None:
             return self._undirected(context, args)
-        scope = self.runtime.scope()
+        scope = self.runtime.scopes.current()
         if scope is not None and scope.stops_at_entry:
             raise EnteredCallable(self, args)
         if not context.runtime_mode:
@@ -179,7 +179,7 @@ class GraphedCallable:
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _told_scope(self, args: tuple[Any, ...], outputs: Any) -> Any:
-        scope = self.runtime.scope()
+        scope = self.runtime.scopes.current()
         if scope is not None:
             scope.reached.append((self, args, tuple(trees.flatten(outputs)[0])))
         return outputs
@@ -193,7 +193,7 @@ class GraphedCallable:
                 return self._undirected(None, args)
         if self._size_position is not None:
             self.runtime.saw_size(args[self._size_position])
-        scope = self.runtime.scope()
+        scope = self.runtime.scopes.current()
         if scope is not None and scope.reaches:
             return self._told_scope(args, self._stitched(*args))
         if self._auto is not None:
@@ -257,15 +257,15 @@ class GraphedCallable:
         self._auto.capture_key(descriptor, args)
 
     def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
-        if self.runtime.scope() is None:
+        if self.runtime.scopes.current() is None:
             return self._full.call_flat(context, args)
         # Together: once the pool is given back, another thread's forward has other entries.
-        self.runtime.enter_forward(context, args, self.name)
+        self.runtime.lease.acquire(context, args, self.name)
         try:
             outputs = self._full.call_flat(context, args)
             self._tell_plan(self._full_plan(context, args))
         finally:
-            self.runtime.exit_forward()
+            self.runtime.lease.release()
         return outputs
 
     def _full_plan(self, context: ForwardContext, args: tuple[Any, ...]) -> ReplayPlan:
@@ -278,49 +278,49 @@ class GraphedCallable:
             context.batch_descriptor,
             [("full", "replay")],
             operator.itemgetter("full"),
-            {"full": PlannedReplay(self.runtime.forward_entries()[-1], settled, frozenset())},
+            {"full": PlannedReplay(self.runtime.lease.forward_entries[-1], settled, frozenset())},
             args=args,
             static=self.static,
-            generation=self.runtime.generation,
+            generation=self.runtime.lease.generation,
             reuses_outputs=True,
         )
 
     def _plan_for(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
-        generation = self.runtime.generation
+        generation = self.runtime.lease.generation
         return next((plan for plan in self._plans.get(descriptor, ()) if plan.serves(args, generation)), None)
 
     def _piecewise(self, context: ForwardContext, args: tuple[Any, ...], *, clone: bool | None = None) -> Any:
-        runtime, descriptor = self.runtime, context.batch_descriptor
+        lease, descriptor = self.runtime.lease, context.batch_descriptor
         assert descriptor is not None
         clones = self._policy.clones_outputs if clone is None else clone
-        is_outermost = runtime.enter_forward(context, args, self.name)
+        is_outermost = lease.acquire(context, args, self.name)
         try:
             if not clones:  # outputs of the last forward may come in as inputs of this one
-                args = tuple(runtime.without_stale(args, self._staged))
+                args = tuple(lease.without_stale(args, self._staged))
             plan = self._plan_for(descriptor, args)
             if plan is not None:
-                outputs = plan.run(args, runtime, context)
+                outputs = plan.run(args, lease, context)
                 self._tell_plan(plan)
             else:
-                first = len(runtime.forward_entries())
+                first = len(lease.forward_entries)
                 outputs = self._stitched(*args)
                 if not self._policy.compare:  # what is compared goes region by region
                     self._make_plan(descriptor, args, first)
             flat = outputs if self.returns_flat else trees.flatten(outputs)[0]
-            pool = runtime.forward_pool_storages()
+            pool = lease.forward_storages
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
             if is_outermost and self._policy.debug and not clones:
-                leaves = runtime.watched(leaves, pool, self.name)
+                leaves = lease.watched(leaves, pool, self.name)
             outputs = type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves)
         finally:
-            runtime.exit_forward()
+            lease.release()
         return outputs
 
     def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
         prefix = f"{self.name}."
         entries = {
             entry.name.removeprefix(prefix): entry
-            for entry in self.runtime.forward_entries()[first:]
+            for entry in self.runtime.lease.forward_entries[first:]
             if entry.name.startswith(prefix)
         }
         captured = [region for region in self.partition.regions if region.kind == "captured"]
@@ -335,7 +335,7 @@ class GraphedCallable:
             self._planned(captured, entries),
             args=args,
             static=self.static,
-            generation=self.runtime.generation,
+            generation=self.runtime.lease.generation,
             reuses_outputs=self._reuses_outputs,
         )
         alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
@@ -343,7 +343,7 @@ class GraphedCallable:
         self._tell_plan(plan)
 
     def _tell_plan(self, plan: ReplayPlan) -> None:
-        scope = self.runtime.scope()
+        scope = self.runtime.scopes.current()
         if scope is not None:
             scope.plans.append(plan)
 

@@ -2,8 +2,9 @@
 
 from graphpass.capture.counts import Counts
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import CallableRecord, CaptureScope, CompileSeconds, EnteredCallable, RuntimeStats
+from graphpass.capture.records import CallableRecord, CompileSeconds, RuntimeStats
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.scope import CaptureScope, EnteredCallable
 from graphpass.capture.wrapper import CUDAGraphWrapper
 
 __all__ = [

@@ -1,11 +1,14 @@
-"""Counts of what happened to one region at one key, and of the batch sizes that came."""
+"""Counts of what happened to one region at one key, of the batch sizes that came, and of notes for the report."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Counts", "RunningCounts", "SizesSeen"]
+__all__ = ["Counts", "Notes", "RunningCounts", "SizesSeen"]
+
+_log = logging.getLogger("graphpass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +54,13 @@ class SizesSeen(Counter[int]):
         frequent = [size for size, _ in self.most_common(limit)]
         largest = max(self)
         return sorted({*frequent[: limit - (largest not in frequent)], largest})
+
+
+class Notes(Counter[str]):
+    """How often each thing happened that a user may wonder about."""
+
+    def add(self, text: str, *, level: int = logging.INFO) -> None:
+        """Count ``text``; log it at its first occurrence."""
+        if text not in self:
+            _log.log(level, "%s", text)
+        self[text] += 1

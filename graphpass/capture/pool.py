@@ -1,4 +1,4 @@
-"""The pool rule: one forward at a time.
+"""The pool rule, one forward at a time, and the pool that it holds for.
 
 Graphs that share a pool overwrite each other's memory, so a pool has one forward in flight. A second thread waits for
 its turn; a forward that starts inside another one is refused.
@@ -6,15 +6,34 @@ its turn; a forward that starts inside another one is refused.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from graphpass.capture.arguments import device_of
+from graphpass.capture.counts import Notes
+from graphpass.capture.cuda import CudaDevice
+from graphpass.capture.device import Graph, GraphDevice
+from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.capture.sentinel import fill_with_sentinel
+from graphpass.capture.tape import TapeDevice
+from graphpass.capture.views import HandedViews
 from graphpass.context import ForwardContext
-from graphpass.errors import PoolBusyError
+from graphpass.errors import DeviceError, PoolBusyError
 
-__all__ = ["PoolLease"]
+if TYPE_CHECKING:
+    from graphpass.capture.entry import GraphEntry
+
+__all__ = ["PoolLease", "PoolTurn"]
 
 
-class PoolLease:
+class PoolTurn:
     """Hands the pool to one forward at a time; a forward is one context in one thread and may take it repeatedly."""
 
     def __init__(self) -> None:
@@ -54,3 +73,200 @@ class PoolLease:
         if not self._depth:
             self._thread = self._context = None
             self._lock.release()
+
+
+class PoolLease:
+    """One graph pool: its device, the forward that has it, what that forward replayed, and which outputs are stale.
+
+    A runtime swaps the whole object to capture into another pool for a while: see :meth:`of_another_pool`.
+
+    Args:
+        notes: the runtime's notes.
+        pool: a CUDA graph pool handle to share; None for one of its own.
+        device: the device that graphs run on; None takes the device of the first captured call.
+        keeps_recordings: keep what executables are made of, for :meth:`recordings`.
+
+    Attributes:
+        turn: which thread and context have the pool.
+        generation: whatever was derived from entries holds for as long as this number stays the same.
+        forward_storages: addresses of the pool storages written so far in this forward.
+        forward_entries: the entries replayed since the pool was last acquired, in order.
+        shows_stale: overwrite stale outputs with NaN on every device, as ``debug`` wants it.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        pool: Any = None,
+        device: torch.device | None = None,
+        *,
+        keeps_recordings: bool = False,
+    ) -> None:
+        self._notes = notes
+        self._given_pool = pool
+        self._keeps_recordings = keeps_recordings
+        self._generations = itertools.count()
+        self.turn = PoolTurn()
+        self.generation = next(self._generations)
+        self.forward_storages: set[int] = set()
+        self.forward_entries: list[GraphEntry] = []
+        self.shows_stale = False
+        self._forward: weakref.ref[ForwardContext] | None = None
+        self._written: list[torch.Tensor] = []
+        self._written_by: weakref.ref[ForwardContext] | None = None
+        self._views = HandedViews()
+        self._device = None if device is None else self._make_device(device)
+
+    def of_another_pool(self) -> PoolLease:
+        """A lease of an empty pool on the same device, which keeps its recordings.
+
+        The two have one ``turn``, and no generation of one is a generation of the other.
+        """
+        other = PoolLease(self._notes, device=self.device, keeps_recordings=True)
+        other.turn, other._generations, other.shows_stale = self.turn, self._generations, self.shows_stale
+        other.entries_dropped()
+        return other
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that graphs run on; None before the first capture."""
+        return None if self._device is None else self._device.device
+
+    def device_for(self, leaves: Sequence[Any]) -> GraphDevice:
+        """The device that graphs over these arguments run on: the GPU among them, else the CPU.
+
+        Raises:
+            DeviceError: the pool lies on another device already.
+        """
+        if self._device is not None:
+            wanted = self._device.device
+            if wanted.type == "cpu" or any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves):
+                return self._device
+        found = device_of(leaves)
+        if self._device is None:
+            self._device = self._make_device(found)
+        elif self._device.device != found:
+            raise DeviceError(
+                "one runtime serves one device",
+                expected=str(self._device.device),
+                found=str(found),
+                remedy="give each device a GraphRuntime of its own",
+            )
+        return self._device
+
+    def pool_bytes(self) -> int:
+        """Bytes of the pool; 0 on the CPU tape."""
+        return self._device.pool_bytes() if self._device is not None else 0
+
+    def recordings(self) -> Sequence[Graph]:
+        """What was captured, where the lease keeps it: more executables can be made of it. None on the CPU tape."""
+        return () if self._device is None else tuple(self._device.recordings)
+
+    def acquire(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> bool:
+        """Acquire the pool for ``context``; wait for the thread that has it. Paired with :meth:`release`.
+
+        Returns:
+            Whether this call starts the forward: its outputs go to the caller and to no region around it.
+
+        Raises:
+            PoolBusyError: another forward of this thread has the pool.
+        """
+        device = self.device_for(leaves)
+        is_outermost = self.turn.acquire(context, who)
+        if is_outermost:
+            try:
+                if self._forward is None or self._forward() is not context:
+                    self._forward = weakref.ref(context)
+                    self.forward_storages.clear()
+                self.forward_entries.clear()
+                device.begin_forward()
+            except BaseException:
+                self.turn.release()
+                raise
+        return is_outermost
+
+    def release(self) -> None:
+        """End what the matching :meth:`acquire` began."""
+        self.turn.release()
+
+    def order_after_last_forward(self) -> None:
+        """Order the current stream's work behind the last forward: it may still be reading what is written now."""
+        if self._device is not None:
+            self._device.begin_forward()
+
+    def before_replay(self, entry: GraphEntry) -> None:
+        """Outputs of earlier forwards are stale from here on; those of ``entry`` belong to this one."""
+        self.before_plan(entry.outputs.pool_storages, entry.outputs.pool_outputs)
+        self.forward_entries.append(entry)
+
+    def before_plan(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
+        """:meth:`before_replay` for all graphs that a plan is about to replay, by what they write."""
+        if self._forward is not self._written_by:
+            self.make_stale(self._written)
+            self._written.clear()
+            for name in self._views.next_forward():
+                self._warn_of_held(name)
+            self._written_by = self._forward
+        self.forward_storages |= pool_storages
+        self._written.extend(pool_outputs)
+
+    def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
+        """``outputs`` are no longer valid: overwritten where that helps to find who reads them."""
+        assert self._device is not None
+        if self.shows_stale:
+            fill_with_sentinel(outputs)
+        else:
+            self._device.make_stale(outputs)
+
+    def watched(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
+        """``outputs`` as views whose holders are named should they keep one for too long; for ``debug``."""
+        return self._views.hand_out(outputs, pool_storages, who)
+
+    def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
+        """``leaves`` with clones at those ``positions``, all by default, that lie in outputs of an earlier forward.
+
+        The next replay overwrites that memory: nothing can be read from it, or copied back to it, afterwards.
+        """
+        found = list(leaves)
+        if self._forward is not self._written_by and self._written:
+            stale = set(map(storage_id, self._written)) - {0}
+            positions = range(len(found)) if positions is None else positions
+            for position, leaf in zip(
+                positions, clone_pool_tensors([leaves[p] for p in positions], stale), strict=True
+            ):
+                found[position] = leaf
+        return found
+
+    def entries_dropped(self) -> None:
+        """Some graph is gone: whatever was derived from entries before is void (see ``generation``)."""
+        self.generation = next(self._generations)
+
+    def close(self) -> None:
+        """Give the pool back, when all its graphs are dropped; the lease can capture again, into a new pool."""
+        self._written.clear()
+        self.forward_storages.clear()
+        self.forward_entries.clear()
+        self.entries_dropped()
+        if self._device is not None:
+            self._device.close()
+
+    def _warn_of_held(self, name: str) -> None:
+        text = (
+            f"a view of {name} is still held after a later replay overwrote it: it was valid until the next replay; "
+            "drop it, clone it, or set outputs='clone'"
+        )
+        self._notes.add(text, level=logging.WARNING)
+
+    def _make_device(self, device: torch.device) -> GraphDevice:
+        if device.type == "cpu":
+            return TapeDevice()
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            found = torch.device("cuda", index)
+            return CudaDevice(found, self._given_pool, keeps_recordings=self._keeps_recordings)
+        raise DeviceError(
+            "graphs cannot be captured on this device",
+            expected="a CUDA device or the CPU",
+            found=str(device),
+            remedy="move the model, or run it with runtime mode NONE",
+        )

@@ -75,7 +75,7 @@ class Recorder:
             CaptureError: the region writes to an input that was not declared, or an op of it failed.
             DeviceError: an argument lies on another device.
         """
-        device = self.runtime.device_for(self.call.leaves)
+        device = self.runtime.lease.device_for(self.call.leaves)
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
         held = self.arena.held()
         try:
@@ -96,7 +96,7 @@ class Recorder:
             leaves, sources.staged, mutated=mutated_positions, names=self.call.names, arena=self.arena
         )
         # Only what is captured as a whole returns to whoever opened the scope.
-        scope = self.runtime.scope() if self.mode is CUDAGraphMode.FULL else None
+        scope = self.runtime.scopes.current() if self.mode is CUDAGraphMode.FULL else None
         keep_results = None if scope is None else scope.keep_results
         body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(staging), keep_results)
         log = ReadLog()
@@ -123,7 +123,7 @@ class Recorder:
             # Warm-up and recording allocate apart, so what both returned at one address was there before.
             plan = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
-        self.runtime.make_stale(plan.pool_outputs)
+        self.runtime.lease.make_stale(plan.pool_outputs)
         tally.captured += 1
         entry = GraphEntry(
             name=self.name,
@@ -181,7 +181,7 @@ class Recorder:
     def _sources(self, device: torch.device) -> _Sources:
         leaves = self.call.leaves
         baked_storages = {storage_id(leaves[p]) for p in self.baked} - {0}
-        pool_storages = self.runtime.forward_pool_storages()
+        pool_storages = self.runtime.lease.forward_storages
         static, pool, staged, constants = set(self.baked), [], [], []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):

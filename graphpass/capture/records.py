@@ -1,14 +1,13 @@
-"""Records about a runtime's callables, for reports and for whoever drives its captures."""
+"""Records about a runtime's callables, for reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from graphpass.keys import BatchDescriptor
 
-__all__ = ["CallableRecord", "CaptureScope", "CompileSeconds", "EnteredCallable", "RuntimeStats"]
+__all__ = ["CallableRecord", "CompileSeconds", "RuntimeStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,46 +73,3 @@ class RuntimeStats:
     copied: int
     pool_bytes: int
     buffer_bytes: int
-
-
-@dataclass(slots=True)
-class CaptureScope:
-    """What was reached inside one ``with runtime.capturing():``.
-
-    Attributes:
-        reached: (callable, its flat arguments, its flat outputs), in the order of the calls.
-        plans: the replay plan of each callable and key captured in the scope.
-        keep_results: called with the flat outputs of each callable that is captured as a whole, while it is warmed up
-            and recorded; the graph returns what it returns. Who wants results in memory of its own copies them there.
-        prepare: called between the warm-up and the recording of each callable that is captured as a whole: what the
-            model reads besides its arguments is as it was before the warm-up.
-        stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
-            callable a compiled call reaches, without its effects.
-        reaches: a call without a forward context runs without graphs and enters ``reached``.
-        is_automatic: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without
-            a graph, and its error enters ``failures``.
-        failures: the errors of captures that failed.
-    """
-
-    reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
-    plans: list[Any] = field(default_factory=list)
-    keep_results: Callable[[list[Any]], list[Any]] | None = None
-    prepare: Callable[[], object] | None = None
-    stops_at_entry: bool = False
-    reaches: bool = False
-    is_automatic: bool = False
-    failures: list[Exception] = field(default_factory=list)
-
-
-class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
-    """Control flow, no error: a callable was reached in a scope that stops at entry.
-
-    Args:
-        reached: the callable.
-        args: its flat arguments.
-    """
-
-    def __init__(self, reached: Any, args: tuple[Any, ...]) -> None:
-        super().__init__(reached, args)
-        self.reached = reached
-        self.args = args

@@ -21,7 +21,7 @@ from graphpass.capture.contextreads import ContextReads, joined
 from graphpass.capture.counts import RunningCounts
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
-from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.pool import PoolLease
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.context import ForwardContext
 from graphpass.keys import BatchDescriptor
@@ -168,8 +168,8 @@ class ReplayPlan:
             and not any(storage_id(args[p]) in statics.storages for p in self._dynamic_positions)
         )
 
-    def run(self, args: Sequence[Any], runtime: GraphRuntime, context: ForwardContext) -> Any:
-        """One step, inside a forward that has the pool; the callable's outputs, pool memory uncopied.
+    def run(self, args: Sequence[Any], lease: PoolLease, context: ForwardContext) -> Any:
+        """One step, inside a forward that has the pool by ``lease``; the callable's outputs, pool memory uncopied.
 
         Raises:
             CaptureError: a number or flag differs from the one baked in.
@@ -183,7 +183,7 @@ class ReplayPlan:
             self._staging.check(args)
             with torch.no_grad():
                 self._staging.copy_in(args)
-        runtime.before_plan(self._pool_storages, self._pool_outputs)
+        lease.before_plan(self._pool_storages, self._pool_outputs)
         for tally, num_copied in self._tallies:
             tally.replayed += 1
             tally.copied += num_copied

@@ -13,7 +13,7 @@ from tqdm import tqdm
 __all__ = [
     "capture_progress",
     "capture_settings",
-    "may_freeze",
+    "frozen_objects",
     "replay_settings",
     "without_cached_casts",
     "without_collections",
@@ -61,9 +61,17 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def may_freeze() -> bool:
-    """A process that froze its own objects keeps them frozen."""
-    return gc.get_freeze_count() < _FROZEN_BY_PYTHON
+@contextlib.contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Keep the garbage collector from looking at what is alive now; a process that froze its own keeps them frozen."""
+    freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
 
 
 def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:

@@ -48,7 +48,7 @@ MAX_STATIC_SETS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """All that captures have left in a wrapper."""
+    """What captures have left in a wrapper; swapped as one."""
 
     entries: EntryTable = field(default_factory=EntryTable)
     tallies: dict[BatchDescriptor, RunningCounts] = field(default_factory=dict)
@@ -114,10 +114,7 @@ class CUDAGraphWrapper:
             names=tuple(input_names),
         )
         self._policy = policy or CapturePolicy()
-        self._entries = EntryTable()
-        self._tallies: dict[BatchDescriptor, RunningCounts] = {}
-        self._death_watch: dict[int, tuple[Any, ...]] = {}
-        self._arena = BufferArena()
+        self._captured = _Captured()
         self._flat_spec: Any = None
         runtime.adopt(self, shows_stale=self._policy.debug)
 
@@ -166,62 +163,58 @@ class CUDAGraphWrapper:
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """What happened at each key so far."""
-        return {key: tally.counts(self._static_sets(key)) for key, tally in self._tallies.items()}
+        return {key: tally.counts(self._static_sets(key)) for key, tally in self._captured.tallies.items()}
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
         """Do not count the replays of a key in the body: they check it."""
-        before = self._tallies.get(descriptor, RunningCounts())
+        before = self._captured.tallies.get(descriptor, RunningCounts())
         replayed, copied = before.replayed, before.copied
         try:
             yield
         finally:
-            tally = self._tallies.get(descriptor)
+            tally = self._captured.tallies.get(descriptor)
             if tally is not None:
                 tally.replayed, tally.copied = replayed, copied
 
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
-        return self._entries.descriptors()
+        return self._captured.entries.descriptors()
 
     def buffer_bytes(self) -> int:
         """Bytes of the static buffers."""
-        return self._arena.num_bytes()
+        return self._captured.arena.num_bytes()
 
     def close(self) -> None:
         """Drop all graphs and buffers; the wrapper can capture again."""
-        for entry in self._entries.clear():
+        for entry in self._captured.entries.clear():
             entry.graph.reset()
-        self._death_watch.clear()
-        self._arena.clear()
+        self._captured.death_watch.clear()
+        self._captured.arena.clear()
 
     def hidden(self) -> Callable[[], None]:
         """As if nothing had ever been captured; what is returned drops what has been since, and puts all back."""
-        held = _Captured(self._entries, self._tallies, self._death_watch, self._arena)
-        self._hold(_Captured())
+        held, self._captured = self._captured, _Captured()
 
         def put_back() -> None:
             self.close()
-            self._hold(held)
+            self._captured = held
 
         return put_back
-
-    def _hold(self, captured: _Captured) -> None:
-        self._entries, self._tallies = captured.entries, captured.tallies
-        self._death_watch, self._arena = captured.death_watch, captured.arena
 
     def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any, *, clone: bool | None = None) -> Any:
         self._refuse_grad(leaves)
         refuse_transforms(self.name, leaves)
         descriptor = context.batch_descriptor
         assert descriptor is not None
-        is_outermost = self._runtime.enter_forward(context, leaves, self.name)
+        lease = self._runtime.lease
+        is_outermost = lease.acquire(context, leaves, self.name)
         try:
             entry = self._entry_for(descriptor, leaves, spec)
             recorded: Sequence[Any] | None = None
             if entry is None:
                 args, kwargs = trees.unflatten(leaves, spec)
-                scope = self._runtime.scope()
+                scope = self._runtime.scopes.current()
                 try:
                     entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
                 except Exception as error:
@@ -233,17 +226,17 @@ class CUDAGraphWrapper:
             entry.reads.check(context, self.name)
             clones = self._policy.clones_outputs if clone is None else clone
             if entry.staging.mutates or entry.outputs.viewed_positions:
-                leaves = self._runtime.without_stale(leaves, entry.staging.positions)
+                leaves = lease.without_stale(leaves, entry.staging.positions)
             expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
-            outputs = entry.run(leaves, clone=clones, before_replay=self._runtime.before_replay)
+            outputs = entry.run(leaves, clone=clones, before_replay=lease.before_replay)
             if expected is not None:
                 expected.compare(outputs, leaves, entry.observed)
             if recorded is not None and not clones:
                 outputs = entry.outputs.owning(outputs, recorded)
             if is_outermost and self._policy.debug and not clones:
-                outputs = self._runtime.watched(outputs, entry.outputs.pool_storages, self.name)
+                outputs = lease.watched(outputs, entry.outputs.pool_storages, self.name)
         finally:
-            self._runtime.exit_forward()
+            lease.release()
         return entry.build_result(outputs)
 
     def _run_eagerly(self, context: ForwardContext, entry: GraphEntry, leaves: Sequence[Any]) -> EagerRun:
@@ -255,19 +248,19 @@ class CUDAGraphWrapper:
             written=entry.written,
             names=entry.checks.names,
             context=context,
-            device=self._runtime.device_for(leaves).device,
+            device=self._runtime.lease.device_for(leaves).device,
         )
 
     def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
         """The entry that serves these arguments; None where one has to be captured."""
         elsewhere: GraphEntry | None = None
-        for entry in self._entries.candidates(descriptor, leaves):
+        for entry in self._captured.entries.candidates(descriptor, leaves):
             if entry.serves(leaves, spec):
                 if entry.reads_pool_at(leaves):
                     return entry
                 elsewhere = elsewhere or entry
         # An earlier region was captured anew, so its output moved. Where capture is closed, check() names the input.
-        is_open = self._runtime.capture_is_open() or self._policy.lazy_capture
+        is_open = self._runtime.scopes.is_mine() or self._policy.lazy_capture
         return None if is_open else elsewhere
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
@@ -283,21 +276,23 @@ class CUDAGraphWrapper:
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
     ) -> tuple[GraphEntry, Sequence[Any]]:
         baked = self._permit_capture(context, descriptor, call)
-        tally = self._tallies.setdefault(descriptor, RunningCounts())
+        tally = self._captured.tallies.setdefault(descriptor, RunningCounts())
         entry, recorded = Recorder(
             name=self.name,
             mode=self._mode,
             runnable=self._runnable,
             runtime=self._runtime,
-            arena=self._arena,
+            arena=self._captured.arena,
             policy=self._policy,
             call=call,
             baked=baked,
         ).record(context, tally)
-        self._entries.add(descriptor, call, entry)
-        drop = functools.partial(_drop_entry, weakref.ref(self), weakref.ref(self._entries), descriptor, id(entry))
+        self._captured.entries.add(descriptor, call, entry)
+        drop = functools.partial(
+            _drop_entry, weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry)
+        )
         owned = [p for p in entry.statics.positions if p in call.module_owned]
-        self._death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
+        self._captured.death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
         return entry, recorded
 
     def _permit_capture(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
@@ -311,12 +306,12 @@ class CUDAGraphWrapper:
             CaptureError: capture is closed and the key has no graph for these arguments.
             StaticInputError: capture is closed and a static input moved.
         """
-        is_open = self._runtime.capture_is_open()
+        is_open = self._runtime.scopes.is_mine()
         is_lazy = self._policy.lazy_capture and not is_open
         inside = call.inside_static()
         peers = [
             entry
-            for entry in self._entries.at(descriptor)
+            for entry in self._captured.entries.at(descriptor)
             if entry.spec == call.spec and call.static | inside >= set(entry.statics.positions)
         ]
         own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
@@ -325,7 +320,7 @@ class CUDAGraphWrapper:
             raise self._moved(peers[0], call, moved[0])
         if not is_open and not is_lazy:
             raise self._not_captured(descriptor)
-        scope = self._runtime.scope()
+        scope = self._runtime.scopes.current()
         if scope is not None and scope.is_automatic:
             _log.info("%s %s: captured without a context, since its size recurs", self.name, descriptor)
         if is_lazy:
@@ -369,7 +364,7 @@ class CUDAGraphWrapper:
 
     def _refuse_lazy_capture_across_ranks(self, context: ForwardContext) -> None:
         ranks = context.num_tokens_across_dp
-        if ranks is not None and len(ranks) > 1 and not self._runtime.capture_is_open():
+        if ranks is not None and len(ranks) > 1 and not self._runtime.scopes.is_mine():
             raise CaptureError(
                 f"{self.name} would be captured lazily under data parallel",
                 expected="a capture of every key before the first batch, on all ranks alike",
@@ -380,7 +375,7 @@ class CUDAGraphWrapper:
     def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
         captured = ", ".join(sorted(str(key) for key in self.captured())) or "nothing"
         found = f"captured at {self._mode}: {captured}"
-        if self._entries.at(descriptor):
+        if self._captured.entries.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
         older = self._runtime.recompiled_from(self.name, self._mode, descriptor)
         if older is not None:
@@ -393,7 +388,7 @@ class CUDAGraphWrapper:
         )
 
     def _static_sets(self, descriptor: BatchDescriptor) -> int:
-        return len({tuple(entry.statics.addresses) for entry in self._entries.at(descriptor)})
+        return len({tuple(entry.statics.addresses) for entry in self._captured.entries.at(descriptor)})
 
 
 def _drop_entry(
@@ -408,7 +403,7 @@ def _drop_entry(
     entry = entries.drop(descriptor, entry_id) if wrapper is not None and entries is not None else None
     if wrapper is None or entry is None:
         return
-    wrapper._death_watch.pop(entry_id, None)
+    wrapper._captured.death_watch.pop(entry_id, None)
     entry.graph.reset()
-    wrapper._runtime.entries_dropped()
+    wrapper._runtime.lease.entries_dropped()
     wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")

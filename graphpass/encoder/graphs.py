@@ -82,7 +82,7 @@ class EncoderGraphs:
         """The outputs for ``items`` with the padding behind them: in the pool, valid until the next replay."""
         values = self._model.prepare_encoder_cudagraph_replay_buffers(items, key)
         # An earlier replay, on another stream, may still be reading what is filled now.
-        self.runtime.order_after_last_forward()
+        self.runtime.lease.order_after_last_forward()
         self.buffers.fill(key, values)
         return self.run(key)
 

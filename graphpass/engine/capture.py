@@ -156,7 +156,7 @@ class KeyCapturer:
         inputs, num_tokens = self.inputs_at(sizes), sizes["num_tokens"]
         metadata = self._prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
         context = self.context_of(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
-        with self._runtime.scope_opened() as scope, context, fields_named(self._attention, metadata):
+        with self._runtime.scopes.opened() as scope, context, fields_named(self._attention, metadata):
             run = FirstRun(self.compiled, inputs, scope, self.modules, self._inputs.device)
             with run.undone(), self.onloaded(CUDAGraphMode.NONE):
                 run.run()
@@ -243,7 +243,7 @@ class KeyCapturer:
         That it is captured is for the caller to tell the dispatcher.
         """
         mode, descriptor = key
-        learned, scope = self.learn(), self._runtime.scope()
+        learned, scope = self.learn(), self._runtime.scopes.current()
         assert scope is not None
         inputs = self.inputs_at(self._key_sizes(descriptor))
         before, started = self.meter.reading(), time.perf_counter()

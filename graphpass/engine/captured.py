@@ -123,7 +123,7 @@ class CapturedLadder:
     def step_of(self, key: Key) -> CapturedStep:
         """The graph of a key; captured now where there is none, or where it reads weights that were replaced."""
         found = self.steps.get(key)
-        if found is not None and found.holds(self._keys.modules, self._runtime.generation):
+        if found is not None and found.holds(self._keys.modules, self._runtime.lease.generation):
             return found
         return self._captured_anew(key, found)
 
@@ -141,8 +141,8 @@ class CapturedLadder:
         if found is not None:  # others that hold the same weights would keep them alive until their next use
             self.steps = {other: step for other, step in self.steps.items() if step.model is not found.model}
             del found
-        self._runtime.order_after_last_forward()
-        with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scope_opened():
+        self._runtime.lease.order_after_last_forward()
+        with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scopes.opened():
             return self._capture(key)
 
     def _capture(self, key: Key) -> CapturedStep:

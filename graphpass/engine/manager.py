@@ -261,7 +261,7 @@ class CudaGraphManager:
         if not (self._captured.steps or self._captured.left_out) and self._captured.missing():
             raise nothing_captured(len(self._captured.missing()))
         for key, step in {id(step.model): (key, step) for key, step in self._captured.steps.items()}.values():
-            if not step.holds(self._keys.modules, self.runtime.generation):
+            if not step.holds(self._keys.modules, self.runtime.lease.generation):
                 raise moved_weights(key, "call recapture() on every rank")
         if batch is None or batch.num_tokens == 0:
             return None
@@ -279,7 +279,7 @@ class CudaGraphManager:
         if self.attention is not None:
             query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
             attention = self.attention.example(step.descriptor, query_len=query_len)
-        self.runtime.order_after_last_forward()
+        self.runtime.lease.order_after_last_forward()
         with replay_settings(), self._keys.state_kept(is_step=True):
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
@@ -300,7 +300,7 @@ class CudaGraphManager:
         mode, descriptor = key
         learned = self._keys.learn()
         # What is filled now may still be read by a replay on another stream.
-        self.runtime.order_after_last_forward()
+        self.runtime.lease.order_after_last_forward()
         self._inputs.fill(batch.inputs, sizes, step.inputs.buffers)
         metadata = None
         if self.attention is not None:
@@ -313,14 +313,14 @@ class CudaGraphManager:
                     self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
             else:
                 assert context is not None
-                self.runtime.enter_forward(context, (step.inputs.is_padding,), "a manager")
+                self.runtime.lease.acquire(context, (step.inputs.is_padding,), "a manager")
                 try:
-                    returned = step.plan.run(step.args, self.runtime, context)
+                    returned = step.plan.run(step.args, self.runtime.lease, context)
                     if mode is CUDAGraphMode.PIECEWISE:
                         flat = returned if step.returns_flat else trees.flatten(returned)[0]
                         learned.outputs.store(learned.leaves(flat, step.inputs), step.inputs.sizes)
                 finally:
-                    self.runtime.exit_forward()
+                    self.runtime.lease.release()
         self._copy_back(learned, batch, sizes, step.inputs)
         return learned.result(sizes)
 
@@ -344,7 +344,7 @@ class CudaGraphManager:
                 num_active_loras=num_loras,
             )
             inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": unpadded.num_tokens})
-            self.runtime.order_after_last_forward()
+            self.runtime.lease.order_after_last_forward()
             self._inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = None if self.attention is None else self.attention.build(batch.attention, None)
             across = None if decision is None else decision.agreed.num_tokens_across_dp

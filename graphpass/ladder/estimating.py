@@ -78,7 +78,7 @@ class _Measurement:
                 before = self._meter.driver_bytes()
                 with self._pool_opened():
                     measured[name] = [self._sample(samples[0])]
-                    recordings = self._runtime.recordings()
+                    recordings = self._runtime.lease.recordings()
                     measured[name] += [self._sample(key) for key in samples[1:]]
                     driver_bytes[name] = self._driver_bytes(copies, recordings, len(groups[name]), before)
         together: list[Sample] = []

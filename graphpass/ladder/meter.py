@@ -141,7 +141,7 @@ class DeviceMemory(MemoryMeter):
 
     @override
     def open_pool(self) -> None:
-        self._runtime.device_for([torch.empty(0, device=self._device)]).open()
+        self._runtime.lease.device_for([torch.empty(0, device=self._device)]).open()
 
     @override
     def settle(self) -> None:

@@ -143,7 +143,7 @@ def _inside_a_plan(device: torch.device) -> dict[str, Check]:
 
 
 def _ask(plan: ReplayPlan, args: tuple[Any, ...], runtime: gp.GraphRuntime) -> None:
-    assert plan.serves(args, runtime.generation)
+    assert plan.serves(args, runtime.lease.generation)
     assert plan._checks is not None
     assert plan._staging is not None
     plan._checks.check(args)

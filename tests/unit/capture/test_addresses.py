@@ -261,11 +261,11 @@ def test_when_a_parameter_dies_its_graph_goes(rig: Any, kind: str, opaque: bool)
         rig.capture(wrapper, X, first)
         rig.capture(wrapper, X, second)
         assert rig.counts(wrapper).static_sets == 2
-        generation = rig.runtime.generation
+        generation = rig.runtime.lease.generation
         del first
         gc.collect()
         assert rig.counts(wrapper).static_sets == 1
-        assert rig.runtime.generation == generation + 1
+        assert rig.runtime.lease.generation == generation + 1
         assert "a parameter died, its graph was dropped" in rig.notes()
         assert torch.equal(rig.call(wrapper, X, second), X * 3)
         del second

@@ -129,7 +129,7 @@ def test_the_recorded_result_is_stale_until_its_first_replay(rig: Any) -> None:
             super().make_stale(outputs)
             stale.append([output.clone() for output in outputs])
 
-    rig.runtime._device = Watched()
+    rig.runtime.lease._device = Watched()
     assert torch.equal(rig.capture(wrapper, X), X + 1)
     (recorded,) = stale[0]
     assert recorded.isnan().all()
@@ -277,7 +277,7 @@ class OwningDevice(TapeDevice):
 
 def test_a_regions_output_keeps_its_memory_while_a_later_region_is_captured(rig: Any) -> None:
     """Else the pool would give the second recording the memory that it is about to read."""
-    device = rig.runtime._device = OwningDevice()
+    device = rig.runtime.lease._device = OwningDevice()
     first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
     second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view")
 
@@ -293,7 +293,7 @@ def test_a_regions_output_keeps_its_memory_while_a_later_region_is_captured(rig:
 
 
 def test_graphs_do_not_keep_their_outputs_memory(rig: Any) -> None:
-    device = rig.runtime._device = OwningDevice()
+    device = rig.runtime.lease._device = OwningDevice()
     for outputs in ("clone", "view"):
         wrapper = rig.wrap(lambda x: x + 1, name=outputs, outputs=outputs)
         rig.capture(wrapper, X)

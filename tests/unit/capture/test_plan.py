@@ -24,7 +24,7 @@ def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles:
     wrapper = rig.wrap(function, "PIECEWISE", name=name, outputs="view", **roles)
     rig.kept = [*getattr(rig, "kept", ()), wrapper]
     rig.capture(wrapper, *args, at_mode="PIECEWISE")
-    (entry,) = rig.runtime.forward_entries()
+    (entry,) = rig.runtime.lease.forward_entries
     return entry
 
 
@@ -46,11 +46,11 @@ def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = (), genera
 
 def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:
     with set_forward_context(runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=KEY) as context:
-        rig.runtime.enter_forward(context, args, "g0")
+        rig.runtime.lease.acquire(context, args, "g0")
         try:
-            return plan.run(args, rig.runtime, context)
+            return plan.run(args, rig.runtime.lease, context)
         finally:
-            rig.runtime.exit_forward()
+            rig.runtime.lease.release()
 
 
 def test_a_plan_serves_its_static_inputs_and_its_generation(rig: Any) -> None:
@@ -118,7 +118,7 @@ def test_inputs_that_share_memory_are_copied_together(rig: Any) -> None:
 
 def test_dropped_graphs_void_plans(rig: Any) -> None:
     entry = planned(rig, lambda x: x * 2, (X,))
-    plan = plan_for(rig, entry, (X,), generation=rig.runtime.generation)
-    assert plan.serves((X,), rig.runtime.generation)
+    plan = plan_for(rig, entry, (X,), generation=rig.runtime.lease.generation)
+    assert plan.serves((X,), rig.runtime.lease.generation)
     rig.runtime.close()
-    assert not plan.serves((X,), rig.runtime.generation)
+    assert not plan.serves((X,), rig.runtime.lease.generation)

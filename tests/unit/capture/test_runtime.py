@@ -97,9 +97,9 @@ def test_one_context_takes_the_pool_as_often_as_it_likes(rig: Any) -> None:
     inner, outer = rig.wrap(plus_one, name="inner"), rig.wrap(lambda x: x * 2, name="outer")
     key = BatchDescriptor(8)
     with rig.runtime.capturing(), set_forward_context(runtime_mode=FULL, batch_descriptor=key) as context:
-        rig.runtime.enter_forward(context, [X], "whole")
+        rig.runtime.lease.acquire(context, [X], "whole")
         assert torch.equal(outer(inner(X)), (X + 1) * 2)
-        rig.runtime.exit_forward()
+        rig.runtime.lease.release()
     assert torch.equal(rig.call(outer, X), X * 2)
 
 
@@ -143,10 +143,10 @@ def test_one_scope_at_a_time(rig: Any) -> None:
             threads.submit(rig.capture, rig.wrap(plus_one), X).result(10)
         assert torch.equal(rig.call(rig.wrap(plus_one), X), X + 1)  # the first one is still open
     with rig.runtime.capturing() as scope:
-        assert rig.runtime.scope() is scope
-        assert rig.runtime.capture_is_open()
-    assert rig.runtime.scope() is None
-    assert not rig.runtime.capture_is_open()
+        assert rig.runtime.scopes.current() is scope
+        assert rig.runtime.scopes.is_mine()
+    assert rig.runtime.scopes.current() is None
+    assert not rig.runtime.scopes.is_mine()
 
 
 def test_a_scope_belongs_to_the_thread_that_opened_it(rig: Any) -> None:
@@ -196,11 +196,11 @@ def test_the_collector_is_frozen_in_a_scope_and_as_it_was_after(rig: Any, frozen
 def test_close_and_capture_again(rig: Any) -> None:
     wrapper = rig.wrap(plus_one)
     result = rig.capture(wrapper, X)
-    generation = rig.runtime.generation
+    generation = rig.runtime.lease.generation
     rig.runtime.close()
     assert wrapper.captured() == []
     assert rig.runtime.buffer_bytes() == 0
-    assert rig.runtime.generation > generation
+    assert rig.runtime.lease.generation > generation
     assert torch.equal(result, X + 1)
     with pytest.raises(CaptureError, match="captured at FULL: nothing"):
         rig.call(wrapper, X)
@@ -293,7 +293,7 @@ def test_the_first_call_chooses_the_device(rig: Any) -> None:
 
 def test_a_device_can_be_asked_for() -> None:
     with GraphRuntime(device="cpu") as runtime:
-        assert runtime.device_for([]).device == torch.device("cpu")
+        assert runtime.lease.device_for([]).device == torch.device("cpu")
     with pytest.raises(DeviceError, match="meta"):
         GraphRuntime(device="meta")
 

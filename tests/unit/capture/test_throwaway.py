@@ -17,15 +17,15 @@ X = torch.arange(8.0)
 def test_a_captured_key_is_captured_apart_and_the_first_graph_is_as_it_was(rig: Any) -> None:
     wrapper = rig.wrap(lambda x: x + 1)
     rig.capture(wrapper, X)
-    before, generation = rig.counts(wrapper), rig.runtime.generation
+    before, generation = rig.counts(wrapper), rig.runtime.lease.generation
     with rig.runtime.throwaway():
         assert rig.runtime.counts() == {}
         assert torch.equal(rig.call(wrapper, X * 2), X * 2 + 1)
         assert rig.counts(wrapper) == Counts(1, 1, 1, 1, 1)
-        assert rig.runtime.generation != generation
+        assert rig.runtime.lease.generation != generation
         assert rig.runtime.buffer_bytes() > 0
     assert wrapper.unwrap().calls == 4, "a warm-up and a recording, twice"
-    assert (rig.counts(wrapper), rig.runtime.generation) == (before, generation)
+    assert (rig.counts(wrapper), rig.runtime.lease.generation) == (before, generation)
     assert torch.equal(rig.call(wrapper, X * 3), X * 3 + 1)
     assert rig.counts(wrapper).replayed == before.replayed + 1
     assert wrapper.unwrap().calls == 4
@@ -58,7 +58,7 @@ def test_everything_is_put_back_when_the_body_raises(rig: Any) -> None:
     with pytest.raises(KeyError, match="on purpose"):
         body()
     assert rig.runtime.counts() == before
-    assert rig.runtime.scope() is None
+    assert rig.runtime.scopes.current() is None
     assert torch.equal(rig.call(wrapper, X), X + 1)
 
 
@@ -81,24 +81,24 @@ def test_a_parameter_that_dies_meanwhile_takes_its_graph_along(rig: Any) -> None
         first, second = (torch.nn.Parameter(torch.full((8,), value)) for value in (2.0, 3.0))
         rig.capture(wrapper, X, first)
         rig.capture(wrapper, X, second)
-        generation = rig.runtime.generation
+        generation = rig.runtime.lease.generation
         with rig.runtime.throwaway():
             rig.call(wrapper, X, second)
             del first
             gc.collect()
         assert rig.counts(wrapper).static_sets == 1
-        assert rig.runtime.generation > generation, "plans may hold what was dropped"
+        assert rig.runtime.lease.generation > generation, "plans may hold what was dropped"
         assert torch.equal(rig.call(wrapper, X, second), X * 3)
 
 
 def test_no_generation_comes_twice(rig: Any) -> None:
-    wrapper, seen = rig.wrap(lambda x: x + 1), [rig.runtime.generation]
+    wrapper, seen = rig.wrap(lambda x: x + 1), [rig.runtime.lease.generation]
     for _ in range(2):
         with rig.runtime.throwaway():
             rig.call(wrapper, X)
-            seen.append(rig.runtime.generation)
+            seen.append(rig.runtime.lease.generation)
     rig.runtime.close()
-    seen.append(rig.runtime.generation)
+    seen.append(rig.runtime.lease.generation)
     assert len(set(seen)) == len(seen)
 
 

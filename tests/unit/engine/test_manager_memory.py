@@ -168,7 +168,7 @@ def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
     with pytest.raises(FloatingPointError, match="on purpose"):
         manager.estimate()
     assert manager.runtime.counts() == {}
-    assert manager.runtime.scope() is None
+    assert manager.runtime.scopes.current() is None
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ class FakeDevice:
     """A device whose captures cost what a table says, with an allocator that rounds and keeps what it has.
 
     ``costs`` are (bytes needed while a token is computed, bytes kept a graph, bytes kept a token). Its driver takes
-    memory for executables in chunks, keeps what they leave, and has some from the start. Meter, runtime, capture and
-    copies in one.
+    memory for executables in chunks, keeps what they leave, and has some from the start. Meter, runtime, lease, capture
+    and copies in one.
     """
 
     def __init__(
@@ -115,6 +115,10 @@ class FakeDevice:
 
     def settle(self) -> None:
         self.cached = 0
+
+    @property
+    def lease(self) -> FakeDevice:
+        return self
 
     def recordings(self) -> Sequence[Key]:
         return self.captured[-1:]
