@@ -70,14 +70,12 @@ from graphpass.engine import (
     AttentionMetadataBuilder,
     Batch,
     CapturedGroup,
-    CapturedKey,
     CudaGraphManager,
     InputSpec,
-    KeyTraffic,
     ManagerStats,
 )
 from graphpass.graphed import GraphedModel, graphed, precapture
-from graphpass.ladder import GroupEstimate, MemoryEstimate, MemoryGrowth
+from graphpass.ladder import CapturedGraph, GroupEstimate, MemoryEstimate, MemoryGrowth, Traffic
 from graphpass.offload import WeightOffloader
 from graphpass.ops import zero_padding
 from graphpass.text import (
@@ -109,8 +107,8 @@ __all__ = [
     "CaptureError",
     "CapturePolicy",
     "CaptureScope",
+    "CapturedGraph",
     "CapturedGroup",
-    "CapturedKey",
     "ContextError",
     "Counts",
     "CudaGraphManager",
@@ -139,7 +137,6 @@ __all__ = [
     "GroupEstimate",
     "InputSpec",
     "ItemShares",
-    "KeyTraffic",
     "LoraAdapters",
     "LoraKeys",
     "LoraModel",
@@ -174,6 +171,7 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "SupportsEncoderExamples",
     "Table",
+    "Traffic",
     "WeightOffloader",
     "balance_items",
     "generate_budgets",

@@ -95,7 +95,7 @@ def keys_table(lm: CausalLM, lora: LoraKeys) -> Table:
     for count, captured in enumerate(lora.count_table()[:-1]):
         serving = [key for key in keys if key.captured.descriptor.num_active_loras == captured]
         computed = min(captured, lora.max_loras)
-        table.add_row(str(count), str(computed), str(len(serving)), str(sum(key.hits for key in serving)))
+        table.add_row(str(count), str(computed), str(len(serving)), str(sum(key.replays for key in serving)))
     return table
 
 

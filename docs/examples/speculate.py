@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             str(stats.num_tokens),
             str(stats.num_drafted),
             f"{stats.acceptance:.0%}" if stats.num_drafted else "",
-            str(sum(key.hits for key in graphs.keys if key.captured.mode is CUDAGraphMode.FULL)),
+            str(sum(key.replays for key in graphs.keys if key.captured.mode is CUDAGraphMode.FULL)),
             "yes" if texts == found[0][0] else "[red]no[/red]",
         )
     console.print(table)

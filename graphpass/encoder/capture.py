@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,17 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
 )
-from graphpass.encoder.stats import CapturedBudget
 from graphpass.errors import CaptureError
-from graphpass.ladder import NOTHING_ESTIMATED, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.ladder import (
+    NOTHING_ESTIMATED,
+    CapturedGraph,
+    Key,
+    KeyPool,
+    MemoryEstimate,
+    PoolModel,
+    capture_within,
+    estimated,
+)
 from graphpass.ladder.modelstate import ModelState
 from graphpass.modes import CUDAGraphMode
 
@@ -39,7 +47,7 @@ class CapturedLadder:
 
     Attributes:
         graphs: buffers, pool and graphs.
-        budgets: what was captured, the largest budget first.
+        budgets: the captured keys, the largest budget first, with what each capture took.
         failed: keys without a graph, with the reason.
         planner: packs items into the captured keys.
         state: of the encoder at capture: weights and settings.
@@ -47,7 +55,7 @@ class CapturedLadder:
     """
 
     graphs: EncoderGraphs
-    budgets: tuple[CapturedBudget, ...]
+    budgets: Mapping[EncoderGraphKey, CapturedGraph]
     failed: tuple[tuple[EncoderGraphKey, str], ...]
     planner: BatchPlanner
     state: ModelState
@@ -102,14 +110,14 @@ class EncoderLadder:
         try:
             with graphs.runtime.capturing():
                 budgets, failed = self._capture_keys(graphs, fits)
-            captured = [budget.key for budget in budgets]
+            captured = list(budgets)
             planner = self.planner(captured, self._costs(graphs, captured))
             state = ModelState.of_object(self.model)
             graphs.memory.settle()  # nothing needs any more what warm-ups have left cached
         except BaseException:
             graphs.close()
             raise
-        return CapturedLadder(graphs, tuple(budgets), tuple(failed), planner, state, graph_pool)
+        return CapturedLadder(graphs, budgets, tuple(failed), planner, state, graph_pool)
 
     def estimate(self) -> MemoryEstimate:
         """What :meth:`capture` will take, from at most three captures in a throwaway pool.
@@ -146,17 +154,17 @@ class EncoderLadder:
 
     def _capture_keys(
         self, graphs: EncoderGraphs, fits: PoolModel
-    ) -> tuple[list[CapturedBudget], list[tuple[EncoderGraphKey, str]]]:
+    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, str]]]:
         """The budgets that have graphs now, and the keys that have none, with the reason."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
-        budgets: list[CapturedBudget] = []
+        budgets: dict[EncoderGraphKey, CapturedGraph] = {}
         failed: list[tuple[EncoderGraphKey, str]] = []
         with capture_progress(self.keys) as progress:
 
             def capture(of: Key) -> None:
                 progress.set_postfix_str(str(keys[of]))
                 try:
-                    budgets.append(graphs.capture(keys[of]))
+                    budgets[keys[of]] = graphs.capture(keys[of])
                 except (CaptureError, torch.OutOfMemoryError) as error:
                     failed.append((keys[of], str(error)))
                     _log.warning("encoder budget %s has no graph: %s", keys[of], error)

@@ -19,9 +19,8 @@ from graphpass.encoder.protocol import (
     EncoderOutput,
     SupportsEncoderCudaGraph,
 )
-from graphpass.encoder.stats import CapturedBudget
 from graphpass.errors import EncoderConfigError
-from graphpass.ladder import DeviceMemory
+from graphpass.ladder import CapturedGraph, DeviceMemory
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
@@ -66,7 +65,7 @@ class EncoderGraphs:
             policy=CapturePolicy(outputs="view"),
         )
 
-    def capture(self, key: EncoderGraphKey) -> CapturedBudget:
+    def capture(self, key: EncoderGraphKey) -> CapturedGraph:
         """Capture one key over its part of the buffers.
 
         Raises:
@@ -76,7 +75,8 @@ class EncoderGraphs:
         started, before = time.perf_counter(), self.memory.reading()
         self.fill_with_example(key)
         check_outputs(self.run(key), key.tokens, self._config, f"encoder_cudagraph_forward, at {key},")
-        return CapturedBudget(key, time.perf_counter() - started, self.memory.reading() - before)
+        elapsed = time.perf_counter() - started
+        return CapturedGraph(CUDAGraphMode.FULL, key.descriptor, elapsed, self.memory.reading() - before)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
         """The outputs for ``items`` with the padding behind them: in the pool, valid until the next replay."""

@@ -218,7 +218,7 @@ class EncoderCudaGraphManager:
             return self._counts.snapshot((), (), pool_bytes=0, buffer_bytes=0)
         graphs = captured.graphs
         return self._counts.snapshot(
-            captured.budgets,
+            tuple(captured.budgets.values()),
             captured.failed,
             pool_bytes=graphs.runtime.pool_bytes(),
             buffer_bytes=graphs.buffers.num_bytes(),

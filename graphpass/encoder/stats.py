@@ -7,53 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.encoder.protocol import EncoderGraphKey
-from graphpass.ladder import MemoryGrowth
+from graphpass.ladder.traffic import CapturedGraph, Traffic, TrafficCounts, padding_share
+from graphpass.modes import CUDAGraphMode
 from graphpass.report import Report, Table
 
-__all__ = ["BudgetTraffic", "CapturedBudget", "EncoderCounts", "EncoderStats"]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedBudget:
-    """What one graph's capture took.
-
-    Attributes:
-        key: what it holds.
-        seconds: of its capture, the warm-up included.
-        memory: by which the device's memory grew; keys captured later reuse what earlier ones have.
-    """
-
-    key: EncoderGraphKey
-    seconds: float
-    memory: MemoryGrowth
-
-    @property
-    def pool_bytes(self) -> int:
-        """By which the graph pool grew."""
-        return self.memory.pool_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetTraffic:
-    """How one graph was used.
-
-    Attributes:
-        captured: the graph.
-        replays: how often it was replayed.
-        items: that were served by it.
-        tokens: their output tokens.
-    """
-
-    captured: CapturedBudget
-    replays: int
-    items: int
-    tokens: int
-
-    @property
-    def padding(self) -> float:
-        """The share of the computed tokens that was padding."""
-        computed = self.replays * self.captured.key.tokens
-        return 1 - self.tokens / computed if computed else 0.0
+__all__ = ["EncoderCounts", "EncoderStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +45,7 @@ class EncoderStats:
     replays: int
     replayed_tokens: int
     computed_tokens: int
-    budgets: tuple[BudgetTraffic, ...]
+    budgets: tuple[Traffic, ...]
     histogram: Mapping[int, int]
     other_settings: Mapping[str, int]
     failed: tuple[tuple[EncoderGraphKey, str], ...]
@@ -102,7 +60,7 @@ class EncoderStats:
     @property
     def padding_waste(self) -> float:
         """The share of the tokens computed by replays that was padding."""
-        return 1 - self.replayed_tokens / self.computed_tokens if self.computed_tokens else 0.0
+        return padding_share(self.replayed_tokens, self.computed_tokens)
 
     def summary(self) -> str:
         """One line, as it is logged."""
@@ -114,10 +72,10 @@ class EncoderStats:
     def __str__(self) -> str:
         rows = tuple(
             (
-                str(budget.captured.key),
+                str(budget.captured.descriptor),
                 str(budget.replays),
                 str(budget.items),
-                str(budget.tokens),
+                str(budget.real_tokens),
                 f"{100 * budget.padding:.1f} %",
                 f"{1000 * budget.captured.seconds:.1f}",
                 str(budget.captured.pool_bytes),
@@ -140,17 +98,13 @@ class EncoderCounts:
 
     def __init__(self) -> None:
         self.requests = self.misses = self.eager_calls = self.eager_tokens = 0
-        self._replays: Counter[EncoderGraphKey] = Counter()
-        self._items: Counter[EncoderGraphKey] = Counter()
-        self._tokens: Counter[EncoderGraphKey] = Counter()
+        self._traffic = TrafficCounts()
         self._histogram: Counter[int] = Counter()
         self._other_settings: Counter[str] = Counter()
 
     def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
         """Count one replay."""
-        self._replays[key] += 1
-        self._items[key] += num_items
-        self._tokens[key] += num_tokens
+        self._traffic.replayed((CUDAGraphMode.FULL, key.descriptor), num_tokens, num_items)
         if num_tokens:  # a batch of empty items fits every budget, and asks for none
             self._histogram[num_tokens] += 1
 
@@ -167,7 +121,7 @@ class EncoderCounts:
 
     def snapshot(
         self,
-        captured: Sequence[CapturedBudget],
+        captured: Sequence[CapturedGraph],
         failed: Sequence[tuple[EncoderGraphKey, str]],
         *,
         pool_bytes: int,
@@ -176,17 +130,14 @@ class EncoderCounts:
         """The counts as of now, with what is captured now; hits of graphs that were cleared still count."""
         return EncoderStats(
             requests=self.requests,
-            hits=self._items.total(),
+            hits=self._traffic.items,
             misses=self.misses,
             eager_calls=self.eager_calls,
             eager_tokens=self.eager_tokens,
-            replays=self._replays.total(),
-            replayed_tokens=self._tokens.total(),
-            computed_tokens=sum(count * key.tokens for key, count in self._replays.items()),
-            budgets=tuple(
-                BudgetTraffic(one, self._replays[one.key], self._items[one.key], self._tokens[one.key])
-                for one in captured
-            ),
+            replays=self._traffic.replays,
+            replayed_tokens=self._traffic.real_tokens,
+            computed_tokens=self._traffic.padded_tokens,
+            budgets=tuple(map(self._traffic.of, captured)),
             histogram=dict(sorted(self._histogram.items())),
             other_settings=dict(self._other_settings),
             failed=tuple(failed),

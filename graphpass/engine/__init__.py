@@ -3,16 +3,14 @@
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.manager import CudaGraphManager
-from graphpass.engine.stats import CapturedGroup, CapturedKey, KeyTraffic, ManagerStats
+from graphpass.engine.stats import CapturedGroup, ManagerStats
 
 __all__ = [
     "AttentionMetadataBuilder",
     "Batch",
     "CapturedGroup",
-    "CapturedKey",
     "CudaGraphManager",
     "ForwardHooks",
     "InputSpec",
-    "KeyTraffic",
     "ManagerStats",
 ]

@@ -25,7 +25,6 @@ from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import LeafSources, Reached, leaf_sources, symbols_of
-from graphpass.engine.stats import CapturedKey
 from graphpass.engine.step import CapturedStep, Learned, PaddedInputs
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
@@ -33,6 +32,7 @@ from graphpass.ladder import DeviceMemory, Key, MemoryMeter
 from graphpass.ladder.modelstate import ModelState, modules_of
 from graphpass.ladder.owncode import entry_of
 from graphpass.ladder.padding import PaddedBuffer, by_tensor
+from graphpass.ladder.traffic import CapturedGraph
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 
@@ -237,7 +237,7 @@ class KeyCapturer:
         example = self._attention.example(key, query_len=query_len)
         return self._attention.build(example, key if mode is CUDAGraphMode.FULL else None)
 
-    def capture(self, key: Key) -> tuple[CapturedStep, CapturedKey]:
+    def capture(self, key: Key) -> tuple[CapturedStep, CapturedGraph]:
         """Capture one key inside an open scope, and learn how to replay it past Dynamo.
 
         That it is captured is for the caller to tell the dispatcher.
@@ -267,7 +267,7 @@ class KeyCapturer:
         step = self._key_step(scope, inputs, result) if is_direct else CapturedStep(inputs, (), None, False, None)
         scope.reached.clear()  # it holds results, which keep their pool memory
         elapsed = time.perf_counter() - started
-        return step, CapturedKey(mode, descriptor, elapsed, self.meter.reading() - before)
+        return step, CapturedGraph(mode, descriptor, elapsed, self.meter.reading() - before)
 
     def _end_of_forward(self, learned: Learned, inputs: PaddedInputs) -> Callable[[list[Any]], list[Any]]:
         """What ends a forward that is captured as a whole, inside of the capture."""

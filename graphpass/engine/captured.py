@@ -11,9 +11,9 @@ from graphpass.engine.buffers import StepBuffers
 from graphpass.engine.capture import KeyCapturer
 from graphpass.engine.groups import keys_by_group
 from graphpass.engine.refusals import moved_weights, nothing_to_capture
-from graphpass.engine.stats import CapturedKey
 from graphpass.engine.step import CapturedStep
 from graphpass.ladder import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ranks.conversation import AgreedSteps
 
 __all__ = ["CapturedLadder"]
@@ -47,7 +47,7 @@ class CapturedLadder:
         self._runtime, self._ranks = runtime, ranks
         self._estimate: MemoryEstimate | None = None
         self.steps: dict[Key, CapturedStep] = {}
-        self.records: dict[Key, CapturedKey] = {}
+        self.records: dict[Key, CapturedGraph] = {}
         self.left_out: tuple[Key, ...] = ()
 
     def missing(self) -> list[Key]:

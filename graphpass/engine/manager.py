@@ -210,7 +210,7 @@ class CudaGraphManager:
     def stats(self) -> ManagerStats:
         """What was captured and how it was used so far."""
         return ManagerStats(
-            keys=tuple(map(self._counts.of, self._captured.records.values())),
+            keys=tuple(map(self._counts.traffic.of, self._captured.records.values())),
             fallbacks=self._counts.by_reason(),
             fallback_tokens=self._counts.fallback_tokens,
             left_out=self._captured.left_out,
@@ -293,7 +293,7 @@ class CudaGraphManager:
         found = self._captured.step_of(key)
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             result = self._replay(found, key, batch, sizes, decision)
-        self._counts.replayed(key, batch.num_tokens)
+        self._counts.traffic.replayed(key, batch.num_tokens)
         return result
 
     def _replay(self, step: CapturedStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:

@@ -8,9 +8,11 @@ from graphpass.ladder.estimate import NOTHING_ESTIMATED, GroupEstimate, Key, Mem
 from graphpass.ladder.estimating import estimated
 from graphpass.ladder.limit import KeyPool, capture_within
 from graphpass.ladder.meter import DeviceMemory, MemoryGrowth, MemoryMeter
+from graphpass.ladder.traffic import CapturedGraph, Traffic
 
 __all__ = [
     "NOTHING_ESTIMATED",
+    "CapturedGraph",
     "DeviceMemory",
     "GroupEstimate",
     "Key",
@@ -19,6 +21,7 @@ __all__ = [
     "MemoryGrowth",
     "MemoryMeter",
     "PoolModel",
+    "Traffic",
     "capture_within",
     "estimated",
 ]

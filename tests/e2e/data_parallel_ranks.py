@@ -137,7 +137,7 @@ def made(
 
 
 def hits(manager: CudaGraphManager) -> dict[tuple[Any, ...], int]:
-    keys = [(key.captured.mode, key.captured.descriptor, key.hits) for key in manager.stats().keys]
+    keys = [(key.captured.mode, key.captured.descriptor, key.replays) for key in manager.stats().keys]
     of_graphs = {(str(mode), key.num_tokens, key.num_active_loras): number for mode, key, number in keys}
     return {**of_graphs, **{("NONE", str(reason)): number for reason, number in manager.stats().fallbacks.items()}}
 

@@ -143,7 +143,7 @@ def test_random_sets_packed_in_every_way(packed: Packed, seeds: range) -> None:
     assert stats["merging"].replays < stats["apart"].replays
     assert min(stats[name].replays for name in ("greedy", "merging", "apart", "one budget")) > 0
     assert stats["cheaper eagerly"].misses > stats["greedy"].misses
-    used = {traffic.captured.key.tokens for traffic in stats["greedy"].budgets if traffic.replays}
+    used = {traffic.captured.descriptor.num_tokens for traffic in stats["greedy"].budgets if traffic.replays}
     assert len(used) > 1
 
 

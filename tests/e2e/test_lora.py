@@ -67,7 +67,7 @@ class Adapted:
         )
 
     def counts_that_replayed(self) -> set[int]:
-        return {key.captured.descriptor.num_active_loras for key in self.lm.stats().keys if key.hits}
+        return {key.captured.descriptor.num_active_loras for key in self.lm.stats().keys if key.replays}
 
 
 @pytest.fixture

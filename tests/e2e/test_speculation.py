@@ -249,7 +249,7 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
 def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers) -> None:
     """All rows of a step that only decodes have 1 + k tokens; mixed batches alone go to PIECEWISE."""
     manager = managers("qwen3", mode="FULL_AND_PIECEWISE", draft_tokens=3, compiler="aot_eager")
-    before = {(key.captured.mode, key.captured.descriptor): key.hits for key in manager.stats().keys}
+    before = {(key.captured.mode, key.captured.descriptor): key.replays for key in manager.stats().keys}
     with Generation(manager, drafter=Nobody()) as generation:
         for index in range(5):
             generation.add(Request.of(str(index), range(index, index + 5), 6))
@@ -257,10 +257,10 @@ def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers
             generation.step()
         assert generation.stats().num_steps == 6
     hits = {
-        (key.captured.mode, key.captured.descriptor.num_tokens): key.hits - before[key.captured.mode, descriptor]
+        (key.captured.mode, key.captured.descriptor.num_tokens): key.replays - before[key.captured.mode, descriptor]
         for key in manager.stats().keys
         for descriptor in [key.captured.descriptor]
-        if key.hits > before[key.captured.mode, descriptor]
+        if key.replays > before[key.captured.mode, descriptor]
     }
     assert hits == {(PIECEWISE, 32): 1, (FULL, 32): 5}
 

@@ -165,7 +165,7 @@ def test_the_pool_ends_at_its_limit(part: float) -> None:
     manager = made(encoder, token_budgets=ladder, max_pool_bytes=limit)
     stats = manager.get_cumulative_stats()
     assert stats.pool_bytes <= limit
-    kept = [budget.captured.key.tokens for budget in stats.budgets]
+    kept = [budget.captured.descriptor.num_tokens for budget in stats.budgets]
     assert sorted(kept + [key.tokens for key, _ in stats.failed]) == ladder
     assert all(f"max_pool_bytes={limit}" in reason for _, reason in stats.failed)
     assert (kept == ladder[::-1]) == (part == 1.0)
@@ -205,7 +205,7 @@ def test_a_failed_capture_leaves_the_others_and_eager() -> None:
     expected = toy.one_by_one(encoder, items)
     assert_same(manager.execute(items), expected)
     stats = manager.get_cumulative_stats()
-    assert [budget.captured.key.tokens for budget in stats.budgets] == [32, 16, 4]
+    assert [budget.captured.descriptor.num_tokens for budget in stats.budgets] == [32, 16, 4]
     assert [key.tokens for key, _ in stats.failed] == [8]
     manager.clear()
     assert_same(manager.execute(items), expected)

@@ -93,7 +93,7 @@ def test_every_batch_of_every_size_is_right_and_replays(mode: str, compiler: str
                     key = (level, next(size for size in SIZES if size >= num_tokens))
                     expected[key] = expected.get(key, 0) + 2
         stats = manager.stats()
-        used = {(k.captured.mode, k.captured.descriptor.num_tokens): k.hits for k in stats.keys if k.hits}
+        used = {(k.captured.mode, k.captured.descriptor.num_tokens): k.replays for k in stats.keys if k.replays}
         assert used == expected
         assert {counts.copied for counts in manager.runtime.counts().values()} <= {0}
         assert stats.pool_bytes == manager.runtime.pool_bytes() > 0

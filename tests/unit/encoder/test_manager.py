@@ -246,7 +246,7 @@ def test_captures_count_and_replays_do_not_run_python() -> None:
     assert [key.tokens for key in encoder.forwards] == [32, 32, 16, 16, 8, 8, 4, 4]
     manager.execute(toy.images([4, 2, 64]))
     stats = manager.get_cumulative_stats()
-    assert [(b.captured.key.tokens, b.replays, b.items, b.tokens) for b in stats.budgets] == [
+    assert [(b.captured.descriptor.num_tokens, b.replays, b.items, b.real_tokens) for b in stats.budgets] == [
         (32, 1, 1, 32),
         (16, 0, 0, 0),
         (8, 0, 0, 0),
@@ -314,7 +314,7 @@ def test_a_failed_capture_leaves_the_others_and_eager(fails_at: set[int], error:
     expected = toy.one_by_one(encoder, items)
     assert_same(manager.execute(items), expected)
     stats = manager.get_cumulative_stats()
-    assert {b.captured.key.tokens for b in stats.budgets} == set(BUDGETS) - fails_at
+    assert {b.captured.descriptor.num_tokens for b in stats.budgets} == set(BUDGETS) - fails_at
     assert {key.tokens for key, _ in stats.failed} == fails_at
     assert manager.is_captured() == (len(fails_at) < len(BUDGETS))
     encoder.fails_at = frozenset()
@@ -335,7 +335,9 @@ def test_the_pool_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, fails_at: f
     manager = made(encoder, max_pool_bytes=250)
     stats = manager.get_cumulative_stats()
     can_be = [tokens for tokens in (32, 16, 8, 4) if tokens not in fails_at]
-    assert [(b.captured.key.tokens, b.captured.pool_bytes) for b in stats.budgets] == [(t, 100) for t in can_be[:2]]
+    assert [(b.captured.descriptor.num_tokens, b.captured.pool_bytes) for b in stats.budgets] == [
+        (t, 100) for t in can_be[:2]
+    ]
     left_out = [(key.tokens, reason) for key, reason in stats.failed if key.tokens not in fails_at]
     assert left_out == [(tokens, "the pool would be larger than max_pool_bytes=250") for tokens in can_be[2:]]
     assert len(stats.failed) == len(fails_at) + len(left_out)

@@ -35,7 +35,8 @@ def test_planned_budgets_fit_what_came() -> None:
     assert plan.sizes == (3, 6, 11, 32)
     assert (after.histogram, after.misses) == (before.histogram, before.misses)
     computed = {
-        name: [b.replays * b.captured.key.tokens for b in s.budgets] for name, s in (("a", after), ("b", before))
+        name: [b.replays * b.captured.descriptor.num_tokens for b in s.budgets]
+        for name, s in (("a", after), ("b", before))
     }
     assert sum(computed["a"]) < sum(computed["b"])
 

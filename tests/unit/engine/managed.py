@@ -108,7 +108,9 @@ def captured_keys(manager: CudaGraphManager) -> list[tuple[CUDAGraphMode, int, b
 def hits(manager: CudaGraphManager) -> dict[tuple[CUDAGraphMode, int], int]:
     """{(mode, padded tokens): batches}, keys that no batch reached left out."""
     return {
-        (key.captured.mode, key.captured.descriptor.num_tokens): key.hits for key in manager.stats().keys if key.hits
+        (key.captured.mode, key.captured.descriptor.num_tokens): key.replays
+        for key in manager.stats().keys
+        if key.replays
     }
 
 

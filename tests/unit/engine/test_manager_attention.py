@@ -112,7 +112,7 @@ def test_a_key_field_of_attention_chooses_the_key() -> None:
         x = rows(len(slots))
         torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
     used = [
-        (key.captured.descriptor.num_tokens, dict(key.captured.descriptor.extra)["max_seq_len"], key.hits)
+        (key.captured.descriptor.num_tokens, dict(key.captured.descriptor.extra)["max_seq_len"], key.replays)
         for key in manager.stats().keys
     ]
     assert sorted(used) == [(4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)]

@@ -19,7 +19,7 @@ def test_stats_count_batches_tokens_and_reasons() -> None:
         run(manager, rows(num_tokens), uniform_decode=uniform)
     stats = manager.stats()
     used = {
-        (str(key.captured.mode), key.captured.descriptor.num_tokens): (key.hits, key.real_tokens, key.padded_tokens)
+        (str(key.captured.mode), key.captured.descriptor.num_tokens): (key.replays, key.real_tokens, key.padded_tokens)
         for key in stats.keys
     }
     assert used == {
@@ -30,7 +30,7 @@ def test_stats_count_batches_tokens_and_reasons() -> None:
         ("FULL", 4): (1, 3, 4),
         ("FULL", 2): (0, 0, 0),
     }
-    assert [key.padding for key in stats.keys if key.hits] == [1 - 7 / 8, 0, 1 - 3 / 4]
+    assert [key.padding for key in stats.keys if key.replays] == [1 - 7 / 8, 0, 1 - 3 / 4]
     assert stats.fallbacks == {DispatchReason.TOO_LARGE: 2, DispatchReason.EMPTY: 1}
     assert (stats.replays, stats.fallback_tokens, stats.left_out) == (4, 19, ())
     assert stats.buffer_bytes > 0

@@ -385,7 +385,7 @@ def test_a_rank_that_is_the_only_one_runs_as_without_agreement(alone: DataParall
             result = one.run(of_x(x, uniform_decode=num_tokens < 8))
             torch.testing.assert_close(result, model(x).detach())
         assert not one.run_idle()
-    of_graphs = [[(key.captured.descriptor, key.hits) for key in one.stats().keys] for one in (manager, free)]
+    of_graphs = [[(key.captured.descriptor, key.replays) for key in one.stats().keys] for one in (manager, free)]
     assert of_graphs[0] == of_graphs[1]
     assert manager.stats().fallbacks[DispatchReason.TOO_LARGE] == 1
     assert manager.stats().fallbacks[DispatchReason.EMPTY] == 2

@@ -138,7 +138,7 @@ class Adapted:
         found: dict[int, int] = {}
         for key in self.manager.stats().keys:
             count = key.captured.descriptor.num_active_loras
-            found[count] = found.get(count, 0) + key.hits
+            found[count] = found.get(count, 0) + key.replays
         return found
 
 
