@@ -1,7 +1,7 @@
-"""Splitting an FX graph into captured and eager regions. Knows no CUDA and no compiler.
+"""Split an FX graph into captured and eager regions. Knows no CUDA and no compiler.
 
-``rules`` say why a node cannot be captured, ``assign`` groups nodes by that, ``regions`` makes each group a graph
-module, ``stitch`` generates the code that runs them in order, ``dump`` writes the result as canonical text,
+``rules`` decide why a node cannot be captured, ``assign`` groups the nodes, ``regions`` turns each group into a graph
+module, ``stitch`` generates the code that runs the modules in order, ``dump`` writes the result as canonical text, and
 ``padding`` proves which sizes may be padded.
 """
 

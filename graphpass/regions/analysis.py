@@ -1,7 +1,7 @@
-"""What every node of a graph computes and writes: one linear walk over the graph before anything is split.
+"""Shapes and writes of every node: one linear walk over the graph before it is split.
 
-The walk keeps the metadata a graph comes with (Dynamo's ``example_value``, make_fx's ``val``), computes what is missing
-on fake tensors, and runs an op that may write to its arguments once to see which storages it writes.
+The walk uses the graph's own metadata (Dynamo's ``example_value``, make_fx's ``val``) and computes missing metadata on
+fake tensors. An op that may write to its arguments runs once on fake tensors, which shows the storages it writes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ CALLS = ("call_function", "call_method", "call_module")
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What a rule may want to know about the graph its node is in; in ``node.meta[FACTS]`` of every node.
+    """Facts about the whole graph for the split rules; stored in ``node.meta[FACTS]`` of every node.
 
     Attributes:
-        main_device: the device of the inputs and parameters: their one accelerator if there is one.
-        readers: unbacked symbol -> the node whose run decides its value.
-        copied_storages: ids of the storages of inputs without a static address, of which graphs read copies.
+        main_device: the device of the inputs and parameters; the accelerator if some of them are on the CPU.
+        readers: unbacked symbol -> the node that produces its value at run time.
+        copied_storages: ids of the storages of inputs without a static address. See Note [Copied inputs].
     """
 
     main_device: torch.device | None
@@ -67,7 +67,7 @@ class Analysis:
 
     Attributes:
         writes: call node -> ids of the storages that it writes; nodes that write nothing are absent.
-        guarded: the shapes are the graph's own, so that Dynamo's guards vouch for their constants.
+        guarded: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call.
     """
 
     writes: Mapping[fx.Node, frozenset[int]]
@@ -75,13 +75,13 @@ class Analysis:
 
 
 def facts_of(node: fx.Node) -> GraphFacts:
-    """The facts of the graph that ``node`` is in."""
+    """The facts of the graph that ``node`` is in; empty facts before :func:`annotate` has run."""
     facts = node.meta.get(FACTS)
     return facts if isinstance(facts, GraphFacts) else GraphFacts(None, {})
 
 
 def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
-    """The symbols in the sizes, strides and offsets of all tensors and in the symbolic numbers inside a value."""
+    """The symbols in a value: in sizes, strides and offsets of its tensors, and in its symbolic numbers."""
     found: set[sympy.Symbol] = set()
     for number in _numbers_in(value):
         if not isinstance(number, int):
@@ -103,7 +103,7 @@ def _numbers_in(value: Any) -> Iterator[Any]:
 
 
 def symbol_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
-    """Symbol -> the placeholder that is exactly this symbol, in the order of the placeholders."""
+    """Symbol -> the first placeholder whose value is that symbol alone, in the order of the placeholders."""
     found: dict[sympy.Symbol, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
@@ -114,10 +114,10 @@ def symbol_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether a node is cheaper to compute again than to hand over a cut: arithmetic on sizes that are graph inputs.
+    """Whether every region that needs this node computes it again instead of receiving it from another region.
 
-    Python constants that Dynamo writes as calls (``_backend_from_string('MATH')``) are too; what was read from a tensor
-    is not.
+    True for arithmetic on sizes that are graph inputs, and for Python constants that Dynamo writes as calls
+    (``_backend_from_string('MATH')``). False for numbers read from a tensor.
     """
     recomputed = node.meta.get(RECOMPUTED)
     if not isinstance(recomputed, bool):
@@ -140,11 +140,11 @@ def _can_recompute(node: fx.Node) -> bool:
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
-    """Fill in missing metadata, find what is written, and leave :class:`GraphFacts` on every node of ``gm``.
+    """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node of ``gm``.
 
     Raises:
         PartitionError: a placeholder has no metadata and no example, or a node cannot be run on fake tensors.
-        DeviceError: inputs or parameters lie on two CUDA devices.
+        DeviceError: inputs or parameters are on two CUDA devices.
     """
     guarded = all(_has_value(node) for node in gm.graph.nodes if node.op == "placeholder")
     if not guarded:
@@ -158,8 +158,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
     with _modes_restored() as modes:
         for node in gm.graph.nodes:
             walk.visit(node, modes)
-    given = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
-    copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in given))
+    moving = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
+    copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
     facts = GraphFacts(_main_device(gm.graph), walk.readers, copied)
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
@@ -172,25 +172,25 @@ def _has_value(node: fx.Node) -> bool:
 
 def _examples_to_placeholders(graph: fx.Graph, example_inputs: Sequence[Any] | None) -> None:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    given = list(example_inputs or ())
+    examples = list(example_inputs or ())
     for position, node in enumerate(placeholders):
         if _has_value(node):
             continue
-        if position < len(given):
-            node.meta["example_value"] = given[position]
+        if position < len(examples):
+            node.meta["example_value"] = examples[position]
         elif node.args:
             node.meta["example_value"] = node.args[0]
         else:
             raise PartitionError(
                 f"input {node.target!r} has no shape metadata",
                 expected="an example for every input, or a graph that torch.compile made",
-                found=f"{len(given)} example inputs for {len(placeholders)} placeholders",
+                found=f"{len(examples)} example inputs for {len(placeholders)} placeholders",
                 remedy="pass example_inputs=(...), one for each input, to partition()",
             )
 
 
 class _Walk:
-    """One pass over a graph in order; owns what it found until :func:`annotate` hands it out."""
+    """One pass over the nodes of a graph in order; collects writes and readers for :func:`annotate`."""
 
     def __init__(self, fake_mode: Any) -> None:
         self.fake_mode = fake_mode
@@ -233,7 +233,7 @@ class _Walk:
         try:
             execution = execute(node, value_of, self.fake_mode)
         except Exception as error:
-            # Metadata that came with the graph stands; of what the op writes nothing can be ruled out.
+            # Keep the graph's own metadata, and assume that the op writes to every argument.
             if known or not node.users:
                 return _argument_storages(node)
             raise _cannot_run(node, str(error)) from error
@@ -256,7 +256,7 @@ def _cannot_run(node: fx.Node, why: str) -> PartitionError:
 
 
 def is_known_pure(node: fx.Node) -> bool:
-    """Whether the op of a node, told by name and flags alone, writes to none of its arguments."""
+    """Whether the name and flags of a node's op alone show that it writes to none of its arguments."""
     target: Any = node.target
     if target is operator.getitem or transforms.is_mode_op(target) or transforms.wraps_for_functorch(target):
         return True
@@ -269,9 +269,9 @@ def is_known_pure(node: fx.Node) -> bool:
 
 
 def _is_torch_function(node: fx.Node) -> bool:
-    """Whether a node calls torch's own code, which does what the operator of that name does.
+    """Whether a node calls torch's own code, so that the schema of the operator with that name applies.
 
-    Written in Python, such code can also write in place, if a flag says so.
+    torch functions written in Python write in place if a flag such as ``inplace`` is set; False for those calls.
     """
     target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
     if not inspect.isfunction(target):
@@ -284,7 +284,7 @@ def _is_torch_function(node: fx.Node) -> bool:
 def _may_write(packet: Any, overload_names: tuple[str, ...]) -> bool:
     """Whether an overload of ``packet`` that a call without ``out=`` can resolve to writes to an argument.
 
-    Overloads can be registered later, so that their names are part of the question.
+    ``overload_names`` is part of the cache key because overloads can be registered later.
     """
     overloads = (getattr(packet, name) for name in overload_names)
     functional = (o for o in overloads if not any(argument.is_out for argument in operators.schema_of(o).arguments))
@@ -297,18 +297,18 @@ def _writes_by_schema(overload: Any) -> bool:
 
 
 def subgraphs_are_pure(node: fx.Node) -> bool:
-    """Whether a higher-order op has subgraphs, and no op in any of them writes to anything."""
+    """Whether a higher-order op has subgraphs and none of their ops writes to its arguments."""
     owner = owner_of(node)
-    found = False
+    has_subgraph = False
     for argument in node.all_input_nodes:
         if argument.op != "get_attr":
             continue
         body = _attribute(owner, str(argument.target))
         if isinstance(body, fx.GraphModule):
-            found = True
+            has_subgraph = True
             if not all(_is_harmless(inner) for inner in body.graph.nodes):
                 return False
-    return found
+    return has_subgraph
 
 
 def _attribute(owner: Any, path: str) -> Any:
@@ -326,14 +326,14 @@ def _is_harmless(node: fx.Node) -> bool:
 
 
 class _Modes:
-    """Autocast, which decides dtypes, is followed during the walk; every other mode op is skipped."""
+    """Enters and leaves autocast during the walk, because it decides dtypes; skips every other mode op."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._entered: dict[fx.Node, Callable[[], None]] = {}
 
     def follow(self, node: fx.Node) -> bool:
-        """Whether ``node`` enters or leaves a mode; it is done then."""
+        """Whether ``node`` enters or leaves a mode; if it does, the mode is applied here."""
         enter_autocast, leave_autocast = transforms.autocast_pair()
         if node.target is enter_autocast:
             mode = enter_autocast(*node.args)  # type: ignore[operator]
@@ -354,10 +354,10 @@ def _modes_restored() -> Iterator[_Modes]:
 
 
 def _main_device(graph: fx.Graph) -> torch.device | None:
-    """The device of the graph's inputs and parameters; an accelerator, where there is one, goes before the CPU.
+    """The device of the graph's inputs and parameters; an accelerator takes precedence over the CPU.
 
     Raises:
-        DeviceError: they lie on two accelerators.
+        DeviceError: they are on two accelerators.
     """
     homes: dict[torch.device, str] = {}
     for node in graph.nodes:
@@ -374,6 +374,6 @@ def _main_device(graph: fx.Graph) -> torch.device | None:
         )
     if accelerators:
         return accelerators[0]
-    # A graph without tensor inputs runs where its first accelerator tensor is made.
-    made = (tensor.device for node in graph.nodes for tensor in tensors_in(value_of(node)))
-    return next((device for device in made if device.type not in ("cpu", "meta")), next(iter(homes), None))
+    # A graph without tensor inputs runs on the device of its first accelerator tensor.
+    devices = (tensor.device for node in graph.nodes for tensor in tensors_in(value_of(node)))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), next(iter(homes), None))

@@ -1,4 +1,4 @@
-"""Which nodes form which region: reasons first, then spans that must not be cut, then runs of one kind in order."""
+"""Group nodes into regions: first the reasons to run eagerly, then uncuttable spans, then runs of one kind in order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALLOCATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """A run of call nodes in program order that becomes one region; ``reasons`` is empty for captured ones."""
+    """A run of call nodes in program order that becomes one region; ``reasons`` is empty if it is captured."""
 
     kind: Literal["captured", "eager"]
     nodes: tuple[fx.Node, ...]
@@ -50,7 +50,7 @@ class NodeGroup:
 
 
 def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -> tuple[NodeGroup, ...]:
-    """Group the call nodes of a prepared graph. Moves allocations within the graph; changes nothing else."""
+    """Group the call nodes of a prepared graph into regions. May move allocations within ``gm``, nothing else."""
     body = [node for node in gm.graph.nodes if node.op in CALLS and not _belongs_nowhere(node)]
     reasons = _reasons(body, rules)
     _spread_over_spans(body, reasons)
@@ -76,7 +76,7 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
 
 
 def _belongs_nowhere(node: fx.Node) -> bool:
-    """Whether a node is made where it is used: a number or Python constant that every region computes for itself."""
+    """Whether a node belongs to no region of its own: each region that uses this number or constant computes it."""
     return is_rebuilt_output(node) or (is_recomputed(node) and not any(user.op == "output" for user in node.users))
 
 
@@ -85,18 +85,18 @@ def _listed(nodes: Iterable[fx.Node]) -> str:
 
 
 def _reasons(body: Sequence[fx.Node], rules: Sequence[SplitRule]) -> dict[fx.Node, tuple[SplitReason, ...]]:
-    """Node -> why it is eager, for eager nodes; an item of an eager op's tuple is eager without a reason of its own."""
-    found: dict[fx.Node, tuple[SplitReason, ...]] = {}
+    """Eager node -> its reasons. An item of an eager op's tuple is eager too, with an empty tuple of reasons."""
+    reasons_of: dict[fx.Node, tuple[SplitReason, ...]] = {}
     for node in body:
         source = unpacked_from(node)
         if source is not None:
-            if source in found:
-                found[node] = ()
+            if source in reasons_of:
+                reasons_of[node] = ()
             continue
         reasons = tuple(dict.fromkeys(reason for rule in rules if (reason := rule(node)) is not None))
         if reasons:
-            found[node] = reasons
-    return found
+            reasons_of[node] = reasons
+    return reasons_of
 
 
 def _spread_over_spans(body: Sequence[fx.Node], reasons: dict[fx.Node, tuple[SplitReason, ...]]) -> None:
@@ -113,7 +113,7 @@ def _spread_over_spans(body: Sequence[fx.Node], reasons: dict[fx.Node, tuple[Spl
 
 
 def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """(first, last) positions of the outermost enter/exit spans; overlapping ones are one span."""
+    """(first, last) positions of the outermost enter/exit spans; overlapping spans are merged."""
     spans = sorted(_paired_spans(body) + _switched_spans(body))
     merged: list[tuple[int, int]] = []
     for first, last in spans:
@@ -125,7 +125,7 @@ def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 
 def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """Spans of enter and exit functions; an enter without an exit reaches to the end."""
+    """Spans between enter and exit functions; an enter without an exit extends to the last node."""
     pairs = transforms.mode_pairs()
     spans: list[tuple[int, int]] = []
     open_at: list[list[int]] = [[] for _ in pairs]
@@ -140,10 +140,10 @@ def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 
 def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """Spans in which a mode set by its value differs from what it is outside.
+    """Spans in which a mode that is switched by value (grad mode, say) differs from its value outside.
 
-    ``with`` blocks restore what they found, so the last value set is the one outside; a switch that is set an odd
-    number of times is never restored, and its span reaches to the end.
+    ``with`` blocks restore the previous value, so the last value set is the outer one. A mode that is set an odd number
+    of times is never restored, and its span extends to the last node.
     """
     spans: list[tuple[int, int]] = []
     for switch in transforms.mode_switches():
@@ -176,10 +176,10 @@ def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, 
 
 
 def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
-    """Captured nodes that may not be cut from a run that has their tensor as well.
+    """Captured nodes that must not share their tensor with another run, with the reason to run them eagerly.
 
-    A replay turns and reshapes nothing that another run holds. What an earlier run hands over may lie elsewhere in its
-    storage than it did there, since a graph reads a copy of its elements alone.
+    A replay does not repeat an in-place change of shape on a tensor that another run uses. A tensor from an earlier run
+    may have another storage offset in this run. See Note [Copied inputs].
     """
     shared: dict[int, set[int]] = {}
     for position, (_, nodes) in enumerate(runs):
@@ -200,16 +200,16 @@ def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
 
 
 def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
-    """Whether a node launches nothing worth a graph: an allocation, a view, a number, a mode switch."""
+    """Whether a node launches no kernel: an allocation, a view, a number, a mode switch."""
     if node in analysis.writes or operators.is_higher_order(node.target):
         return False
     if transforms.is_mode_op(node.target) or _is_allocation(node):
         return True
     value = value_of(node)
-    made = [memory.storage_id(tensor) for tensor in tensors_in(value)]
-    if made:
-        given = frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
-        return all(storage in given for storage in made)
+    result_storages = [memory.storage_id(tensor) for tensor in tensors_in(value)]
+    if result_storages:
+        reused = frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
+        return all(storage in reused for storage in result_storages)
     return value is not None or not any(True for _ in tensors_in([value_of(a) for a in node.all_input_nodes]))
 
 
@@ -218,9 +218,9 @@ def _is_allocation(node: fx.Node) -> bool:
 
 
 def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
-    """Move allocations out of runs that will not be captured, to the captured run before or after.
+    """Move allocations from runs that will not be captured into the captured run before or after.
 
-    They read no tensor's contents, so that no write can come between.
+    This is safe because an allocation reads no tensor contents, so no write in between can change it.
     """
     run_of = {node: position for position, (_, nodes) in enumerate(runs) for node in nodes}
     neighbours = _captured_neighbours(runs, trivial)
@@ -243,17 +243,17 @@ def _captured_neighbours(runs: Runs, trivial: Sequence[bool]) -> list[tuple[int 
     """For each run the positions of the nearest runs before and after it that will be captured."""
     before: list[int | None] = []
     after: list[int | None] = []
-    for found, order in ((before, range(len(runs))), (after, range(len(runs) - 1, -1, -1))):
+    for neighbours, order in ((before, range(len(runs))), (after, range(len(runs) - 1, -1, -1))):
         nearest: int | None = None
         for position in order:
-            found.append(nearest)
+            neighbours.append(nearest)
             if runs[position][0] == "captured" and not trivial[position]:
                 nearest = position
     return list(zip(before, reversed(after), strict=True))
 
 
 def _joined_run(node: fx.Node, before: int | None, after: int | None, run_of: Mapping[fx.Node, int]) -> int | None:
-    """The captured run that an allocation can join: one that all its inputs reach, or one that all its users follow."""
+    """``before`` if all inputs of an allocation exist there, else ``after`` if no user comes earlier, else None."""
     if before is not None and all(run_of.get(argument, -1) <= before for argument in node.all_input_nodes):
         return before
     if after is not None and all(run_of.get(user, after) >= after for user in node.users):

@@ -1,4 +1,4 @@
-"""Canonical text of a partition, for golden tests and for reading: no addresses, no paths, symbols by first use."""
+"""Canonical text of a partition for golden tests and readers: no addresses or paths, names in order of first use."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["dump_partition"]
 def dump_partition(
     inputs: Sequence[GraphInput], mutated_inputs: Sequence[int], regions: Sequence[Region], outputs: Any
 ) -> str:
-    """The text of a partition.
+    """The canonical text of a partition.
 
     Args:
         inputs: the graph's inputs.
-        mutated_inputs: positions in ``inputs`` of the tensors that a run writes to.
+        mutated_inputs: positions in ``inputs`` of the tensors that the graph writes to.
         regions: the regions in order.
         outputs: the graph's output with names in place of values.
     """
     names = _Names()
     lines = ["inputs:"]
-    for position, given in enumerate(inputs):
-        marks = (" static" if given.is_static else "") + (" mutated" if position in mutated_inputs else "")
-        lines.append(f"  {names.of(given.name)}: {names.type_of(given.value)}{marks}")
+    for position, graph_input in enumerate(inputs):
+        marks = (" static" if graph_input.is_static else "") + (" mutated" if position in mutated_inputs else "")
+        lines.append(f"  {names.of(graph_input.name)}: {names.type_of(graph_input.value)}{marks}")
     for region in regions:
         lines += _region_lines(region, names)
     lines.append(f"return {names.argument(outputs)}")
@@ -69,7 +69,7 @@ def _node_lines(node: fx.Node, names: _Names) -> list[str]:
 
 
 class _Names:
-    """Renames values to v0, v1, ... and symbols to s0, s1, ... in the order in which they are first written."""
+    """Renames values to v0, v1, ... and symbols to s0, s1, ... in the order of first use in the text."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -97,7 +97,7 @@ class _Names:
         return f"[{', '.join(map(self._symbolic, sizes))}]"
 
     def _place(self, value: torch.Tensor) -> str:
-        """The device unless it is the CPU, and the strides unless the tensor is contiguous in order."""
+        """The device unless it is the CPU, and the strides unless the tensor is contiguous."""
         place = "" if value.device.type == "cpu" else f" {value.device}"
         if value.layout is not torch.strided:
             return f"{place} {str(value.layout).removeprefix('torch.')}"
@@ -124,7 +124,7 @@ class _Names:
         return str(expression.xreplace(self._symbols))
 
     def argument(self, value: Any) -> str:
-        """An argument of a node, or the output: its structure with names for values."""
+        """Text for an argument of a node or for the output, with canonical names for values."""
         if isinstance(value, fx.Node) and is_rebuilt_output(value):
             return f"{getattr(value.target, '__name__', '?')}({', '.join(map(self.argument, value.args))})"
         if isinstance(value, fx.Node):

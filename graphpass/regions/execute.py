@@ -1,6 +1,6 @@
-"""Run one node on fake tensors and note what happened: its value, the operators it reached, the storages it wrote.
+"""Run one node on fake tensors and record its value, the operators that it called, and the storages that it wrote.
 
-Nothing here changes the graph, and the shape environment of the fake mode gains no guard.
+The graph does not change, and the shape environment of the fake mode gains no guard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpass.compat import memory, operators, symbolic, trees
 
 __all__ = ["Execution", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
 
-# Operators that write arguments which their schema does not mark: {operator: (written arguments, flag for it)}.
+# Operators that write to arguments without a mark in the schema: {operator: (written arguments, flag that enables it)}.
 UNDECLARED_WRITES = {
     "aten::batch_norm": (("running_mean", "running_var"), "training"),
     "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
@@ -31,13 +31,13 @@ UNDECLARED_WRITES = {
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What one node did.
+    """The record of one run of a node.
 
     Attributes:
         value: its result on fake tensors.
-        overloads: operator overloads that reached the dispatcher, in order.
-        functions: torch functions that were called, in order.
-        written: ids of the storages it wrote to.
+        overloads: the operator overloads that the dispatcher saw, in order.
+        functions: the torch functions that were called, in order.
+        written: ids of the storages that the node wrote to.
     """
 
     value: Any
@@ -65,22 +65,22 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def storages_of(value: Any) -> frozenset[int]:
     """Ids of the storages of all tensors inside a value."""
-    found = (memory.storage_id(tensor) for tensor in tensors_in(value))
-    return frozenset(storage for storage in found if storage is not None)
+    storages = (memory.storage_id(tensor) for tensor in tensors_in(value))
+    return frozenset(storage for storage in storages if storage is not None)
 
 
 def owner_of(node: fx.Node) -> torch.nn.Module:
-    """The module that a node's get_attr and call_module targets are looked up in."""
+    """The module in which the targets of a node's get_attr and call_module are looked up."""
     owner = node.graph.owning_module
     assert owner is not None, "partition works on the graph of a module"
     return owner
 
 
 def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> Execution:
-    """Run ``node`` with ``values(argument)`` for each of its arguments.
+    """Run ``node`` on fake tensors, with ``values(argument)`` for each of its arguments.
 
-    Tensors are passed detached: they share storage with the metadata, while in-place changes of shape do not reach it.
-    Whatever the op raises is raised here.
+    Tensors are passed detached: they share storage with the metadata, but in-place changes of shape do not affect it.
+    Errors of the op propagate.
     """
     with ExitStack() as stack:
         stack.enter_context(symbolic.quiet_shapes(fake_mode))
@@ -96,7 +96,7 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
 
 
 def _fake_state(node: fx.Node, fake_mode: Any) -> dict[str, Any]:
-    """Parameters and buffers of a called module, fake and detached; nothing for other nodes."""
+    """Parameters and buffers of a called module as detached fake tensors; empty for other nodes."""
     if node.op != "call_module":
         return {}
     module = owner_of(node).get_submodule(str(node.target))
@@ -117,7 +117,7 @@ def _call_method(tensor: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
     try:
         return getattr(tensor, name)(*args, **kwargs)
     except (RuntimeError, AssertionError):
-        # A PyTorch without CUDA refuses the device of .to() before the fake mode sees the call.
+        # PyTorch built without CUDA rejects the device of .to() before the fake mode sees the call.
         device = "cuda" if name == "cuda" else next(iter(args), kwargs.get("device"))
         if name not in ("to", "cuda") or not isinstance(device, (str, torch.device)):
             raise
@@ -133,7 +133,7 @@ def _detached(value: Any) -> Any:
 
 
 class _FunctionLog(TorchFunctionMode):
-    """Notes every torch function that is called with or without tensors."""
+    """Records every torch function that is called, with or without tensor arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _FunctionLog(TorchFunctionMode):
 
 
 class _DispatchLog(operators.TorchDispatchMode):
-    """Notes every operator that reaches the dispatcher, and the storages of the arguments that it writes."""
+    """Records every operator that the dispatcher sees, and the storages of the arguments that it writes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,8 +165,8 @@ def _written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, A
     names, flag = UNDECLARED_WRITES.get(schema.name, ((), ""))
     if not schema.is_mutable and not names:
         return
-    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     for argument in schema.arguments:
         declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or (argument.name in names and given.get(flag)):
-            yield given.get(argument.name)
+        if declared or (argument.name in names and arguments.get(flag)):
+            yield arguments.get(argument.name)

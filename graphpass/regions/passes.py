@@ -1,6 +1,6 @@
-"""Passes that prepare a graph for cutting: a pass is a function that says whether it changed the graph.
+"""Passes that prepare a graph for splitting. A pass is a function that returns whether it changed the graph.
 
-They run on partition's own copy of the graph, with the metadata of :mod:`graphpass.regions.analysis` in place.
+They run on the copy that ``partition`` makes, after :mod:`graphpass.regions.analysis` has filled in the metadata.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pass = Callable[[fx.GraphModule], bool]
 
 
 def run_passes(gm: fx.GraphModule, passes: Iterable[Pass]) -> None:
-    """Run the passes in order; lint and recompile if any changed the graph."""
+    """Run the passes in order; lint and recompile ``gm`` if one of them changed the graph."""
     changed = [run(gm) for run in passes]
     if any(changed):
         gm.graph.lint()
@@ -31,7 +31,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass]) -> None:
 
 
 def is_rebuilt_output(node: fx.Node) -> bool:
-    """Whether a node only rebuilds a tuple class (``torch.Size``, ``max``'s result) for the graph's output."""
+    """Whether a node only rebuilds a tuple class (``torch.Size``, the result of ``max``) for the graph's output."""
     return REBUILT in node.meta
 
 
@@ -39,10 +39,10 @@ REBUILT = "graphpass_rebuilt"
 
 
 def sizes_as_symbols(fixed: bool) -> Pass:
-    """A pass that replaces every ``torch.Size`` value by one number per dimension, in the tuple where it was used.
+    """A pass that replaces every use of a ``torch.Size`` value by a tuple with one number per dimension.
 
     Args:
-        fixed: sizes that are plain ints in the metadata hold for every call, as Dynamo's guards make sure.
+        fixed: Dynamo's guards ensure that sizes which are plain ints in the metadata are the same in every call.
     """
 
     def replace_sizes(gm: fx.GraphModule) -> bool:
@@ -58,7 +58,7 @@ def sizes_as_symbols(fixed: bool) -> Pass:
 
 
 def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: bool) -> tuple[Any, ...]:
-    """What stands for each dimension of a ``torch.Size`` value: an int, a placeholder, or a node made behind it."""
+    """One number for each dimension of a ``torch.Size`` value: an int, a placeholder, or a new node after ``size``."""
     of_tensor = size.target == "size" or (size.target is getattr and size.args[1:2] == ("shape",))
     source, target = (size.args[0], torch.ops.aten.sym_size.int) if of_tensor else (size, operator.getitem)
     dimensions: list[Any] = []
@@ -86,7 +86,7 @@ def _share_facts(node: fx.Node, model: fx.Node) -> None:
 
 
 def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node, tuple[Any, ...]]) -> None:
-    """Let every user of ``size`` take ``dimensions`` instead; the node goes if nobody needs it any more."""
+    """Replace ``size`` by ``dimensions`` in all its users; erase the node if no user is left."""
     done[size] = dimensions
     for user in [user for user in size.users if user not in dimensions]:
         if user.target is operator.getitem and user.args[0] is size and not isinstance(user.args[1], fx.Node):
@@ -130,7 +130,7 @@ def _number(value: Any) -> Any:
 
 
 def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
-    """Put ``new`` (a node, a constant or a tuple of these) wherever ``old`` stands among the user's arguments."""
+    """Replace ``old`` by ``new`` (a node, a constant or a tuple of these) in the arguments of ``user``."""
 
     def swap(argument: fx.Node) -> Any:
         return new if argument is old else argument
@@ -140,7 +140,7 @@ def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
 
 
 def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -> None:
-    """Make the output's ``old`` from its items: the class is rebuilt in the stitched code, not in a region."""
+    """Replace ``old`` in the output by a call of ``kind`` on its items, which the stitched code makes."""
     with output.graph.inserting_before(output):
         rebuilt = output.graph.call_function(kind, tuple(items) if hasattr(kind, "_fields") else (items,))
     rebuilt.meta.update({"example_value": value_of(old), REBUILT: True})
@@ -149,7 +149,7 @@ def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -
 
 
 def tuples_unpacked(gm: fx.GraphModule) -> bool:
-    """Where a tuple is used as a whole, let its items be used, so that a region's outputs are flat."""
+    """Replace each use of a whole tuple by uses of its items, so that a region's outputs are flat."""
     changed = False
     for node in list(gm.graph.nodes):
         if node.op in ("placeholder", "output", "get_attr") or not _is_tuple(value_of(node)) or is_rebuilt_output(node):
@@ -168,7 +168,7 @@ def _is_tuple(value: Any) -> bool:
 
 
 def _items(source: fx.Node, value: Any) -> Any:
-    """Nodes for the items of a tuple-valued node, made behind it; nested tuples give nested items."""
+    """New getitem nodes after ``source`` for the items of its tuple; nested for a nested tuple."""
     items: list[Any] = []
     cursor = source
     for position, item in enumerate(value):
@@ -189,7 +189,7 @@ def _use_items(user: fx.Node, source: fx.Node, items: Any) -> None:
 
 
 def tuples_stay_home(gm: fx.GraphModule) -> bool:
-    """Move every getitem on a tuple- or list-valued node right behind its producer; tensor indexing stays."""
+    """Move every getitem on a tuple or list directly after the node that produced it; tensor indexing does not move."""
     last: dict[fx.Node, fx.Node] = {}
     changed = False
     for node in list(gm.graph.nodes):
@@ -207,7 +207,7 @@ def tuples_stay_home(gm: fx.GraphModule) -> bool:
 
 
 def unpacked_from(node: fx.Node) -> fx.Node | None:
-    """The tuple- or list-valued node that ``node`` takes one item of, or None."""
+    """The tuple- or list-valued node of which ``node`` is one item; None if ``node`` is no such getitem."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
         return None
     source, index = node.args[:2]

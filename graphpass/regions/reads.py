@@ -1,4 +1,4 @@
-"""How a graph reads an input: whether only at positions that it computes from sizes."""
+"""Whether a graph reads an input only at positions that it computes from sizes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from graphpass.regions.split import Partition
 
 __all__ = ["is_read_by_position"]
 
-# Results that hold, row by row, what the rows of their input hold.
+# Operators whose row i depends on row i of their input alone.
 ROW_BY_ROW = frozenset(
     f"aten::{name}" for name in ("to", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not")
 )
 
 
 def is_read_by_position(partition: Partition, name: str, symbol: sympy.Symbol) -> bool:
-    """Whether the dimensions of an input that have the size ``symbol`` are only indexed, by positions from other sizes.
+    """Whether a graph only indexes an input's dimensions of size ``symbol``, at positions computed from other sizes.
 
-    Then no more of it is read than these sizes reach, whatever the data: ``mask[arange(n)]`` for an ``n`` that is not
-    the mask's own. False where a node computes with ``symbol``, mixes rows, or indexes by data, which may be negative.
+    The other sizes then bound the rows that are read, for any tensor data: ``mask[arange(n)]`` where ``n`` is another
+    input's size. False if a node computes with ``symbol``, mixes rows, or indexes by data, which may be negative.
 
     Args:
         partition: a split graph.
-        name: the input's name in it.
-        symbol: the size in question.
+        name: the input's name in the graph.
+        symbol: the size of the dimensions to check.
     """
     if any(symbol in getattr(size, "free_symbols", ()) for shape in partition.output_shapes for size in shape or ()):
         return False
     rows = {name}
-    from_data = {given.name for given in partition.inputs if isinstance(given.value, torch.Tensor)}
+    from_data = {graph_input.name for graph_input in partition.inputs if isinstance(graph_input.value, torch.Tensor)}
     for region in partition.regions:
         for node in region.graph_module.graph.nodes:
             if not _keeps_to_positions(node, symbol, rows, from_data):

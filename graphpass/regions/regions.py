@@ -1,4 +1,4 @@
-"""Regions: each group of nodes as a graph module of its own, with flat inputs and outputs."""
+"""Regions: one graph module for each group of nodes, with flat inputs and outputs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Region:
         kind: ``captured`` or ``eager``.
         graph_module: placeholders in the order of ``inputs``; returns a flat tuple in the order of ``outputs``.
             Parameters, buffers and subgraphs are shared with the graph module that was partitioned.
-        reason: why it is eager; None for captured regions.
-        inputs: names of the values it takes, the symbolic sizes of its tensors first.
+        reason: why the region is eager; None if it is captured.
+        inputs: names of the input values, the symbolic sizes of its tensors first.
         outputs: names of the values that later regions or the caller use.
-        mutated_inputs: positions in ``inputs`` of tensors whose storage it writes to, also through views.
+        mutated_inputs: positions in ``inputs`` of tensors whose storage the region writes to, also through views.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Region:
 
 
 def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
-    """One region for each group. Takes time linear in the graph."""
+    """One region for each group, in order, in time linear in the graph."""
     sizes = _Sizes(symbol_placeholders(gm.graph))
     return tuple(_region(f"r{i}", gm, group, analysis, sizes) for i, group in enumerate(groups))
 
@@ -63,10 +63,10 @@ class _Sizes:
         self._positions = {node: position for position, node in enumerate(placeholders.values())}
 
     def among(self, symbols: Iterable[sympy.Symbol], values: Iterable[fx.Node]) -> list[fx.Node]:
-        """The sizes that occur as symbols or stand among the values, without a look at the others."""
-        found = {self._placeholders[symbol] for symbol in symbols if symbol in self._placeholders}
-        found.update(value for value in values if value in self._positions)
-        return sorted(found, key=self._positions.__getitem__)
+        """The placeholders of ``symbols`` and the sizes among ``values``, in the order of the graph's placeholders."""
+        nodes = {self._placeholders[symbol] for symbol in symbols if symbol in self._placeholders}
+        nodes.update(value for value in values if value in self._positions)
+        return sorted(nodes, key=self._positions.__getitem__)
 
 
 def _region(
@@ -93,12 +93,12 @@ def _region(
 
 
 def _takes_over(user: fx.Node, inside: set[fx.Node], node: fx.Node) -> bool:
-    """Whether ``user`` takes the value over the cut; numbers only leave for the caller, other regions compute them."""
+    """Whether ``user`` needs ``node`` as an output of the region. Other regions compute recomputed numbers again."""
     return user.op == "output" or is_rebuilt_output(user) or (user not in inside and not is_recomputed(node))
 
 
 def _with_recomputed(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
-    """The nodes, each behind what it uses that no cut is crossed for: attributes, and numbers computed again."""
+    """The nodes in order, each after the attributes and the recomputed numbers that it uses."""
     placed: dict[fx.Node, None] = {}
 
     def place(node: fx.Node) -> None:
@@ -117,15 +117,15 @@ def _with_recomputed(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.
 
 
 def written_positions(inputs: Iterable[fx.Node], written: frozenset[int]) -> tuple[int, ...]:
-    """Positions of the inputs that share a storage with one of the written ones."""
+    """Positions of the inputs whose storage is among ``written``."""
     return tuple(i for i, node in enumerate(inputs) if storages_of(value_of(node)) & written)
 
 
 def _inputs(nodes: Sequence[fx.Node], inside: set[fx.Node], sizes: _Sizes) -> list[fx.Node]:
-    """Values from outside: the symbolic sizes that occur in any tensor of the region, then the others as first used."""
-    taken = dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
-    used = free_symbols([value_of(node) for node in (*taken, *nodes)])
-    return list(dict.fromkeys((*sizes.among(used, taken), *taken)))
+    """The region's inputs: the symbolic sizes of its tensors, then the other values in order of first use."""
+    outer = dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
+    used = free_symbols([value_of(node) for node in (*outer, *nodes)])
+    return list(dict.fromkeys((*sizes.among(used, outer), *outer)))
 
 
 def _graph_module(

@@ -1,4 +1,4 @@
-"""Why a node cannot be captured: each rule looks at one node and returns a reason or None."""
+"""Split rules: each takes one node and returns why it cannot be captured, or None."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SplitReason:
     Attributes:
         kind: short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
             "host scalar", "beyond an input", "beyond a region", "reshaped in place", "cpu tensor", "second device",
-            "mode pair", "nothing to capture", or a user's own.
-        detail: names the op or the node.
+            "mode pair", "nothing to capture", or a kind from a user's rule.
+        detail: one sentence that names the op or the node.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class SplitReason:
 
 SplitRule = Callable[[fx.Node], SplitReason | None]
 
-# Reads by which Python learns a tensor's value, whatever the device; the names are those of opnames.
+# Ops that read a tensor's value into Python, on any device; named as in opnames.
 READS = frozenset(
     {
         "aten::item",
@@ -108,7 +108,7 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
 
 
 def reshapes_in_place(node: fx.Node) -> bool:
-    """Whether a node changes shape, strides or memory of a tensor it is given: ``t_``, ``unsqueeze_``, ``resize_``."""
+    """Whether a node changes shape, strides or memory of its argument in place: ``t_``, ``unsqueeze_``, ``resize_``."""
     if not {"aten::resize_", "aten::resize_as_", "aten::set_"}.isdisjoint(names_of(node)):
         return True
     packets = [packet for packet in packets_of(node) if str(packet).endswith("_")]
@@ -116,14 +116,14 @@ def reshapes_in_place(node: fx.Node) -> bool:
 
 
 def read_by_storage(node: fx.Node) -> frozenset[int]:
-    """Ids of the storages from whose start a node counts, wherever its tensor lies in them: those of ``as_strided``."""
+    """Ids of the storages that a node addresses from their start, not from its argument's offset (``as_strided``)."""
     if not node.all_input_nodes or STRIDING.isdisjoint(names_of(node)):
         return frozenset()
     return storages_of(value_of(node.all_input_nodes[0]))
 
 
 def beyond_input(node: fx.Node) -> SplitReason | None:
-    """``as_strided`` of an input, which may reach past its elements: a graph reads a copy of these alone."""
+    """``as_strided`` of an input, which may reach past the input's elements. See Note [Copied inputs]."""
     if read_by_storage(node).isdisjoint(facts_of(node).copied_storages):
         return None
     return SplitReason("beyond an input", f"{display_name(node)} of an input reaches into memory that is not copied")
@@ -148,21 +148,21 @@ def _leaves_accelerator(node: fx.Node, arguments: list[torch.Tensor]) -> bool:
 
 
 def control_flow(node: fx.Node) -> SplitReason | None:
-    """A branch or a loop that the host decides at each run, ``torch.cond`` or ``while_loop``: a graph takes one way."""
+    """``torch.cond`` or ``while_loop``: the host chooses the branch at each run, but a graph records one branch."""
     if operators.is_higher_order(node.target) and str(node.target) in BRANCHING:
         return SplitReason("control flow", f"the host decides how {display_name(node)} goes on")
     return None
 
 
 def data_dependent_shape(node: fx.Node) -> SplitReason | None:
-    """A tensor whose shape only a run can tell: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask."""
+    """A tensor whose shape depends on data: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask."""
     if _reads_a_size(node) or _always_data_dependent(node):
         return SplitReason("data-dependent shape", display_name(node))
     return None
 
 
 def _reads_a_size(node: fx.Node) -> bool:
-    """Whether a tensor that the node makes has a size which this run decides."""
+    """Whether a result of the node has a size that this node produces at run time."""
     readers, value = facts_of(node).readers, value_of(node)
     if not readers or not any(True for _ in tensors_in(value)):
         return False
@@ -184,9 +184,9 @@ def _always_data_dependent(node: fx.Node) -> bool:
 
 @functools.cache
 def _tags(packet: Any, overload_names: tuple[str, ...], *, out: bool) -> tuple[frozenset[Any], ...]:
-    """The tags of each overload of a packet, with or without those that only a call with ``out=`` can resolve to.
+    """The tags of each overload of a packet: the ``out=`` overloads if ``out``, else the others.
 
-    Overloads can be registered later, so that their names are part of the question.
+    ``overload_names`` is part of the cache key because overloads can be registered later.
     """
     overloads = [getattr(packet, name) for name in overload_names]
     return tuple(frozenset(overload.tags) for overload in overloads if out or not _has_out(overload))
@@ -197,7 +197,7 @@ def _has_out(overload: Any) -> bool:
 
 
 def host_scalar(node: fx.Node) -> SplitReason | None:
-    """A consumer of a number that was read on the host: captured, it would bake the first run's number in."""
+    """A node that uses a number read on the host: a capture would record the number of the first run."""
     readers = facts_of(node).readers
     if not readers:
         return None
@@ -210,7 +210,7 @@ def host_scalar(node: fx.Node) -> SplitReason | None:
 
 
 def foreign_device(node: fx.Node) -> SplitReason | None:
-    """A tensor that is not on the graph's device: on the CPU amid a GPU graph, or on a second device."""
+    """A tensor that is not on the graph's device: on the CPU in a GPU graph, or on a second device."""
     home = facts_of(node).main_device
     if home is None or home.type in ("cpu", "meta"):
         return None

@@ -1,4 +1,4 @@
-"""``partition``: a graph module in, regions and the code that runs them out."""
+"""``partition``: splits a graph module into regions and generates the code that runs them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["Partition", "partition"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """A graph, split.
+    """A graph split into regions.
 
     Attributes:
         regions: in program order.
-        stitched: runs the regions' graph modules; takes and returns what the partitioned graph module does.
+        stitched: runs the regions' graph modules; same arguments and results as the partitioned graph module.
         inputs: the graph's inputs, in the order of the arguments.
-        mutated_inputs: positions in ``inputs`` of the tensors whose storage a run writes to.
-        layout_inputs: positions in ``inputs`` of the numbers that only say how tensors lie in memory.
-        source: the Python that ``stitched`` was made from.
+        mutated_inputs: positions in ``inputs`` of the tensors whose storage the graph writes to.
+        layout_inputs: positions in ``inputs`` of the numbers that are only strides and offsets of other inputs.
+        source: the Python source of ``stitched``.
         output_shapes: symbolic shape of each output leaf in pytree order; None for leaves that are no tensors.
         symbolic_numbers: positions of the output leaves that are numbers computed from symbolic sizes.
     """
@@ -52,31 +52,32 @@ class Partition:
     _outputs: Any
 
     def bind(self, callees: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """The stitched code over other callables, one for each region name: ``callee(*inputs) -> tuple of outputs``.
+        """The stitched function with other callables in place of the regions: ``callee(*inputs) -> tuple of outputs``.
 
-        Cheap: the code object is shared, nothing is generated again.
+        The code object is shared; no code is generated again.
 
         Raises:
-            PartitionError: the names are not exactly the regions' names.
+            PartitionError: the keys of ``callees`` are not exactly the regions' names.
         """
         return self._stitching.bind(callees)
 
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""
-        return symbolic.shape_env_of(given.value for given in self.inputs) is not None and any(
+        values = [graph_input.value for graph_input in self.inputs]
+        return symbolic.shape_env_of(values) is not None and any(
             getattr(symbolic.expression_of(size), "free_symbols", None)
-            for given in self.inputs
-            for size in (given.value.shape if isinstance(given.value, torch.Tensor) else (given.value,))
+            for value in values
+            for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
         )
 
     def output_values(self) -> tuple[tuple[str, Any], ...]:
-        """(name, metadata) of each output leaf in pytree order; the name is "" for what no node computes."""
+        """(name, metadata) of each output leaf in pytree order; the name is "" for a constant."""
         named: Any = fx.map_arg(self._outputs, _named_value)
         leaves = trees.flatten(named)[0]
         return tuple((leaf.name, leaf.value) if isinstance(leaf, _NamedValue) else ("", leaf) for leaf in leaves)
 
     def dump(self) -> str:
-        """Canonical text: the same for the same graph in any process, whatever its values are called."""
+        """Canonical text: equal for equal graphs in any process, independent of value names."""
         return dump_partition(self.inputs, self.mutated_inputs, self.regions, self._outputs)
 
 
@@ -87,18 +88,18 @@ def partition(
     rules: Sequence[SplitRule] = DEFAULT_RULES,
     example_inputs: Sequence[Any] | None = None,
 ) -> Partition:
-    """Split ``gm`` into captured and eager regions; ``gm`` itself is left as it is, its parameters are shared.
+    """Split ``gm`` into captured and eager regions. ``gm`` does not change; the regions share its parameters.
 
     Args:
         gm: a graph from torch.compile, ``symbolic_trace`` or ``make_fx``.
         splitting_ops: ops that run eagerly: ``aten::add``, ``aten::add.Tensor``, ``mylib::attention``, op objects,
-            Python callables or their dotted names. A name stands for all forms of its op (see ``opnames``).
-        rules: what else runs eagerly, each rule with its reason.
-        example_inputs: shapes for a graph that has none, one for each placeholder.
+            Python callables or their dotted names. A name matches all forms of its op (see ``opnames``).
+        rules: further rules; each returns the reason why a node runs eagerly, or None.
+        example_inputs: one example for each placeholder, for a graph without shape metadata.
 
     Raises:
-        PartitionError: an op is unknown, or the graph has no shapes and no examples were given.
-        DeviceError: inputs or parameters lie on two devices.
+        PartitionError: an op is unknown, or the graph has neither shape metadata nor examples.
+        DeviceError: inputs or parameters are on two devices.
     """
     rules = (splits_at(splitting_ops), *rules)
     whole = _copy(gm)
@@ -126,7 +127,7 @@ def partition(
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with a graph of its own over the same parameters, buffers and submodules."""
+    """A graph module with a copy of the graph and the same parameters, buffers and submodules."""
     if not isinstance(gm, fx.GraphModule):
         raise PartitionError(
             "partition() splits FX graphs",
@@ -152,7 +153,7 @@ def _named_value(node: fx.Node) -> Any:
 
 
 class _Uncompiled(fx.GraphModule):
-    """A graph that is cut up and never run: no Python is generated for it."""
+    """A graph module that never runs, so ``recompile`` generates no Python."""
 
     def recompile(self) -> Any:
         return None

@@ -21,13 +21,13 @@ FILENAME = "<graphpass stitched>"
 
 @dataclass(frozen=True, slots=True)
 class Stitching:
-    """Generated code, still to be bound to what it calls.
+    """Generated code, before it is bound to the callables of the regions.
 
     Attributes:
         source: one function definition.
         code: its code object, shared by everything that :meth:`bind` returns.
-        constants: what the source names besides the regions: output constants, parameters that are returned.
-        defaults: defaults of the trailing arguments.
+        constants: values of the other names in the source: output constants, parameters that are returned.
+        defaults: default values of the trailing arguments.
         callees: the region names that must be bound.
     """
 
@@ -38,7 +38,7 @@ class Stitching:
     callees: tuple[str, ...]
 
     def bind(self, callees: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """The generated function over ``callees``, one for each region name; nothing is compiled again.
+        """The generated function with ``callees``, one for each region name; no code is compiled again.
 
         Raises:
             PartitionError: a region has no callee, or a callee no region.
@@ -55,12 +55,12 @@ class Stitching:
 
 
 def stitch(gm: fx.GraphModule, regions: Sequence[Region]) -> Stitching:
-    """Generate the code for the regions of ``gm``, whose graph must be the one they were cut from."""
+    """Generate the code for ``regions``, which must come from the graph of ``gm``."""
     return _Writer(gm, regions).stitching()
 
 
 class _Writer:
-    """Writes one stitched function: owns the variable names and the constants while it does."""
+    """Writes one stitched function; owns its variable names and constants."""
 
     def __init__(self, gm: fx.GraphModule, regions: Sequence[Region]) -> None:
         self._gm = gm
@@ -69,8 +69,8 @@ class _Writer:
         self._output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
         self._constants: dict[str, Any] = {}
         self._variables = self._variable_names()
-        taken = frozenset(self._variables.values())
-        self._free_names = (name for n in itertools.count() if (name := f"_constant_{n}") not in taken)
+        used = frozenset(self._variables.values())
+        self._free_names = (name for n in itertools.count() if (name := f"_constant_{n}") not in used)
 
     def stitching(self) -> Stitching:
         parameters, defaults = self._parameters()
@@ -82,14 +82,14 @@ class _Writer:
         return Stitching(source, code, dict(self._constants), defaults, callees)
 
     def _variable_names(self) -> dict[str, str]:
-        """Value name -> variable: arguments keep the name a caller may use as a keyword; nothing hides a region."""
-        taken = {region.name for region in self._regions}
+        """Value name -> variable. Arguments keep their names, which callers use as keywords, unless a region has it."""
+        used = {region.name for region in self._regions}
         named: dict[str, str] = {}
         values = [output for region in self._regions for output in region.outputs]
         wanted = [(node.name, str(node.target).lstrip("*")) for node in self._placeholders]
         for value, name in [*wanted, *((value, value) for value in values)]:
-            free = next(name + "_" * n for n in itertools.count() if name + "_" * n not in taken)
-            taken.add(free)
+            free = next(name + "_" * n for n in itertools.count() if name + "_" * n not in used)
+            used.add(free)
             named[value] = free
         return named
 
@@ -105,7 +105,7 @@ class _Writer:
         return ", ".join(parameters), tuple(defaults)
 
     def _body(self) -> list[str]:
-        """The calls, each followed by the release of the values that nothing after it uses."""
+        """The calls, each followed by ``del`` of the values that have no later use."""
         last_use = self._last_uses()
         released: list[list[str]] = [[] for _ in range(len(self._regions) + 1)]
         for value, position in last_use.items():
@@ -126,7 +126,7 @@ class _Writer:
         return [f"    del {', '.join(self._variables[value] for value in values)}"] if values else []
 
     def _last_uses(self) -> dict[str, int]:
-        """Value name -> position of the last region that takes it; the output counts as a region behind all."""
+        """Value name -> position of the last region that uses it; the graph's output counts as one more region."""
         last: dict[str, int] = {}
         for position, region in enumerate(self._regions):
             last.update(dict.fromkeys(region.inputs, position))
@@ -136,7 +136,7 @@ class _Writer:
         return last
 
     def _expression(self, value: Any) -> str:
-        """Python text for an output: its structure, its values and its constants."""
+        """Python text for an output value or structure."""
         if isinstance(value, fx.Node):
             return self._node_expression(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):

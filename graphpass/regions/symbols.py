@@ -24,9 +24,9 @@ class GraphInput:
 
     Attributes:
         name: its name in the graph.
-        source_name: the argument it came from (``x`` for Dynamo's ``L['x']`` and ``L['kwargs']['x']``), else None.
-        is_static: a parameter, a buffer, or marked with ``mark_static_address``: its address may be baked in.
-        value: its metadata: a fake tensor, a symbolic size, or a plain value.
+        source_name: the model's argument (``x`` for Dynamo's ``L['x']`` and ``L['kwargs']['x']``), None for others.
+        is_static: a parameter, a buffer, or marked with ``mark_static_address``: a graph may record its address.
+        value: its metadata: a fake tensor, a symbolic size, or a constant.
         marked_dims: dimensions that the user marked as dynamic.
     """
 
@@ -49,7 +49,7 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
 
 
 def _source_name(node: fx.Node) -> str | None:
-    """The argument's name in Dynamo's source text: ``L['x']`` and ``L['kwargs']['x']`` are x, attributes are not."""
+    """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes."""
     text = dynamo.source_text(node)
     if text is None:
         return None if "grapharg" in node.meta else str(node.target).lstrip("*")
@@ -60,19 +60,19 @@ def _source_name(node: fx.Node) -> str | None:
 def key_symbols(
     inputs: Sequence[GraphInput], dynamic_dims: Mapping[str, Mapping[int, str]]
 ) -> dict[str, sympy.Expr | int]:
-    """Key field -> what its size is in this graph: a symbol, an expression over symbols, or a fixed int.
+    """Key field -> its size in this graph: a symbol, an expression over symbols, or a fixed int.
 
-    The declared dimensions say it. Without any, ``num_tokens`` is the one symbol among the dimensions marked with
-    ``mark_dynamic``, else the one symbol of all inputs; where there are several, nothing tells and nothing is guessed.
+    The declared dimensions determine it. Without declarations, ``num_tokens`` is the only symbol among the dimensions
+    marked with ``mark_dynamic``, else the only symbol of all inputs. If there are several, the result is empty.
 
     Args:
         inputs: the graph's inputs.
-        dynamic_dims: {input: {dimension: key field}}; inputs of other graphs of the model are passed over.
+        dynamic_dims: {input: {dimension: key field}}; names that this graph does not have are ignored.
 
     Raises:
         PartitionError: a declared input has no such dimension.
     """
-    named = {given.source_name for given in inputs if isinstance(given.value, torch.Tensor)}
+    named = {graph_input.source_name for graph_input in inputs if isinstance(graph_input.value, torch.Tensor)}
     declared = {
         field: symbol_of_dim(inputs, source, dim)
         for source, dims in dynamic_dims.items()
@@ -81,17 +81,21 @@ def key_symbols(
     }
     if dynamic_dims:
         return declared
-    sizes = [(dim in given.marked_dims, size) for given in inputs for dim, size in enumerate(_shape(given.value))]
+    sizes = [
+        (dim in graph_input.marked_dims, size)
+        for graph_input in inputs
+        for dim, size in enumerate(_shape(graph_input.value))
+    ]
     marked = {size for is_marked, size in sizes if is_marked and not isinstance(size, int)}
     symbols = marked or {symbol for _, size in sizes for symbol in getattr(size, "free_symbols", ())}
     return {"num_tokens": symbols.pop()} if len(symbols) == 1 else {}
 
 
 def layout_inputs(graph: fx.Graph) -> tuple[int, ...]:
-    """Positions of the numbers among a graph's inputs that only say how input tensors lie in memory.
+    """Positions of the graph inputs that are only strides and offsets of input tensors.
 
-    They are strides and offsets of views: no node computes with them, and no tensor's size depends on them. A copy of
-    the tensors in another layout has other such numbers and gives the same results.
+    No node computes with them, and no tensor's size depends on them. So a copy of the tensors in another layout has
+    other strides and offsets, but gives the same results.
     """
     placeholders = graph.find_nodes(op="placeholder")
     values = [value_of(node) for node in graph.nodes]
@@ -109,24 +113,25 @@ def _shape(value: Any) -> list[Any]:
 
 
 def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> sympy.Expr | int:
-    """What dimension ``dim`` of the input called ``source_name`` is: an expression of symbols, or a fixed int.
+    """The size of dimension ``dim`` of the input ``source_name``: an expression over symbols, or a fixed int.
 
     Raises:
-        PartitionError: there is no such tensor input, or it has no such dimension.
+        PartitionError: the graph has no such tensor input, or the input has no such dimension.
     """
-    for given in inputs:
-        if source_name in (given.source_name, given.name) and isinstance(given.value, torch.Tensor):
-            if not -given.value.dim() <= dim < given.value.dim():
+    tensors = [graph_input for graph_input in inputs if isinstance(graph_input.value, torch.Tensor)]
+    for graph_input in tensors:
+        if source_name in (graph_input.source_name, graph_input.name):
+            if not -graph_input.value.dim() <= dim < graph_input.value.dim():
                 raise PartitionError(
                     f"input {source_name!r} has no dimension {dim}",
-                    expected=f"a dimension below {given.value.dim()}",
+                    expected=f"a dimension below {graph_input.value.dim()}",
                     found=str(dim),
                     remedy="name a dimension that the tensor has in dynamic_dims",
                 )
-            expression = symbolic.expression_of(given.value.shape[dim])
+            expression = symbolic.expression_of(graph_input.value.shape[dim])
             assert expression is not None, "sizes are ints or symbolic ints"
             return expression
-    names = [given.source_name for given in inputs if given.source_name and isinstance(given.value, torch.Tensor)]
+    names = [graph_input.source_name for graph_input in tensors if graph_input.source_name]
     raise PartitionError(
         f"the graph has no tensor input {source_name!r}",
         expected=f"one of {', '.join(names) or 'no tensor inputs'}",
@@ -137,11 +142,11 @@ def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class GuardedSymbols:
-    """Which sizes the guards of one graph admit; a record that outlives the shape environment.
+    """The sizes that the guards of one graph admit; independent of the shape environment, which it may outlive.
 
     Attributes:
         ranges: symbol -> (least, greatest) admitted value, None where it is unbounded.
-        guards: boolean expressions over the symbols that all hold.
+        guards: boolean expressions over the symbols; all of them hold.
     """
 
     ranges: Mapping[sympy.Symbol, tuple[int | None, int | None]]
@@ -149,12 +154,12 @@ class GuardedSymbols:
 
     @classmethod
     def from_graph(cls, gm: fx.GraphModule) -> GuardedSymbols:
-        """The guards that tracing ``gm`` has recorded; none for a graph without symbols."""
+        """The guards that were recorded while ``gm`` was traced; empty for a graph without symbols."""
         return cls.from_values(value_of(node) for node in gm.graph.nodes if node.op == "placeholder")
 
     @classmethod
     def from_values(cls, values: Iterable[Any]) -> GuardedSymbols:
-        """The guards in the shape environment behind fake tensors and symbolic sizes."""
+        """The guards in the shape environment of fake tensors and symbolic sizes."""
         shape_env = symbolic.shape_env_of(values)
         if shape_env is None:
             return cls(MappingProxyType({}), ())
@@ -163,7 +168,7 @@ class GuardedSymbols:
         return cls(MappingProxyType(ranges), symbolic.guards_of(shape_env))
 
     def excludes(self, expression: sympy.Expr | int, size: int) -> str | None:
-        """Why ``expression``, a dimension of this graph, cannot be ``size``; None if the guards admit it."""
+        """Why a dimension of size ``expression`` in this graph cannot be ``size``; None if the guards admit it."""
         if isinstance(expression, (int, sympy.Integer)):
             return None if expression == size else f"fixed at {expression}"
         if isinstance(expression, sympy.Symbol):
@@ -181,7 +186,7 @@ class GuardedSymbols:
     def excluded_by(self, sizes: Mapping[sympy.Symbol, int]) -> str | None:
         """The first constraint that ``sizes`` violates, as text (``s0 >= 2``), or None if the guards admit them.
 
-        A guard over symbols that ``sizes`` does not name excludes nothing unless it fails whatever they are.
+        A guard that also contains other symbols counts only if it fails for all values of those.
         """
         for symbol, size in sizes.items():
             low, high = self.ranges.get(symbol, (None, None))

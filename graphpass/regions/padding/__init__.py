@@ -1,8 +1,8 @@
-"""Which sizes of a graph may be padded: a proof over its aten operators, with no run of it.
+"""Prove which sizes of a graph may be padded, from its aten operators alone. See Note [Padding verdicts].
 
-``values`` is what the pass knows of a tensor, ``sizes`` how sizes factor, ``program`` the graph as a plain record,
-``calls`` and ``rules`` what each operator does with padding, ``interpreter`` runs them, ``proof`` draws the verdict,
-``independence`` asks if entries depend on each other at all.
+``values`` has the abstract value of a tensor, ``sizes`` the arithmetic of size factors, ``program`` the graph as a
+plain record, ``calls`` and ``rules`` the effect of each operator on padding. ``interpreter`` runs a graph over abstract
+values, ``proof`` derives the verdict, ``independence`` answers whether entries depend on each other at all.
 """
 
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule

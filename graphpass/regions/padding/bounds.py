@@ -1,8 +1,6 @@
-"""Indices that stand in padding: they have to name entries that exist, or a kernel reads outside of its tensor.
+"""Checks that index tensors stay in bounds in their padding, so that no kernel reads outside of its tensor.
 
-Padding that repeats the last real slice, and whatever works on it entry by entry, holds values that real entries have,
-so its indices are as valid as theirs. Positions counted along a padded size are not: ``arange(seq)`` names row 600 of a
-table of 512 rows once the sequence is padded to 640.
+See Note [Contents of padding] for the indices that need a check.
 """
 
 from __future__ import annotations
@@ -38,22 +36,22 @@ _ALONG_DIM = frozenset(
 
 
 def new_fields(call: OpCall, tensors: Sequence[PaddedValue], value: PaddedValue) -> frozenset[str]:
-    """The key fields along which padding of a result may hold what no real entry holds."""
+    """The key fields along which the padding of a result may have values that no real entry has."""
     sizes = call.sizes
     present = frozenset(field for dim, at in sizes.places(value) for field in sizes.fields_of(value.factors[dim][at]))
     if not present:
         return present
     if call.name in _COUNTS:
         return present
-    found = frozenset[str]().union(*(given.new_fields for given in tensors))
+    inherited = frozenset[str]().union(*(given.new_fields for given in tensors))
     if call.name in _RUNNING:
         dim = call.dim(call.argument("dim"), value.rank)
-        found |= {field for size in value.factors[dim] for field in sizes.fields_of(size)}
-    return found & present
+        inherited |= {field for size in value.factors[dim] for field in sizes.fields_of(size)}
+    return inherited & present
 
 
 def reads_outside(call: OpCall) -> PaddingReason | None:
-    """Why padded indices of an operator may name entries that do not exist; None where they do not."""
+    """Why indices in padding may be out of bounds for an operator; None if all are in bounds."""
     if not call.sizes.ordered:
         return None
     for index, of_dim in _picked(call):
@@ -68,13 +66,13 @@ def reads_outside(call: OpCall) -> PaddingReason | None:
 
 
 def _exists(pad: object, of_dim: Factors) -> bool:
-    """Whether a known index names an entry of a dimension, at whatever size."""
+    """Whether a known index is in bounds of a dimension for all sizes."""
     length = product(of_dim)
     return type(pad) is int and (pad == 0 or (isinstance(length, int) and -length <= pad < length))
 
 
 def _picked(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
-    """Each index tensor of an operator with the dimension that it indexes."""
+    """Each index tensor of an operator, with the factors of the dimension that it indexes."""
     if call.name == "embedding":
         yield call.tensor("indices"), call.tensor("weight").factors[0]
     elif call.name in _BY_POSITION:

@@ -1,4 +1,4 @@
-"""One operator call as a padding rule sees it."""
+"""One operator call, as padding rules receive it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["OpCall", "PaddingReason", "PaddingRule", "Unknown", "padded_sizes_in
 
 @dataclass(frozen=True, slots=True)
 class PaddingReason:
-    """Why no entry of an operator's results can be trusted in a padded run.
+    """Why every entry of an operator's results may differ in a padded run.
 
     Attributes:
-        why: what the operator does, for the report: "mean over the padded dimension 1".
-        verdict: RUNTIME where the contents of a call decide, else UNPROVED.
-        size: the padded size at fault, where one can be named.
+        why: the operator's effect, for the report: "mean over the padded dimension 1".
+        verdict: RUNTIME if the contents of a call decide, else UNPROVED.
+        size: the padded size that causes it, if it is known.
     """
 
     why: str
@@ -30,8 +30,8 @@ class PaddingReason:
     size: Size | None = None
 
 
-class Unknown(Exception):  # noqa: N818 - control flow within the rules, never seen by a caller
-    """Raised inside a rule: its results depend on padding, for ``reason``."""
+class Unknown(Exception):  # noqa: N818 - control flow within the rules, never raised to a caller
+    """Raised in a rule: the results depend on padding, for ``reason``."""
 
     def __init__(self, reason: PaddingReason) -> None:
         super().__init__(reason.why)
@@ -43,15 +43,15 @@ class OpCall:
     """One call of an operator.
 
     Attributes:
-        op: its name, ``aten.mean.dim``.
-        name: its base name, ``mean``.
+        op: the operator's name with its overload, ``aten.mean.dim``.
+        name: the operator's base name, ``mean``.
         arguments: schema name -> argument, defaults included. A tensor is a :class:`PaddedValue`, a symbolic number a
             sympy expression, a list a tuple.
         result: the shape of the result, or of each result.
-        where: the user's line.
+        where: the line of the user's code.
         sizes: which sizes are padded.
-        assumptions: what the proof rests on; rules add to it.
-        everywhere: findings for the whole graph, whatever becomes of the results; rules add to it.
+        assumptions: the conditions on which the proof depends; rules add to them.
+        everywhere: findings for the whole graph, even if its outputs do not use the results; rules add to them.
     """
 
     op: str
@@ -64,10 +64,10 @@ class OpCall:
     everywhere: set[PaddingFinding]
 
     def tensor(self, *names: str) -> PaddedValue:
-        """The tensor argument of one of these names.
+        """The tensor argument under the first of ``names`` that the operator's schema has.
 
         Raises:
-            TypeError: the call has none.
+            TypeError: there is none, or it is no tensor.
         """
         value = self.argument(*names)
         if not isinstance(value, PaddedValue):
@@ -75,26 +75,30 @@ class OpCall:
         return value
 
     def argument(self, *names: str, default: Any = None) -> Any:
-        """The argument of the first of these names that the operator's schema has."""
+        """The argument under the first of ``names`` that the operator's schema has, else ``default``."""
         return next((self.arguments[name] for name in names if name in self.arguments), default)
 
     def padded(self, size: object) -> bool:
-        """Whether ``size`` differs between the run at real sizes and the padded run."""
+        """Whether ``size`` differs between the run at the real sizes and the padded run."""
         return self.sizes.padded(size)
 
     @property
     def asks_independence(self) -> bool:
-        """Whether the question is if an entry depends on other indices along a padded factor at all.
+        """Whether the pass looks for any dependence between indices along a padded factor, not only on padding.
 
-        Then a rule returns a reason also where only earlier or masked entries matter.
+        If so, a rule must return a reason also where an entry depends on earlier or masked entries only.
         """
         return not self.sizes.ordered
 
     @property
     def shape(self) -> TensorShape:
-        """The shape of the one result."""
+        """The shape of the result.
+
+        Raises:
+            TypeError: the operator does not return exactly one tensor.
+        """
         if not isinstance(self.result, TensorShape):
-            raise TypeError(f"{self.op} returns no single tensor")
+            raise TypeError(f"{self.op} does not return a single tensor")
         return self.result
 
     @property
@@ -104,44 +108,48 @@ class OpCall:
         return tuple(result for result in results if isinstance(result, TensorShape))
 
     def fresh(self, shape: TensorShape | None = None) -> PaddedValue:
-        """A clean value of the result's shape, with one factor for each dimension and unknown padding."""
+        """A value of the result's shape with no findings, one factor for each dimension, and unknown padding."""
         shape = shape or self.shape
         return PaddedValue(self.sizes.one_each(shape.sizes), dtype=shape.dtype)
 
     def places(self, value: PaddedValue, dims: Iterable[int] | None = None) -> list[Place]:
-        """The padded factors of ``value``, within ``dims``."""
+        """The places of the padded factors of ``value``, within ``dims`` (all by default)."""
         return self.sizes.places(value, dims)
 
     def dim(self, dim: object, rank: int) -> int:
-        """A dimension counted from the front."""
+        """``dim`` as a non-negative dimension of a tensor of this rank.
+
+        Raises:
+            TypeError: ``dim`` is no integer.
+        """
         if not isinstance(dim, int):
-            raise TypeError(f"{self.op}: {dim!r} is no dimension")
+            raise TypeError(f"{self.op}: {dim!r} is not a dimension")
         return dim % rank if rank else 0
 
     def refuse(self, why: str, size: object = None) -> Unknown:
-        """The exception that says why the results depend on padding."""
+        """The exception to raise because the results depend on padding, for the reason ``why``."""
         return Unknown(PaddingReason(why, size=size if self.padded(size) else None))
 
     def refuse_place(self, value: PaddedValue, place: Place, what: str) -> Unknown:
-        """The exception that says ``what`` the call does over the padded factor at ``place``."""
+        """The exception to raise because the call does ``what`` ("sums products over") with the factor at ``place``."""
         pad = value.pad_at(place)
-        held = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
-        return self.refuse(f"{what} the padded dimension {place[0]}{held}", value.factors[place[0]][place[1]])
+        contents = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
+        return self.refuse(f"{what} the padded dimension {place[0]}{contents}", value.factors[place[0]][place[1]])
 
     def unpadded(self, value: PaddedValue, dims: Iterable[int], what: str) -> None:
-        """Refuse the call if one of ``dims`` is padded.
+        """Require that none of ``dims`` is padded.
 
         Raises:
-            Unknown: one is.
+            Unknown: one of them is padded; the reason says that the call does ``what`` with it.
         """
         for place in self.places(value, dims):
             raise self.refuse_place(value, place, what)
 
     def no_padded_numbers(self, *but: str) -> None:
-        """Refuse the call if an argument besides those named ``but`` is a padded size used as a number.
+        """Require that no argument except those named ``but`` contains a padded size as a number.
 
         Raises:
-            Unknown: one is.
+            Unknown: one of them contains a padded size.
         """
         for name, argument in self.arguments.items():
             if name not in but:
@@ -149,19 +157,19 @@ class OpCall:
                     raise self.refuse(f"the padded size {size} is a number in it", size)
 
     def unify(self, first: Factors, second: Factors) -> Factors:
-        """The factors of a dimension in which two tensors meet.
+        """The common factors of a dimension of two tensors that are combined entry by entry.
 
         Raises:
-            Unknown: the padding of the two lies at different entries.
+            Unknown: the tensors have their padding at different entries.
         """
-        found = self.sizes.unified(first, second)
-        if found is None:
+        common = self.sizes.unified(first, second)
+        if common is None:
             at_fault = next(size for size in (*first, *second) if self.padded(size))
             raise self.refuse(f"a dimension of factors {list(first)} meets one of {list(second)}", at_fault)
-        return found
+        return common
 
     def findings_for(self, reason: PaddingReason) -> frozenset[PaddingFinding]:
-        """The findings that ``reason`` stands for: one for each key field at fault."""
+        """One finding for each key field whose padding ``reason`` is about."""
         fields = self.sizes.fields_of(reason.size) or self._fields_at_hand()
         return frozenset(PaddingFinding(field, self.op, reason.why, self.where, "", reason.verdict) for field in fields)
 
@@ -169,27 +177,28 @@ class OpCall:
         sizes = [size for value in tensors_of(self.arguments.values()) for of_dim in value.factors for size in of_dim]
         sizes += [size for argument in self.arguments.values() for size in padded_sizes_in(argument, self.sizes)]
         sizes += [size for shape in self.shapes for size in shape.sizes]
-        found = sorted({field for size in sizes for field in self.sizes.fields_of(size)})
-        return tuple(found) or tuple(sorted(set(self.sizes.fields.values())))
+        fields = sorted({field for size in sizes for field in self.sizes.fields_of(size)})
+        return tuple(fields) or tuple(sorted(set(self.sizes.fields.values())))
 
     def reached(self, value: PaddedValue, reason: PaddingReason) -> PaddedValue:
-        """``value``, with its clean entries dependent on padding for ``reason``."""
+        """``value`` with findings for ``reason``: its clean entries depend on padding."""
         return value.with_findings(self.findings_for(reason))
 
     def with_arguments(self, **arguments: Any) -> OpCall:
-        """This call with other arguments."""
+        """This call with some arguments replaced."""
         return replace(self, arguments={**self.arguments, **arguments})
 
 
 PaddingRule: TypeAlias = Callable[[OpCall], PaddedValue | tuple[PaddedValue | None, ...] | PaddingReason]
-"""The abstract value of an operator's result, or of each result, or why the results depend on padding.
+"""A rule returns the abstract value of the result, a tuple of them for several results, or a reason.
 
-For an operator that writes to arguments, the values that these hold afterwards follow the results, in schema order.
+The reason says why the results depend on padding. For an operator that writes to arguments, the new values of these
+arguments follow the results, in schema order.
 """
 
 
 def tensors_of(arguments: Iterable[Any]) -> Iterator[PaddedValue]:
-    """The tensors among ``arguments``, nested in tuples or not."""
+    """The tensors in ``arguments``, also those nested in tuples."""
     for argument in arguments:
         if isinstance(argument, PaddedValue):
             yield argument
@@ -198,7 +207,7 @@ def tensors_of(arguments: Iterable[Any]) -> Iterator[PaddedValue]:
 
 
 def padded_sizes_in(argument: Any, sizes: Sizes) -> Iterator[sympy.Basic]:
-    """The padded sizes in an argument that is no tensor, nested in tuples or not."""
+    """The padded sizes in a non-tensor argument, also those nested in sequences."""
     if isinstance(argument, sympy.Basic):
         if sizes.padded(argument):
             yield argument

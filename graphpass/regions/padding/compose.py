@@ -1,7 +1,7 @@
 """The proof of a whole graph from the aten graphs of its regions.
 
-The walk follows the stitched code: region by region, abstract values by the names under which regions pass them on.
-Regions of one structure share an aten graph, so 240 equal layers are interpreted once and looked up 239 times.
+The walk follows the stitched code region by region and maps value names to abstract values. Regions of one structure
+share an aten graph, so 240 equal layers are interpreted once and looked up 239 times.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class RegionGraph(Protocol):
     """The aten graph of a region.
 
     Attributes:
-        result: the :class:`AtenGraph`, shared by regions of one structure; None where there is none.
-        problem: why there is none.
-        symbols: (symbol of the aten graph, the region's own symbol).
+        result: the :class:`AtenGraph`, shared by regions of one structure; None if there is no graph.
+        problem: why there is no graph; None if there is one.
+        symbols: pairs (symbol of the aten graph, symbol of the region).
     """
 
     @property
     def result(self) -> Any:
-        """The graph."""
+        """The :class:`AtenGraph`, or None."""
 
     @property
     def problem(self) -> str | None:
-        """Why there is none."""
+        """Why there is no graph, or None."""
 
     @property
     def symbols(self) -> tuple[tuple[sympy.Expr, sympy.Symbol], ...]:
-        """The pairs."""
+        """Pairs (symbol of the aten graph, symbol of the region)."""
 
 
 def prove_partition(
@@ -64,37 +64,40 @@ def prove_partition(
 
     Args:
         parts: the partition.
-        graphs: region name -> its aten graph, for captured and eager regions alike; what enters a region without one
-            may not be padded.
-        symbols: candidate symbol -> key field. The symbols of one field have one size in every call.
-        declared: position of an input of the partition -> the constant that its padding holds, None for other
-            contents than repeated real entries; all padding is finite.
+        graphs: region name -> its aten graph, for captured and eager regions. A size that enters a region without one
+            is UNPROVED.
+        symbols: candidate symbol -> key field. The symbols of one field have the same size in every call.
+        declared: position of an input of the partition -> the constant in its padding; None for other contents. Inputs
+            that are not in it repeat real entries. See Note [Contents of padding].
 
     Returns:
         The verdict for each key field, and the size factors of each output leaf of the partition.
     """
     run = PartitionRun(parts, graphs, declared or {})
-    targets = {p: f"written input '{given.source_name or given.name}'" for p, given in enumerate(parts.inputs)}
+    targets = {
+        p: f"written input '{graph_input.source_name or graph_input.name}'"
+        for p, graph_input in enumerate(parts.inputs)
+    }
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
-        made = run.interpretation(candidates)
+        interpreted = run.interpretation(candidates)
         before = run.inputs(sizes)
-        into = {p: value for p in made.written if isinstance(value := before[p], PaddedValue)}
-        return made, findings_of_results(made, sizes, into, targets)
+        into = {p: value for p in interpreted.written if isinstance(value := before[p], PaddedValue)}
+        return interpreted, findings_of_results(interpreted, sizes, into, targets)
 
     return decided(symbols, attempt)
 
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """What one region makes of its inputs, in the symbols of the whole graph.
+    """The abstract results of one region for some inputs, in the symbols of the whole graph.
 
     Attributes:
-        outputs: in the order of the region's outputs.
-        written: position of an input -> what it holds afterwards.
-        findings: whatever becomes of the outputs.
-        assumptions: what all of it rests on.
+        outputs: one value for each output of the region.
+        written: (position of an input, its value after the region).
+        findings: findings for the whole graph, even if nothing uses the outputs.
+        assumptions: the conditions on which these values depend.
     """
 
     outputs: tuple[Abstract, ...]
@@ -105,14 +108,14 @@ class _Passed:
 
 @dataclass(slots=True)
 class PartitionRun:
-    """Interprets a partition, any number of times; remembers what regions make of what.
+    """Interprets a partition for several sets of padded sizes; caches the results of each region by its inputs.
 
     Args:
         parts: the partition.
         graphs: region name -> its aten graph.
-        declared: position of an input of the partition -> the constant that its padding holds, None for unknown ones.
+        declared: position of an input of the partition -> the constant in its padding; None for unknown contents.
         ordered: whether real entries come first, see :class:`Sizes`.
-        trusted: operators that the caller vouches for, see :func:`interpret`.
+        trusted: operators whose results the caller guarantees, see :func:`interpret`.
     """
 
     parts: Partition
@@ -125,7 +128,7 @@ class PartitionRun:
     _storages: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def interpretation(self, fields: Mapping[sympy.Symbol, str]) -> Interpretation:
-        """What the whole graph does with padding, its outputs as flat leaves.
+        """The interpretation of the whole graph; its outputs are the output leaves of the partition.
 
         Args:
             fields: padded symbol -> key field.
@@ -133,49 +136,51 @@ class PartitionRun:
         return _Walk(self, fields).run()
 
     def inputs(self, sizes: Sizes) -> tuple[Abstract, ...]:
-        """The inputs of the partition before anything runs."""
-        given = self.parts.inputs
-        shapes = tuple(_shape_of(one.value) for one in given)
-        return input_values(AtenGraph(shapes, tuple(one.name for one in given), (), (), ()), sizes, self.declared)
+        """The abstract inputs of the partition before the first region runs."""
+        shapes = tuple(_shape_of(graph_input.value) for graph_input in self.parts.inputs)
+        names = tuple(graph_input.name for graph_input in self.parts.inputs)
+        return input_values(AtenGraph(shapes, names, (), (), ()), sizes, self.declared)
 
     def pass_through(self, region: Region, inputs: tuple[Abstract, ...], sizes: Sizes) -> _Passed | None:
-        """What a region with an aten graph makes of ``inputs``; None if a size among them is unknown to the graph."""
+        """The results of a region that has an aten graph; None if that graph lacks a symbol of ``inputs``."""
         graph = self.graphs[region.name]
         key = (id(graph.result), graph.symbols, inputs, frozenset(sizes.fields.items()))
-        found = self._passed.get(key)
-        if found is not None:
-            return found
+        passed = self._passed.get(key)
+        if passed is not None:
+            return passed
         names = _Renaming(graph.symbols, sizes)
         renamed = tuple(names.inside(value) for value in inputs)
-        if any(value is None for value, given in zip(renamed, inputs, strict=True) if given is not None):
+        if any(value is None for value, original in zip(renamed, inputs, strict=True) if original is not None):
             return None
         inner_key = (id(graph.result), renamed, tuple(names.fields.items()))
-        made = self._interpreted.get(inner_key)
-        if made is None:
+        run = self._interpreted.get(inner_key)
+        if run is None:
             within = Sizes(names.fields, ordered=self.ordered)
-            made = self._interpreted[inner_key] = interpret(graph.result, renamed, within, self.trusted)
-        written = {position: names.outside(value) for position, value in made.written.items()}
-        outputs = tuple(names.outside(value) for value in made.outputs)
+            run = self._interpreted[inner_key] = interpret(graph.result, renamed, within, self.trusted)
+        written = {position: names.outside(value) for position, value in run.written.items()}
+        outputs = tuple(names.outside(value) for value in run.outputs)
         if None in written.values() or any(
-            isinstance(one, PaddedValue) and other is None for one, other in zip(made.outputs, outputs, strict=True)
+            isinstance(one, PaddedValue) and other is None for one, other in zip(run.outputs, outputs, strict=True)
         ):
             return None
-        found = _Passed(outputs, tuple(written.items()), made.findings, made.assumptions)  # type: ignore[arg-type]
-        self._passed[key] = found
-        return found
+        passed = _Passed(outputs, tuple(written.items()), run.findings, run.assumptions)  # type: ignore[arg-type]
+        self._passed[key] = passed
+        return passed
 
     def names_in(self, storages: frozenset[int]) -> set[str]:
-        """The values that lie in one of these storages."""
+        """The names of the values whose storage is among ``storages``."""
         return {name for name, own in self._all_storages().items() if own & storages}
 
     def storages_of(self, names: Iterable[str]) -> frozenset[int]:
-        """The storages that the values of these names lie in."""
+        """The storages of the values with these names."""
         known = self._all_storages()
         return frozenset[int]().union(*(known.get(name, frozenset()) for name in names))
 
     def _all_storages(self) -> dict[str, frozenset[int]]:
         if not self._storages:
-            self._storages.update((given.name, storages_of(given.value)) for given in self.parts.inputs)
+            self._storages.update(
+                (graph_input.name, storages_of(graph_input.value)) for graph_input in self.parts.inputs
+            )
             for region in self.parts.regions:
                 results: Any = region.graph_module.graph.output_node().args[0]
                 pairs = zip(region.outputs, results, strict=True)
@@ -184,7 +189,7 @@ class PartitionRun:
 
 
 class _Renaming:
-    """Between the symbols of the whole graph, one for each key field, and those of one aten graph."""
+    """Translates between the symbols of the whole graph (one for each key field) and those of one aten graph."""
 
     def __init__(self, symbols: Sequence[tuple[sympy.Expr, sympy.Symbol]], sizes: Sizes) -> None:
         self.fields: dict[sympy.Symbol, str] = {}
@@ -193,20 +198,20 @@ class _Renaming:
         for of_graph, own in symbols:
             shared: Any = sizes.renamed(own)
             self._inside.setdefault(shared, of_graph)
-            self._inside.setdefault(own, self._inside[shared])  # numbers come under their own symbol
+            self._inside.setdefault(own, self._inside[shared])  # number inputs have the region's own symbol
             if isinstance(of_graph, sympy.Symbol):
                 self._outside[of_graph] = shared
                 if own in sizes.fields:
                     self.fields[of_graph] = sizes.fields[own]
-        # A size that the aten graph has fixed cannot be padded in it.
+        # A symbol that tracing replaced by a number cannot be padded.
         self._fixed = any(own in sizes.fields and not isinstance(of_graph, sympy.Symbol) for of_graph, own in symbols)
 
     def inside(self, value: Abstract) -> Abstract:
-        """``value`` in the symbols of the aten graph; None where that has no name for one."""
+        """``value`` in the symbols of the aten graph; None if the graph lacks one of them."""
         return None if self._fixed else _renamed(value, self._inside)
 
     def outside(self, value: Abstract) -> Abstract:
-        """``value`` in the symbols of the whole graph; None where that has no name for one."""
+        """``value`` in the symbols of the whole graph; None if one of them has no name there."""
         return _renamed(value, self._outside)
 
 
@@ -228,7 +233,7 @@ def _renamed_size(size: Size, names: Mapping[sympy.Basic, sympy.Basic]) -> Size 
 
 
 class _Walk:
-    """One walk along the stitched code, with one set of padded sizes."""
+    """One walk over the regions of a partition, for one set of padded sizes."""
 
     def __init__(self, run: PartitionRun, fields: Mapping[sympy.Symbol, str]) -> None:
         self._run = run
@@ -239,15 +244,17 @@ class _Walk:
         self._assumptions: set[str] = set()
 
     def run(self) -> Interpretation:
-        """Interpret every region in order."""
+        """Interpret the regions in order."""
         inputs = self._parts.inputs
-        self._values = {given.name: v for given, v in zip(inputs, self._run.inputs(self._sizes), strict=True)}
+        self._values = {
+            graph_input.name: v for graph_input, v in zip(inputs, self._run.inputs(self._sizes), strict=True)
+        }
         for region in self._parts.regions:
             self._region(region)
         outputs = tuple(self._values.get(name) for name, _ in self._parts.output_values())
         written = {position: self._values[inputs[position].name] for position in self._parts.mutated_inputs}
-        kept = {position: value for position, value in written.items() if isinstance(value, PaddedValue)}
-        return Interpretation(outputs, kept, frozenset(self._findings), frozenset(self._assumptions))
+        tensors = {position: value for position, value in written.items() if isinstance(value, PaddedValue)}
+        return Interpretation(outputs, tensors, frozenset(self._findings), frozenset(self._assumptions))
 
     def _region(self, region: Region) -> None:
         inputs = tuple(self._values.get(name) for name in region.inputs)
@@ -268,7 +275,7 @@ class _Walk:
         self._values.update(zip(region.outputs, passed.outputs, strict=True))
 
     def _opaque(self, region: Region, inputs: Sequence[Abstract], problem: str) -> _Passed:
-        """What comes out of a region that nothing is known of: all of it depends on whatever padding enters."""
+        """The results of a region without an aten graph: all of them depend on the padding of its inputs."""
         results: Any = region.graph_module.graph.output_node().args[0]
         fresh = [_fresh(value_of(node), self._sizes) for node in results]
         fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, self._sizes)}
@@ -284,7 +291,7 @@ class _Walk:
         return _Passed(outputs, written, effects, frozenset())
 
     def _follow_writes(self, region: Region) -> None:
-        """Values that share memory with what a region wrote: as right as what was written, where nothing is padded."""
+        """Add findings to the values that share memory with an input that the region wrote to."""
         written = [self._values.get(region.inputs[position]) for position in region.mutated_inputs]
         findings = {f for value in written if isinstance(value, PaddedValue) for f in value.findings}
         storages = self._run.storages_of(region.inputs[position] for position in region.mutated_inputs)
@@ -299,7 +306,7 @@ class _Walk:
 
 
 def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedValue:
-    """A value of the same sizes that something has written to."""
+    """``value`` after a write of unknown contents: same sizes, more findings, nothing known of padding."""
     return replace(value.with_findings(findings), padding=(), index=None, constant=None)
 
 
@@ -318,7 +325,7 @@ def _fresh(value: Any, sizes: Sizes) -> Abstract:
 
 
 def _fields_of(value: Abstract, sizes: Sizes) -> Iterator[str]:
-    """The key fields whose padding a value has."""
+    """The key fields that are padded in ``value``."""
     if not isinstance(value, PaddedValue):
         yield from sizes.fields_of(value)
         return
@@ -328,13 +335,13 @@ def _fields_of(value: Abstract, sizes: Sizes) -> Iterator[str]:
 
 
 def _ops_of(region: Region) -> str:
-    """The first ops of a region, as text."""
+    """The names of the first ops of a region, as text."""
     calls = [node for node in region.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
     names = list(dict.fromkeys(display_name(node) for node in calls))
     return ", ".join(names[:_NAMED_OPS]) + ("..." if len(names) > _NAMED_OPS else "") or f"region {region.name}"
 
 
 def _place_of(region: Region) -> str:
-    """The user's line of the first node that has one."""
+    """The line of the user's code from the first node that has one."""
     places = (where_of(node.meta.get("stack_trace")) for node in region.graph_module.graph.nodes)
     return next(filter(None, places), "")

@@ -1,4 +1,4 @@
-"""Runs an aten graph over abstract values: one step for each node, one rule for each operator."""
+"""Runs an aten graph over abstract values, with one padding rule for each operator."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Interpretation:
-    """What a graph does with the padding of its inputs.
+    """The effects of a graph on the padding of its inputs.
 
     Attributes:
-        outputs: for each flat output its abstract value, its expression if it is a number, or None.
-        written: input position -> the value that the graph writes to it.
-        findings: for the whole graph, whatever becomes of its outputs: random numbers, host reads.
-        assumptions: what the values rest on.
-        dependent: for each flat output whether a padded input enters it.
+        outputs: for each flat output the abstract value of a tensor, the expression of a number, else None.
+        written: input position -> the abstract value that the graph writes to it.
+        findings: findings for the whole graph, even if nothing uses its outputs: random numbers, host reads.
+        assumptions: the conditions on which the values depend.
+        dependent: for each flat output whether it depends on a padded input.
     """
 
     outputs: tuple[PaddedValue | Size | None, ...]
@@ -49,26 +49,26 @@ class Interpretation:
 def input_values(
     graph: AtenGraph, sizes: Sizes, declared: Mapping[int, float | int | bool | None]
 ) -> tuple[PaddedValue | Size | None, ...]:
-    """The inputs of a graph by their shapes alone: one factor for each dimension.
+    """Abstract inputs from the shapes of a graph's inputs, with one factor for each dimension.
 
     Args:
         graph: the graph.
         sizes: which sizes are padded.
-        declared: input position -> the constant that its padding holds, None for contents of the caller's choice. Other
-            padding repeats real entries.
+        declared: input position -> the constant in its padding; None for contents that the caller chooses. Inputs that
+            are not in it repeat real entries.
     """
     values: list[PaddedValue | Size | None] = []
-    for position, given in enumerate(graph.inputs):
-        if not isinstance(given, TensorShape):
-            values.append(given)
+    for position, shape in enumerate(graph.inputs):
+        if not isinstance(shape, TensorShape):
+            values.append(shape)
             continue
-        value = PaddedValue(sizes.one_each(given.sizes), dtype=given.dtype)
+        value = PaddedValue(sizes.one_each(shape.sizes), dtype=shape.dtype)
         if position in declared:
             places, pad = sizes.places(value), declared[position]
             fields = {field for dim, at in places for field in sizes.fields_of(value.factors[dim][at])}
             value = replace(value, new_fields=frozenset(fields))
             if pad is not None:
-                value = value.with_pads(dict.fromkeys(places, cast_pad(pad, given.dtype)))
+                value = value.with_pads(dict.fromkeys(places, cast_pad(pad, shape.dtype)))
         values.append(value)
     return tuple(values)
 
@@ -79,22 +79,22 @@ def interpret(
     sizes: Sizes | Mapping[sympy.Symbol, str],
     trusted: Collection[str] = (),
 ) -> Interpretation:
-    """What the graph does with padded inputs.
+    """Run a graph over abstract values.
 
     Args:
         graph: the graph.
-        inputs: one for each input of the graph: the abstract value of a tensor, the expression of a number, else None.
-            The factors of each dimension multiply to the size that the graph has there.
-        sizes: which sizes are padded, or candidate symbol -> key field. All other symbols have their real values in the
-            padded run.
-        trusted: qualified names, without overload, of operators whose results are clean whatever they read: their
-            caller vouches for them.
+        inputs: for each input of the graph the abstract value of a tensor, the expression of a number, else None. The
+            product of a dimension's factors must be the size of that dimension in the graph.
+        sizes: which sizes are padded, or candidate symbol -> key field. All other symbols have the same value in both
+            runs.
+        trusted: qualified names, without overload, of operators whose results never depend on padding; the caller
+            guarantees this.
     """
     return _Run(graph, sizes if isinstance(sizes, Sizes) else Sizes(sizes), frozenset(trusted)).run(inputs)
 
 
 class _Run:
-    """One run over one graph."""
+    """The state of one run: the values so far, which of them depend on padded inputs, and the findings."""
 
     def __init__(self, graph: AtenGraph, sizes: Sizes, trusted: frozenset[str]) -> None:
         self._graph = graph
@@ -107,30 +107,32 @@ class _Run:
         self._assumptions: set[str] = set()
 
     def run(self, inputs: Sequence[PaddedValue | Size | None]) -> Interpretation:
-        for position, (given, value) in enumerate(zip(self._graph.inputs, inputs, strict=True)):
-            self._values.append(self._input(position, given, value))
-            made = self._values[-1]
-            self._depends.append(isinstance(made, PaddedValue) and bool(made.findings or self._sizes.places(made)))
+        for position, (shape, value) in enumerate(zip(self._graph.inputs, inputs, strict=True)):
+            checked = self._input(position, shape, value)
+            self._values.append(checked)
+            is_padded = isinstance(checked, PaddedValue) and bool(checked.findings or self._sizes.places(checked))
+            self._depends.append(is_padded)
         for node in self._graph.nodes:
             self._depends.append(any(map(self._depends.__getitem__, references(node.arguments))))
             self._values.append(self._step(node))
         outputs = tuple(self._of(output) for output in self._graph.outputs)
-        kept = tuple(output if isinstance(output, (PaddedValue, int, sympy.Basic)) else None for output in outputs)
+        outputs = tuple(output if isinstance(output, (PaddedValue, int, sympy.Basic)) else None for output in outputs)
         dependent = tuple(any(map(self._depends.__getitem__, references(output))) for output in self._graph.outputs)
-        return Interpretation(kept, self._written, frozenset(self._everywhere), frozenset(self._assumptions), dependent)
+        findings, assumptions = frozenset(self._everywhere), frozenset(self._assumptions)
+        return Interpretation(outputs, self._written, findings, assumptions, dependent)
 
-    def _input(self, position: int, given: object, value: object) -> object:
-        if not isinstance(given, TensorShape):
-            return self._sizes.renamed(given) if isinstance(given, (int, sympy.Basic)) else value
+    def _input(self, position: int, shape: object, value: object) -> object:
+        if not isinstance(shape, TensorShape):
+            return self._sizes.renamed(shape) if isinstance(shape, (int, sympy.Basic)) else value
         if not isinstance(value, PaddedValue):
-            value = PaddedValue(self._sizes.one_each(given.sizes))
+            value = PaddedValue(self._sizes.one_each(shape.sizes))
         renamed = tuple(self._sizes.merged([self._sizes.renamed(f) for f in of_dim]) for of_dim in value.factors)
-        value = replace(value, factors=renamed, dtype=given.dtype)
-        call = self._call("input", {"input": value}, given, "")
-        if self._fits(value, given):
-            return self._checked(call, value, given)
+        value = replace(value, factors=renamed, dtype=shape.dtype)
+        call = self._call("input", {"input": value}, shape, "")
+        if self._fits(value, shape):
+            return self._checked(call, value, shape)
         why = f"input '{self._graph.input_names[position]}' has other sizes than its graph"
-        return call.reached(call.fresh(given), PaddingReason(why))
+        return call.reached(call.fresh(shape), PaddingReason(why))
 
     def _of(self, argument: Any) -> Any:
         if isinstance(argument, Ref):
@@ -157,7 +159,7 @@ class _Run:
             return self._call(node.op, {}, result, node.where).fresh() if isinstance(result, TensorShape) else None
         arguments = {name: self._of(argument) for name, argument in node.arguments}
         own, bases = (result[: -len(node.bases)], node.bases) if node.bases else (result, ())
-        own = () if own == (None,) else own  # a functionalized op that returns nothing has a None for it
+        own = () if own == (None,) else own  # auto_functionalized returns None for an op without results
         call = self._call(node.op, arguments, own, node.where)
         if call.name.startswith("sym_") and not call.shapes:
             return result
@@ -167,8 +169,8 @@ class _Run:
             return (*(values or (None,)), *(after.get(base or "") for base in bases))
         for name, value in after.items():
             self._write(dict(node.arguments)[name], value)
-        made = values if isinstance(own, tuple) else values[0] if values else None
-        return (None, *values) if node.has_token else made
+        results = values if isinstance(own, tuple) else values[0] if values else None
+        return (None, *values) if node.has_token else results
 
     def _renamed(self, result: Any) -> Any:
         if isinstance(result, TensorShape):
@@ -185,25 +187,25 @@ class _Run:
                 self._written[position] = value
 
     def _operator(self, node: AtenNode, call: OpCall) -> tuple[tuple[Any, ...], tuple[PaddedValue, ...]]:
-        """The results of one operator, and the values of the arguments that it wrote to."""
+        """The results of one operator, and the new values of the arguments that it writes to."""
         if node.op in _WITHOUT_EFFECT:
             return (), ()
         tensors = list(tensors_of(call.arguments.values()))
         findings = frozenset[PaddingFinding]().union(*(value.findings for value in tensors))
         own = call.result if isinstance(call.result, tuple) else () if call.result is None else (call.result,)
         wanted = (*own, *(self._shape_of(call, name) for name in node.writes))
-        made = self._applied(call, node, tensors, wanted)
+        values = self._applied(call, node, tensors, wanted)
         outside = reads_outside(call)
         if outside is not None:
-            made = self._refused(call, wanted, outside)
+            values = self._refused(call, wanted, outside)
         if tensors and not any(isinstance(shape, TensorShape) for shape in wanted):
-            self._read_by_host(call, own, made, tensors)
+            self._read_by_host(call, own, values, tensors)
             return own, ()
         results = tuple(
             replace(value.with_findings(findings), new_fields=new_fields(call, tensors, value))
             if isinstance(value, PaddedValue)
             else shape
-            for value, shape in zip(made, wanted, strict=True)
+            for value, shape in zip(values, wanted, strict=True)
         )
         self._hidden_sizes(own, results)
         return results[: len(own)], tuple(value for value in results[len(own) :] if isinstance(value, PaddedValue))
@@ -217,7 +219,7 @@ class _Run:
     def _applied(
         self, call: OpCall, node: AtenNode, tensors: list[PaddedValue], wanted: tuple[Any, ...]
     ) -> tuple[PaddedValue | None, ...]:
-        """One value for each wanted tensor: what the operator's rule says, or why nothing is certain."""
+        """One value for each wanted tensor: from the operator's rule, or with findings if the rule refuses."""
         if node.op.partition(".")[0] in self._trusted:
             return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
         rule = rule_for(node.op)
@@ -229,32 +231,33 @@ class _Run:
         if rule is None:
             return self._refused(call, wanted, PaddingReason("it has no padding rule"))
         try:
-            made = rule(call)
+            returned = rule(call)
         except Unknown as unknown:
             return self._refused(call, wanted, unknown.reason)
         except Exception as error:
             return self._refused(call, wanted, PaddingReason(f"its padding rule failed: {error!r}"))
-        if isinstance(made, PaddingReason):
-            return self._refused(call, wanted, made)
-        made = made if isinstance(made, tuple) else (made,)
-        if len(made) != len(wanted):
-            why = f"its padding rule returned {len(made)} values for {len(wanted)} results"
+        if isinstance(returned, PaddingReason):
+            return self._refused(call, wanted, returned)
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        if len(returned) != len(wanted):
+            why = f"its padding rule returned {len(returned)} values for {len(wanted)} results"
             return self._refused(call, wanted, PaddingReason(why))
-        return tuple(self._checked(call, value, shape) for value, shape in zip(made, wanted, strict=True))
+        return tuple(self._checked(call, value, shape) for value, shape in zip(returned, wanted, strict=True))
 
     def _shared(self, call: OpCall, rule: PaddingRule | None, shape: Any) -> PaddedValue | None:
-        """What no padded input enters is the same whichever entries are real; indices stay known."""
+        """A result that depends on no padded input: no findings, but constants and indices from the rule."""
         if not isinstance(shape, TensorShape):
             return None
         try:
-            made = rule(call) if rule is not None else None
+            returned = rule(call) if rule is not None else None
         except Exception:
-            made = None
-        value = self._checked(call, made, shape) if isinstance(made, PaddedValue) and self._fits(made, shape) else None
+            returned = None
+        fitting = returned if isinstance(returned, PaddedValue) and self._fits(returned, shape) else None
+        value = self._checked(call, fitting, shape) if fitting is not None else None
         return replace(value, findings=frozenset()) if value is not None else call.fresh(shape)
 
     def _touched(self, call: OpCall, tensors: list[PaddedValue]) -> bool:
-        """Whether padding, or the padded size, stands in an argument or in the result's shape."""
+        """Whether an argument or the result's shape has a padded size."""
         padded = self._sizes.padded
         if any(padded(size) for value in tensors for of_dim in value.factors for size in of_dim):
             return True
@@ -268,7 +271,7 @@ class _Run:
         )
 
     def _checked(self, call: OpCall, value: PaddedValue | None, shape: Any) -> PaddedValue | None:
-        """A rule's result in canonical form; without knowledge where its sizes are not those of the graph."""
+        """A rule's result in canonical form; a fresh value with findings if its sizes do not match the graph."""
         if not isinstance(shape, TensorShape):
             return None
         if not isinstance(value, PaddedValue) or not self._fits(value, shape):
@@ -296,12 +299,12 @@ class _Run:
             for of_dim, size in zip(value.factors, shape.sizes, strict=True)
         )
 
-    # --- what leaves the graph by other ways than its outputs
+    # --- effects besides the outputs
 
     def _read_by_host(
-        self, call: OpCall, own: tuple[Any, ...], made: tuple[PaddedValue | None, ...], tensors: list[PaddedValue]
+        self, call: OpCall, own: tuple[Any, ...], results: tuple[PaddedValue | None, ...], tensors: list[PaddedValue]
     ) -> None:
-        """An operator that returns no tensor: a number for the host, an assertion, or an effect outside the graph."""
+        """Add findings for an operator without tensor results: a host number, an assertion, an outside effect."""
         findings = {finding for value in tensors for finding in value.findings}
         if self._touched(call, tensors):
             findings |= call.findings_for(PaddingReason("it reads padded entries"))
@@ -309,7 +312,7 @@ class _Run:
         self._everywhere |= {finding.reaching(target) for finding in findings}
 
     def _hidden_sizes(self, own: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        """Sizes that contents decide: later tensors of such a size carry no findings, so the whole graph does."""
+        """Add findings for a result whose size depends on contents: later tensors of that size have no findings."""
         for shape, value in zip(own, results, strict=False):
             if not isinstance(value, PaddedValue) or not value.findings:
                 continue

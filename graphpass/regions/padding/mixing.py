@@ -1,4 +1,4 @@
-"""Whether the entries of a packed batch stay apart in a partitioned graph: each token's, each request's."""
+"""Whether the entries of a packed batch (tokens, requests) are independent of each other in a partitioned graph."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ def mixing_of(
     symbols: Mapping[sympy.Symbol, str],
     trusted: Collection[str] = (),
 ) -> tuple[PaddingFinding, ...]:
-    """What makes an entry along one size depend on other entries along it, real or padded, or on how many there are.
+    """The operators through which an entry along a size depends on other entries along it, or on their number.
 
-    An output without that size may hold entries that data name: the logits of each request's last token. Random numbers
-    depend on how many are drawn and count as apart.
+    An output without that size may contain entries selected by data, such as the logits of each request's last token.
+    Random numbers depend on how many are drawn, but do not count as dependence.
 
     Args:
         parts: the partition.
-        graphs: region name -> its aten graph, for captured and eager regions alike.
+        graphs: region name -> its aten graph, for captured and eager regions.
         symbols: the symbols of one key field -> that field.
-        trusted: qualified names of operators that keep entries apart, whatever their rule says.
+        trusted: qualified names of operators that do not mix entries, even if their rule says so.
 
     Returns:
-        One finding for each operator and line; none where all entries stay apart.
+        One finding for each operator and line; empty if all entries are independent.
     """
-    found = [*_mixed(parts, graphs, symbols, frozenset(trusted)), *_counted(parts, graphs, symbols, frozenset(trusted))]
+    trusted = frozenset(trusted)
+    findings = [*_mixed(parts, graphs, symbols, trusted), *_counted(parts, graphs, symbols, trusted)]
     first: dict[tuple[str, str], PaddingFinding] = {}
-    for finding in found:
+    for finding in findings:
         first.setdefault((finding.op, finding.where), finding)
     return tuple(first.values())
 
@@ -48,19 +49,19 @@ def mixing_of(
 def _mixed(
     parts: Partition, graphs: Mapping[str, RegionGraph], symbols: Mapping[sympy.Symbol, str], trusted: frozenset[str]
 ) -> list[PaddingFinding]:
-    """Entries that depend on other indices along the size."""
+    """Findings for entries that depend on other indices along the size."""
     run = PartitionRun(parts, graphs, {}, ordered=False, trusted=trusted)
     sizes = Sizes(symbols, ordered=False)
-    made = run.interpretation(symbols)
-    found = [finding for finding in made.findings if finding.target != _RANDOM]
-    for target, value in _results(parts, made):
+    interpreted = run.interpretation(symbols)
+    findings = [finding for finding in interpreted.findings if finding.target != _RANDOM]
+    for target, value in _results(parts, interpreted):
         places = sizes.places(value)
         by_data = not places and not target.startswith("written")
-        found += [f.reaching(target) for f in value.findings if not (by_data and f.verdict is Verdict.RUNTIME)]
+        findings += [f.reaching(target) for f in value.findings if not (by_data and f.verdict is Verdict.RUNTIME)]
         if len(places) > 1:
             along = [value.factors[dim][at] for dim, at in places]
-            found += _along_several(symbols, f"its entries stand along {along}", target)
-    return sorted(set(found), key=str)
+            findings += _along_several(symbols, f"its entries stand along {along}", target)
+    return sorted(set(findings), key=str)
 
 
 def _along_several(symbols: Mapping[sympy.Symbol, str], why: str, target: str) -> Iterator[PaddingFinding]:
@@ -71,25 +72,25 @@ def _along_several(symbols: Mapping[sympy.Symbol, str], why: str, target: str) -
 def _counted(
     parts: Partition, graphs: Mapping[str, RegionGraph], symbols: Mapping[sympy.Symbol, str], trusted: frozenset[str]
 ) -> Iterable[PaddingFinding]:
-    """A size that is used as a number mixes no entries, but makes each depend on how many there are."""
+    """Findings for uses of the size as a number: they mix no entries, but depend on the number of entries."""
     run = PartitionRun(parts, graphs, {}, trusted=trusted)
     sizes = Sizes(symbols)
-    made, before = run.interpretation(symbols), run.inputs(sizes)
-    into = {p: value for p in made.written if isinstance(value := before[p], PaddedValue)}
+    interpreted, before = run.interpretation(symbols), run.inputs(sizes)
+    into = {p: value for p in interpreted.written if isinstance(value := before[p], PaddedValue)}
     targets = {position: _name_of(parts, position) for position in into}
-    for finding in findings_of_results(made, sizes, into, targets):
+    for finding in findings_of_results(interpreted, sizes, into, targets):
         if finding.verdict is Verdict.UNPROVED and finding.target != _RANDOM:
             yield finding
 
 
-def _results(parts: Partition, made: Interpretation) -> Iterator[tuple[str, PaddedValue]]:
-    for position, value in enumerate(made.outputs):
+def _results(parts: Partition, interpreted: Interpretation) -> Iterator[tuple[str, PaddedValue]]:
+    for position, value in enumerate(interpreted.outputs):
         if isinstance(value, PaddedValue):
             yield f"output {position}", value
-    for position, value in made.written.items():
+    for position, value in interpreted.written.items():
         yield _name_of(parts, position), value
 
 
 def _name_of(parts: Partition, position: int) -> str:
-    given = parts.inputs[position]
-    return f"written input '{given.source_name or given.name}'"
+    graph_input = parts.inputs[position]
+    return f"written input '{graph_input.source_name or graph_input.name}'"

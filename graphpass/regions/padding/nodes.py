@@ -31,7 +31,7 @@ CONSTANT = "constant"
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """The symbolic sizes and the type of a tensor."""
+    """The symbolic sizes and the dtype of a tensor."""
 
     sizes: tuple[Size, ...]
     dtype: torch.dtype
@@ -39,13 +39,13 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An earlier value of the graph: an input by its position, then the nodes in order."""
+    """An earlier value of the graph by its index: the inputs come first, then the nodes in order."""
 
     index: int
 
 
 ResultShape: TypeAlias = "TensorShape | Size | tuple[ResultShape, ...] | None"
-"""What a node returns: a tensor, a number, several of them, or nothing."""
+"""The shape of a node's result: a tensor, a number, a tuple of these, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,15 @@ class AtenNode:
     """One operator of the graph.
 
     Attributes:
-        op: its qualified name, ``aten::add.Tensor``; ``getitem``, ``number`` and ``constant`` are no operators.
-        arguments: (schema name, argument) pairs, defaults included. Sizes, numbers and :class:`Ref` are what they hold.
-        result: what it returns.
-        where: the user's line.
-        writes: schema names of the arguments that it writes to.
-        has_token: it runs in order with other effects: the first result is a token.
-        bases: for a custom op made functional, the written tensors in the order in which they follow the results.
+        op: the qualified name, ``aten::add.Tensor``; or ``getitem``, ``number`` or ``constant``.
+        arguments: (schema name, argument) pairs, defaults included; tensors are :class:`Ref`, symbolic sizes are
+            expressions.
+        result: the shape of the result.
+        where: the line of the user's code.
+        writes: schema names of the arguments that the operator writes to.
+        has_token: the operator is ordered with other effects, and its first result is a token.
+        bases: for an op inside ``auto_functionalized``, the schema names of the written tensors, in the order in which
+            their new values follow the results.
     """
 
     op: str
@@ -72,7 +74,7 @@ class AtenNode:
 
 
 def references(argument: Any) -> Iterator[int]:
-    """The positions of the earlier values that ``argument`` holds, nested in tuples or not."""
+    """The indices of the earlier values in ``argument``, also those nested in tuples."""
     if isinstance(argument, Ref):
         yield argument.index
     elif isinstance(argument, tuple):
@@ -82,9 +84,9 @@ def references(argument: Any) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=4096)
 def operator_named(name: str) -> operators.OpOverload | None:
-    """The operator of a qualified name, ``aten::add.Tensor``; None if there is none."""
+    """The operator with a qualified name (``aten::add.Tensor``); None if it does not exist."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     packet = operators.operator_packet(namespace, base)
-    found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, operators.OpOverload) else None
+    op = getattr(packet, overload or "default", None)
+    return op if isinstance(op, operators.OpOverload) else None

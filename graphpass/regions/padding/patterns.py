@@ -1,4 +1,4 @@
-"""Operators that a compiler took apart, put together again where only the whole shows what padding does."""
+"""Recognises operators that a compiler decomposed, where padding can be proved for the whole operator only."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["recognised"]
 
 
 def recognised(node: AtenNode, inputs: Sequence[Any], nodes: Sequence[AtenNode]) -> tuple[AtenNode, ...]:
-    """``node``, or what is recorded in its place: the operator that it completes, behind nodes which that needs.
+    """The nodes to record for ``node``: itself, or the operator whose decomposition it completes, after helper nodes.
 
     Args:
         node: the last node of a graph so far.
         inputs: the shapes of the graph's inputs.
-        nodes: the nodes before it.
+        nodes: the nodes before ``node``.
     """
     earlier = _Earlier(inputs, nodes)
     for pattern in (_softmax, _log_softmax, _cut_padding):
-        found = pattern(node, earlier)
-        if found is not None:
-            op, arguments = found
+        match = pattern(node, earlier)
+        if match is not None:
+            op, arguments = match
             return (replace(node, op=op, arguments=arguments),)
     return _comparison(node, earlier) or (node,)
 
 
 class _Earlier:
-    """The values before a node."""
+    """The values that exist before a node."""
 
     def __init__(self, inputs: Sequence[Any], nodes: Sequence[AtenNode]) -> None:
         self._inputs = inputs
         self._nodes = nodes
 
     def node(self, argument: Any, op: str) -> dict[str, Any] | None:
-        """The arguments of the ``op`` that made ``argument``; None if another operator did."""
+        """The arguments of the node that computed ``argument``; None if its operator is not ``op``."""
         at = argument.index - len(self._inputs) if isinstance(argument, Ref) else -1
         return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else None
 
@@ -48,19 +48,19 @@ class _Earlier:
         return len(self._inputs) + len(self._nodes)
 
     def shape(self, argument: Any) -> TensorShape | None:
-        """The shape of an earlier value."""
+        """The shape of an earlier value; None if it is no tensor."""
         if not isinstance(argument, Ref):
             return None
         at = argument.index - len(self._inputs)
-        found = self._nodes[at].result if at >= 0 else self._inputs[argument.index]
-        return found if isinstance(found, TensorShape) else None
+        shape = self._nodes[at].result if at >= 0 else self._inputs[argument.index]
+        return shape if isinstance(shape, TensorShape) else None
 
 
-_Found = tuple[str, tuple[tuple[str, Any], ...]] | None
+_Match = tuple[str, tuple[tuple[str, Any], ...]] | None
 
 
 def _exponentials(total: Any, earlier: _Earlier) -> tuple[Any, Any, Any] | None:
-    """Scores, their dimension, and scores minus maximum, of ``exp(scores - scores.amax(dim)).sum(dim)``."""
+    """(scores, dim, scores - maximum) if ``total`` is ``exp(scores - scores.amax(dim)).sum(dim)``, else None."""
     summed = earlier.node(total, "aten::sum.dim_IntList")
     powers = earlier.node(summed["self"], "aten::exp") if summed is not None else None
     shifted = earlier.node(powers["self"], "aten::sub.Tensor") if powers is not None else None
@@ -73,30 +73,30 @@ def _exponentials(total: Any, earlier: _Earlier) -> tuple[Any, Any, Any] | None:
     return shifted["self"], summed["dim"][0], powers["self"]
 
 
-def _softmax(node: AtenNode, earlier: _Earlier) -> _Found:
+def _softmax(node: AtenNode, earlier: _Earlier) -> _Match:
     arguments = dict(node.arguments)
     if node.op != "aten::div.Tensor":
         return None
     summed = earlier.node(arguments["other"], "aten::sum.dim_IntList")
-    found = _exponentials(arguments["other"], earlier)
-    if summed is None or found is None or summed["self"] != arguments["self"]:
+    parts = _exponentials(arguments["other"], earlier)
+    if summed is None or parts is None or summed["self"] != arguments["self"]:
         return None
-    return "aten::_softmax", (("self", found[0]), ("dim", found[1]), ("half_to_float", False))
+    return "aten::_softmax", (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
 
 
-def _log_softmax(node: AtenNode, earlier: _Earlier) -> _Found:
+def _log_softmax(node: AtenNode, earlier: _Earlier) -> _Match:
     arguments = dict(node.arguments)
     if node.op != "aten::sub.Tensor" or arguments["alpha"] != 1:
         return None
     logarithm = earlier.node(arguments["other"], "aten::log")
-    found = _exponentials(logarithm["self"], earlier) if logarithm is not None else None
-    if found is None or found[2] != arguments["self"]:
+    parts = _exponentials(logarithm["self"], earlier) if logarithm is not None else None
+    if parts is None or parts[2] != arguments["self"]:
         return None
-    return "aten::_log_softmax", (("self", found[0]), ("dim", found[1]), ("half_to_float", False))
+    return "aten::_log_softmax", (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
 
 
-def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Found:
-    """A tensor extended at its end and cut to its size again, as for the alignment of an attention mask, is itself."""
+def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Match:
+    """A tensor extended at its end and cut to its old size, as for the alignment of an attention mask, is unchanged."""
     if node.op != "aten::slice.Tensor" or not isinstance(node.result, TensorShape):
         return None
     arguments = dict(node.arguments)
@@ -113,7 +113,7 @@ def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Found:
 
 
 def _comparison(node: AtenNode, earlier: _Earlier) -> tuple[AtenNode, ...] | None:
-    """``i - j <= k`` over whole numbers is ``i <= j + k``: a comparison of indices, as in a triangle taken apart."""
+    """``i - j <= k`` over integers becomes ``i <= j + k``: a comparison of indices, as in a decomposed triangle."""
     if node.op not in _COMPARISONS:
         return None
     arguments = dict(node.arguments)

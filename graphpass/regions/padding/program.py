@@ -1,4 +1,4 @@
-"""An aten graph as a plain record, so that a proof can be made, shared and saved without the graph module."""
+"""An aten graph as a plain record: proofs need no graph module, and equal regions share one record."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class AtenGraph:
     """A graph of aten operators with symbolic sizes.
 
     Attributes:
-        inputs: for each placeholder its shape, or its expression if it is a number; None for anything else.
-        input_names: their names.
+        inputs: for each placeholder the shape of a tensor, the expression of a number, else None.
+        input_names: the names of the placeholders.
         nodes: the operators, in order.
         outputs: for each flat output a :class:`Ref`, a number, or None.
         symbols: the symbols of the inputs in order of first occurrence.
@@ -43,7 +43,7 @@ class AtenGraph:
 
     @staticmethod
     def of(graph_module: fx.GraphModule) -> AtenGraph:
-        """The record of a graph whose nodes have their values in ``meta["val"]``, as AOTAutograd leaves it."""
+        """The record of a graph from AOTAutograd, whose nodes have their fake values in ``meta["val"]``."""
         return _Reader(graph_module).read()
 
 
@@ -68,9 +68,9 @@ class _Reader:
             elif node.op != "placeholder":
                 self._nodes.extend(recognised(self._node(node), inputs, self._nodes))
                 self._at[node] = Ref(len(placeholders) + len(self._nodes) - 1)
-        kept = tuple(_only_tensor_or_size(given) for given in inputs)
+        shapes = tuple(_only_tensor_or_size(shape) for shape in inputs)
         names = tuple(str(node.name) for node in placeholders)
-        return AtenGraph(kept, names, tuple(self._nodes), outputs, _symbols_of(kept))
+        return AtenGraph(shapes, names, tuple(self._nodes), outputs, _symbols_of(shapes))
 
     def _plain(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -125,8 +125,8 @@ class _Reader:
         inner = next((argument for argument in node.args if isinstance(argument, operators.OpOverload)), None)
         if name == "with_effects" and inner is not None and isinstance(result, tuple):
             rest = result[1:] if len(result) != 2 else result[1]
-            made = self._of_operator(inner, node.args[2:], node.kwargs, rest, where)
-            return AtenNode(made.op, made.arguments, rest, where, made.writes, has_token=True)
+            node_of_op = self._of_operator(inner, node.args[2:], node.kwargs, rest, where)
+            return AtenNode(node_of_op.op, node_of_op.arguments, rest, where, node_of_op.writes, has_token=True)
         if name.startswith("auto_functionalized") and inner is not None:
             functional = self._functionalized(inner, node, result, where)
             if functional is not None:
@@ -134,7 +134,7 @@ class _Reader:
         return AtenNode(f"higher_order::{name}", self._positional(node), result, where)
 
     def _functionalized(self, op: operators.OpOverload, node: fx.Node, result: Any, where: str) -> AtenNode | None:
-        """The custom op inside ``auto_functionalized``, whose written arguments are whole tensors; None for views."""
+        """The custom op inside ``auto_functionalized``; None if it writes to a view instead of a whole tensor."""
         kwargs: dict[str, Any] = dict(node.kwargs)
         bases: list[str | None]
         every: Any = kwargs.pop("_all_bases", None)
@@ -148,13 +148,13 @@ class _Reader:
                 if not isinstance(position, int) or any(key.startswith(f"_{name}_") for key in kwargs):
                     return None
                 bases[position], kwargs[name] = name, every[position]
-        made = self._of_operator(op, (), kwargs, result, where)
-        return AtenNode(made.op, made.arguments, result, where, made.writes, bases=tuple(bases))
+        node_of_op = self._of_operator(op, (), kwargs, result, where)
+        return AtenNode(node_of_op.op, node_of_op.arguments, result, where, node_of_op.writes, bases=tuple(bases))
 
 
 def _only_ones_change(node: fx.Node) -> bool:
-    """Whether an ``as_strided`` leaves every entry where it is: it adds, drops or restrides dimensions of size 1."""
-    before, after = (given.meta.get("val") for given in (node.args[0], node) if isinstance(given, fx.Node))
+    """Whether an ``as_strided`` moves no entry: it only adds, drops or restrides dimensions of size 1."""
+    before, after = (one.meta.get("val") for one in (node.args[0], node) if isinstance(one, fx.Node))
     if before is None or after is None:
         return False
     return symbolic.expression_of(before.storage_offset()) == symbolic.expression_of(
@@ -191,12 +191,12 @@ def _only_tensor_or_size(shape: Any) -> TensorShape | Size | None:
 
 
 def _symbols_of(inputs: tuple[TensorShape | Size | None, ...]) -> tuple[sympy.Symbol, ...]:
-    found: dict[sympy.Symbol, None] = {}
-    for given in inputs:
-        for size in given.sizes if isinstance(given, TensorShape) else (given,):
+    symbols: dict[sympy.Symbol, None] = {}
+    for shape in inputs:
+        for size in shape.sizes if isinstance(shape, TensorShape) else (shape,):
             if isinstance(size, sympy.Basic):
-                found.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
-    return tuple(found)
+                symbols.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
+    return tuple(symbols)
 
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+)')
@@ -205,7 +205,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @functools.lru_cache(maxsize=1024)
 def where_of(stack_trace: str | None) -> str:
-    """``model.py:123: x.mean(1)``: the innermost line of a stack trace that is not torch's; empty without one."""
+    """The innermost line of a stack trace outside torch, as ``model.py:123: x.mean(1)``; empty without a trace."""
     best, inside_torch = "", ""
     lines = (stack_trace or "").splitlines()
     for number, line in enumerate(lines):

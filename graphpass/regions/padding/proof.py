@@ -1,4 +1,4 @@
-"""From abstract values to a verdict for each padded size."""
+"""The verdict for each padded size, from the abstract results of a graph."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ResultFactors = tuple[tuple[sympy.Expr, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class PaddingProof:
-    """Which sizes of a graph may be padded, and where padding reaches real entries.
+    """Which sizes of a graph may be padded, and why others may not. See Note [Padding verdicts].
 
     Attributes:
-        verdicts: key field -> verdict. The fields with PROVED may be padded together; so may these and the ones with
-            RUNTIME, if their calls are checked.
-        output_factors: for each flat output the factors of each dimension, outermost first; None for what is no tensor.
-        findings: why fields are not PROVED.
-        assumptions: what the verdicts rest on.
+        verdicts: key field -> verdict. All PROVED fields may be padded together; RUNTIME fields may be added if their
+            calls are checked.
+        output_factors: for each flat output the factors of each dimension, outermost first; None if it is no tensor.
+        findings: the reasons why fields are not PROVED.
+        assumptions: the conditions on which the verdicts depend.
     """
 
     verdicts: Mapping[str, Verdict]
@@ -48,10 +48,11 @@ def padding_of(
     """Prove which sizes of an aten graph may be padded.
 
     Args:
-        graph: the graph, or a graph module whose nodes have their values.
-        symbols: candidate symbol -> key field; without names each symbol is its own field.
-        declared: input position -> the constant that the padding of this input holds. Other padding is finite.
-        written: input position -> its name in findings, for inputs that the graph writes to.
+        graph: the graph, or a graph module whose nodes have ``meta["val"]``.
+        symbols: candidate symbol -> key field; or a collection of symbols, each its own key field.
+        declared: input position -> the constant in its padding; None for other finite contents. Inputs that are not in
+            it repeat real entries.
+        written: input position -> name for findings, for inputs that the graph writes to.
     """
     record = graph if isinstance(graph, AtenGraph) else AtenGraph.of(graph)
     fields = dict(symbols) if isinstance(symbols, Mapping) else {symbol: str(symbol) for symbol in symbols}
@@ -83,40 +84,40 @@ def findings_of_results(
     into: Mapping[int, PaddedValue],
     targets: Mapping[int, str],
 ) -> tuple[PaddingFinding, ...]:
-    """How padding reaches what leaves a graph: outputs, written inputs, the host, random numbers.
+    """Findings for everything that leaves a graph: outputs, written inputs, numbers for the host, random numbers.
 
-    A size among the outputs is no finding: it is an expression, which the caller evaluates at the real sizes.
+    An output that is a size causes no finding: the caller evaluates its expression at the real sizes.
 
     Args:
-        run: what the graph does.
+        run: the interpretation of the graph.
         sizes: which sizes are padded.
-        into: input position -> the value of a written input before the graph ran.
-        targets: input position -> the name of a written input in findings.
+        into: input position -> the value of a written input before the run.
+        targets: input position -> the name of a written input for findings.
     """
-    found = list(run.findings)
+    findings = list(run.findings)
     for position, output in enumerate(run.outputs):
         if isinstance(output, PaddedValue):
             target = f"output {position}"
-            found += [finding.reaching(target) for finding in output.findings]
-            found += _padding_inside(output, sizes, target)
+            findings += [finding.reaching(target) for finding in output.findings]
+            findings += _padding_inside(output, sizes, target)
     for position, value in run.written.items():
         target = targets[position]
-        found += [finding.reaching(target) for finding in value.findings]
+        findings += [finding.reaching(target) for finding in value.findings]
         for ours, theirs in zip(into[position].factors, value.factors, strict=True):
             if sizes.unified(ours, theirs) != ours:
-                found += _cut_wrongly(sizes, theirs or ours, f"entries {list(theirs)} go to {list(ours)}", target)
+                findings += _cut_wrongly(sizes, theirs or ours, f"entries {list(theirs)} go to {list(ours)}", target)
     order = {target: at for at, target in enumerate(targets.values())}
-    return tuple(sorted(set(found), key=lambda finding: (order.get(finding.target, -1), str(finding))))
+    return tuple(sorted(set(findings), key=lambda finding: (order.get(finding.target, -1), str(finding))))
 
 
 def _padding_inside(output: PaddedValue, sizes: Sizes, target: str) -> list[PaddingFinding]:
-    """An output is cut by prefix, which is right along the outermost factor of each dimension alone."""
-    found: list[PaddingFinding] = []
+    """Findings for padded factors that are not outermost: outputs are cut by prefix, which leaves such padding in."""
+    findings: list[PaddingFinding] = []
     for dim, of_dim in enumerate(output.factors):
         if not sizes.is_prefix(of_dim):
             inside = tuple(size for size in of_dim[1:] if sizes.padded(size))
-            found += _cut_wrongly(sizes, inside, f"padding stands inside dimension {dim} of {list(of_dim)}", target)
-    return found
+            findings += _cut_wrongly(sizes, inside, f"padding stands inside dimension {dim} of {list(of_dim)}", target)
+    return findings
 
 
 def _cut_wrongly(sizes: Sizes, at_fault: Sequence[Size], why: str, target: str) -> list[PaddingFinding]:
@@ -128,11 +129,11 @@ Attempt = Callable[[Mapping[sympy.Symbol, str]], tuple[Interpretation, tuple[Pad
 
 
 def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProof:
-    """The largest set of fields, in order, that may be padded together.
+    """The proof for the largest set of key fields that may be padded together; earlier fields take precedence.
 
     Args:
         fields: candidate symbol -> key field.
-        attempt: runs the pass with some of the candidates, and returns the run and its findings.
+        attempt: runs the pass with some of the candidates; returns the run and its findings.
     """
     order = tuple(dict.fromkeys(fields.values()))
     verdicts: dict[str, Verdict] = {}

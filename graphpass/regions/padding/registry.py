@@ -1,4 +1,4 @@
-"""Which rule an operator has: the built-in tables, and what users register for their own operators."""
+"""Look-up of padding rules: the built-in tables, and rules that users register for custom operators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _REGISTERED: dict[str, PaddingRule] = {}
 
 
 def register_padding_rule(op: Any, rule: PaddingRule) -> None:
-    """Register what padding does in a custom operator, for all graphs of this process.
+    """Register the padding rule of a custom operator, for all graphs of this process.
 
     Args:
         op: an overload, a packet (all its overloads), or the qualified name of either: ``mylib::attention``.
-        rule: takes an :class:`OpCall`; returns the result's :class:`PaddedValue`, a tuple of them for several results,
-            or a :class:`PaddingReason` where padding reaches real entries. An exception counts as such a reason.
+        rule: takes an :class:`OpCall`; returns the :class:`PaddedValue` of the result, a tuple of them for several
+            results, or a :class:`PaddingReason` if real entries may depend on padding. An exception in the rule counts
+            as such a reason.
 
     Raises:
         OptionError: ``op`` names no operator, ``rule`` is not callable, or the operator has a rule already.
@@ -45,7 +46,7 @@ def register_padding_rule(op: Any, rule: PaddingRule) -> None:
 
 
 def rule_for(name: str) -> PaddingRule | None:
-    """The rule of a qualified operator name, ``aten::add.Tensor``: registered, built in, or by its tags."""
+    """The rule for a qualified operator name (``aten::add.Tensor``): registered, built in, or implied by its tags."""
     packet = name.partition(".")[0]
     rule = _REGISTERED.get(name) or _REGISTERED.get(packet) or BUILT_IN.get(packet)
     if rule is not None:

@@ -1,4 +1,4 @@
-"""Sizes as products of factors: which are padded, and how a view regroups them."""
+"""Sizes as products of factors: which factors are padded, and how a view regroups them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def as_size(value: object) -> Size:
 
 @functools.lru_cache(maxsize=8192)
 def product(factors: Factors) -> Size:
-    """The product of ``factors``; 1 without any."""
+    """The product of ``factors``; 1 if there are none."""
     return as_size(math.prod(factors))
 
 
 @functools.lru_cache(maxsize=8192)
 def quotient(size: Size, factor: Size) -> Size | None:
-    """``size / factor`` where that is a polynomial with whole coefficients for all sizes, else None."""
+    """``size / factor`` if it is a polynomial with integer coefficients, else None."""
     if size == factor:
         return 1
     if factor == 1:
@@ -65,12 +65,12 @@ def _quotient_of_monomials(size: sympy.Expr, factor: sympy.Expr) -> Size | None:
 
 
 class Sizes:
-    """The padded symbols of one run of the pass, and what follows for sizes.
+    """The padded symbols of one run of the pass, and questions about sizes that depend on them.
 
     Args:
-        fields: candidate symbol -> key field. The symbols of one field are one size.
-        ordered: the real entries are the first ones. Where they may be any (``independent_along``), no entry may reach
-            another's place, and no value of the padding is known.
+        fields: candidate symbol -> key field. The symbols of one field have the same value.
+        ordered: the real entries come first. False for ``independent_along``, where any entries may be real: then no
+            entry may move, and nothing is known of the padding.
     """
 
     def __init__(self, fields: Mapping[sympy.Symbol, str], *, ordered: bool = True) -> None:
@@ -88,24 +88,24 @@ class Sizes:
         """The key fields whose padding changes ``size``."""
         if not isinstance(size, sympy.Basic):
             return ()
-        found = self._named.get(size)
-        if found is None:
+        known = self._named.get(size)
+        if known is None:
             names = (self.fields[symbol] for symbol in size.free_symbols if symbol in self.fields)
-            found = self._named[size] = tuple(sorted(set(names)))
-        return found
+            known = self._named[size] = tuple(sorted(set(names)))
+        return known
 
     def padded(self, size: object) -> bool:
-        """Whether ``size`` has one value in the run at real sizes and another in the padded run."""
+        """Whether ``size`` differs between the run at the real sizes and the padded run."""
         return bool(self.fields_of(size))
 
     def grows(self, size: Size) -> bool:
-        """Whether ``size`` is at least as large in the padded run as in the real one, whatever the sizes are."""
+        """Whether ``size`` is at least as large in the padded run as in the run at the real sizes, for all sizes."""
         if not self.padded(size):
             return True
-        found = self._grows.get(size)
-        if found is None:
-            found = self._grows[size] = self._grows_by_parts(size)
-        return found
+        known = self._grows.get(size)
+        if known is None:
+            known = self._grows[size] = self._grows_by_parts(size)
+        return known
 
     def _grows_by_parts(self, size: Any) -> bool:
         kind = type(size).__name__
@@ -121,16 +121,16 @@ class Sizes:
         return False
 
     def renamed(self, size: Size) -> Size:
-        """``size`` with one symbol for each key field."""
+        """``size`` with all symbols of a key field replaced by the first of them."""
         if isinstance(size, int) or not self._same:
             return size
-        found = self._renamed.get(size)
-        if found is None:
-            found = self._renamed[size] = as_size(size.xreplace(self._same))
-        return found
+        known = self._renamed.get(size)
+        if known is None:
+            known = self._renamed[size] = as_size(size.xreplace(self._same))
+        return known
 
     def one_each(self, shape: Iterable[Size]) -> tuple[Factors, ...]:
-        """The factors of a shape of which nothing but the sizes is known: one for each dimension."""
+        """The factors of a shape, with one factor for each dimension."""
         return tuple((size,) if size != 1 else () for size in map(self.renamed, shape))
 
     def places(self, value: PaddedValue, dims: Iterable[int] | None = None) -> list[Place]:
@@ -143,15 +143,15 @@ class Sizes:
         return any(self.padded(size) for size in factors)
 
     def is_prefix(self, factors: Factors) -> bool:
-        """Whether at most the outermost factor of a dimension is padded: no padding stands between real entries."""
+        """Whether only the outermost factor of a dimension is padded, if any: no padding lies between real entries."""
         return not self.any_padded(factors[1:])
 
     def starts_clean(self, factors: Factors) -> bool:
-        """Whether the clean entries of a dimension are its first ones, so that earlier entries may be used."""
+        """Whether the clean entries of a dimension are its first ones, so an entry may depend on earlier entries."""
         return self.is_prefix(factors) if self.ordered else not self.any_padded(factors)
 
     def merged(self, factors: Sequence[Size]) -> Factors:
-        """``factors`` with neighbours that are not padded multiplied, and without ones."""
+        """``factors`` with adjacent unpadded factors multiplied, and without factors of 1."""
         result: list[Size] = []
         for size in factors:
             if size == 1:
@@ -163,9 +163,9 @@ class Sizes:
         return tuple(result)
 
     def unified(self, first: Factors, second: Factors) -> Factors | None:
-        """The factors of a dimension in which two tensors meet entry by entry; None if their clean entries differ.
+        """The common factors of a dimension of two tensors combined entry by entry; None if their clean entries differ.
 
-        A dimension of size 1 meets any other.
+        A dimension of size 1 broadcasts to any other.
         """
         if first == second or not second:
             return first
@@ -186,7 +186,7 @@ class Sizes:
 
 
 class Regrouping:
-    """A row-major walk over the factors of a tensor that cuts them into the dimensions of a view.
+    """Divides the factors of a tensor, in row-major order, into the dimensions of a view.
 
     Args:
         sizes: which sizes are padded.
@@ -208,25 +208,28 @@ class Regrouping:
             self._left.append((size, place))
 
     def take(self, size: Size) -> list[tuple[Size, Place | None]] | None:
-        """The factors of the next dimension, of ``size``, each with its padded place; None if one is cut through."""
-        taken: list[tuple[Size, Place | None]] = []
+        """The factors of the view's next dimension, each with its place in the tensor if it is padded, else None.
+
+        Returns None if a dimension of this size would cut through a padded factor.
+        """
+        of_dim: list[tuple[Size, Place | None]] = []
         while size != 1:
             if self._next == len(self._left):
                 return None
-            found, place = self._left[self._next]
-            rest = quotient(size, found)
+            factor, place = self._left[self._next]
+            rest = quotient(size, factor)
             if rest is not None:
-                taken.append((found, place))
+                of_dim.append((factor, place))
                 self._next, size = self._next + 1, rest
                 continue
-            inner = quotient(found, size)
+            inner = quotient(factor, size)
             if inner is None or (place is not None and not self._splits(size, inner)):
                 return None
-            taken.append((size, place))
+            of_dim.append((size, place))
             self._left[self._next] = (inner, None)
             self._merge_following()
             size = 1
-        return taken
+        return of_dim
 
     def _splits(self, outer: Size, inner: Size) -> bool:
         return self._sizes.ordered and self._sizes.padded(outer) and not self._sizes.padded(inner)
@@ -237,5 +240,5 @@ class Regrouping:
             self._left[at : at + 2] = [(product((self._left[at][0], self._left[at + 1][0])), None)]
 
     def finished(self) -> bool:
-        """Whether every factor was taken."""
+        """Whether the dimensions of the view have used up all factors."""
         return self._next == len(self._left)
