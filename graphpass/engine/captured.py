@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-from graphpass.capture import GraphRuntime
 from graphpass.capture.surroundings import capture_progress, replay_settings
-from graphpass.dispatch import CudagraphDispatcher
-from graphpass.engine.buffers import StepBuffers
-from graphpass.engine.capture import KeyCapturer
+from graphpass.engine.capture import CapturedStep, KeyCapturer
 from graphpass.engine.groups import keys_by_group
-from graphpass.engine.refusals import moved_weights, nothing_to_capture
-from graphpass.engine.step import CapturedStep
+from graphpass.engine.learn import ModelLearner
+from graphpass.engine.model import CompiledModel
+from graphpass.engine.refusals import moved_weights, nothing_captured, nothing_to_capture
 from graphpass.ladder import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ranks.conversation import AgreedSteps
@@ -23,10 +21,8 @@ class CapturedLadder:
     """What a manager has captured, and how it captures the rest.
 
     Args:
-        dispatcher: which keys there are; told which of them are captured.
-        inputs: the manager's buffers.
-        keys: captures one key.
-        runtime: owner of the pool.
+        model: the model over its buffers. Its dispatcher says which keys there are, and is told which are captured.
+        learner: knows what the model returns and writes to.
         ranks: data-parallel ranks, which capture the same keys together; None for a model of this process alone.
 
     Attributes:
@@ -37,14 +33,13 @@ class CapturedLadder:
 
     def __init__(
         self,
-        dispatcher: CudagraphDispatcher,
-        inputs: StepBuffers,
-        keys: KeyCapturer,
-        runtime: GraphRuntime,
+        model: CompiledModel,
+        learner: ModelLearner,
         ranks: AgreedSteps | None,
     ) -> None:
-        self._dispatcher, self._inputs, self._keys = dispatcher, inputs, keys
-        self._runtime, self._ranks = runtime, ranks
+        self._model, self._learner, self._ranks = model, learner, ranks
+        self._dispatcher, self._inputs, self._runtime = model.dispatcher, model.inputs, model.runtime
+        self._capturer = KeyCapturer(model, learner)
         self._estimate: MemoryEstimate | None = None
         self.steps: dict[Key, CapturedStep] = {}
         self.records: dict[Key, CapturedGraph] = {}
@@ -75,9 +70,9 @@ class CapturedLadder:
             raise nothing_to_capture(len(self.records))
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else None
-        with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.capturing():
+        with replay_settings(), self._inputs.kept(), self._learner.state_kept(), self._runtime.capturing():
             self.left_out = self._capture_in_order(max_bytes, fits)
-        self._keys.meter.settle()  # nothing needs any more what warm-ups have left cached
+        self._capturer.meter.settle()  # nothing needs any more what warm-ups have left cached
         if self.left_out:
             self._runtime.note(f"{len(self.left_out)} keys left out: the pool would exceed {max_bytes} bytes")
 
@@ -102,28 +97,49 @@ class CapturedLadder:
     def estimate(self) -> MemoryEstimate:
         """What capturing every key takes, see :meth:`CudaGraphManager.estimate`."""
         with replay_settings():
-            self._keys.learn()
+            self._learner.results()
             keys, known = self._all(), self._estimate
             if self._on_some_rank(known is None or known.keys != tuple(keys)):
                 with self._inputs.kept():
                     known = estimated(
                         keys_by_group(keys),
                         self._runtime,
-                        self._keys.meter,
-                        lambda key: self._keys.capture(key)[1].memory,
-                        self._keys.state_kept,
-                        buffer_bytes=self._keys.buffer_bytes(),
+                        self._capturer.meter,
+                        lambda key: self._capturer.capture(key)[1].memory,
+                        self._learner.state_kept,
+                        buffer_bytes=self._learner.buffer_bytes(),
                     )
             assert known is not None
             self._estimate = known
             return known
+
+    def refuse_unready(self) -> None:
+        """Refuse a step of all ranks where this one could not replay its graphs.
+
+        Raises:
+            CaptureError: nothing was captured yet.
+            StaticInputError: weights were replaced.
+        """
+        self.refuse_none_captured()
+        for key, step in {id(step.model): (key, step) for key, step in self.steps.items()}.values():
+            if not step.holds(self._model.modules, self._runtime.lease.generation):
+                raise moved_weights(key, "call recapture() on every rank")
+
+    def refuse_none_captured(self) -> None:
+        """Refuse to run where no key has a graph, although there are keys.
+
+        Raises:
+            CaptureError: nothing was captured yet.
+        """
+        if not (self.steps or self.left_out) and self.missing():
+            raise nothing_captured(len(self.missing()))
 
     # -- one of them --------------------------------------------------------------------------------------------------
 
     def step_of(self, key: Key) -> CapturedStep:
         """The graph of a key; captured now where there is none, or where it reads weights that were replaced."""
         found = self.steps.get(key)
-        if found is not None and found.holds(self._keys.modules, self._runtime.lease.generation):
+        if found is not None and found.holds(self._model.modules, self._runtime.lease.generation):
             return found
         return self._captured_anew(key, found)
 
@@ -131,7 +147,7 @@ class CapturedLadder:
         mode, descriptor = key
         is_known = key in self.records
         # Ranks that capture in a step on their own leave the others waiting.
-        if self._ranks is not None or (is_known and self._keys.settings.policy.on_moved_input == "error"):
+        if self._ranks is not None or (is_known and self._model.settings.policy.on_moved_input == "error"):
             everywhere = self._ranks is not None
             remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
             raise moved_weights(key, remedy)
@@ -142,11 +158,11 @@ class CapturedLadder:
             self.steps = {other: step for other, step in self.steps.items() if step.model is not found.model}
             del found
         self._runtime.lease.order_after_last_forward()
-        with replay_settings(), self._inputs.kept(), self._keys.state_kept(), self._runtime.scopes.opened():
+        with replay_settings(), self._inputs.kept(), self._learner.state_kept(), self._runtime.scopes.opened():
             return self._capture(key)
 
     def _capture(self, key: Key) -> CapturedStep:
-        self.steps[key], self.records[key] = self._keys.capture(key)
+        self.steps[key], self.records[key] = self._capturer.capture(key)
         self._dispatcher.mark_captured(*key)
         return self.steps[key]
 
@@ -156,7 +172,9 @@ class CapturedLadder:
         """Drop all graphs, give the pool back, and forget what was compiled and learned."""
         self._drop_graphs()
         self.left_out, self._estimate = (), None
-        self._keys.forget()
+        self._capturer.forget()
+        self._learner.forget()
+        self._model.compile_anew()
 
     def _drop_graphs(self) -> None:
         self.steps.clear()

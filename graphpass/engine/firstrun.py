@@ -15,6 +15,7 @@ import torch
 from graphpass.capture import CaptureScope, EnteredCallable
 from graphpass.capture.snapshot import state_kept
 from graphpass.compat import sideeffects
+from graphpass.engine.padded import PaddedInputs
 from graphpass.engine.pythonstate import (
     PythonState,
     python_state_kept,
@@ -23,7 +24,6 @@ from graphpass.engine.pythonstate import (
 )
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import Reached, ResultRecipe, learn_recipe
-from graphpass.engine.step import PaddedInputs
 from graphpass.ladder.padding import by_tensor, versions_of, written_since
 
 __all__ = ["FirstRun", "model_state_kept"]

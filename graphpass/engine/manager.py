@@ -17,28 +17,25 @@ import torch
 
 from graphpass.capture import GraphRuntime
 from graphpass.capture.surroundings import replay_settings
-from graphpass.compat import transforms, trees
+from graphpass.compat import transforms
 from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
-from graphpass.engine.capture import KeyCapturer
 from graphpass.engine.captured import CapturedLadder
+from graphpass.engine.forward import ForwardParts
 from graphpass.engine.hooks import ForwardHooks
-from graphpass.engine.metadata import fields_named
+from graphpass.engine.learn import ModelLearner
+from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import (
     inside_transform,
-    moved_weights,
     no_graph,
-    nothing_captured,
     refuse_options,
     too_large,
 )
 from graphpass.engine.stats import ManagerStats, StepCounts
-from graphpass.engine.step import CapturedStep, Learned, PaddedInputs
-from graphpass.keys import BatchDescriptor
-from graphpass.ladder import Key, MemoryEstimate
+from graphpass.engine.step import StepRunner
+from graphpass.ladder import MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
-from graphpass.modes import CUDAGraphMode
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
@@ -97,18 +94,19 @@ class CudaGraphManager:
             offloader.check_model(modules, self._inputs.device)
         self._bound_mode()
         num_ranks = None if agreement is None else agreement.num_ranks
-        self._keys = KeyCapturer(
-            model, dispatcher, self._inputs, attention, self.runtime, options, offloader, num_ranks
-        )
+        parts = ForwardParts(attention, offloader, num_ranks)
+        self._compiled = CompiledModel(model, dispatcher, self._inputs, parts, self.runtime, options)
+        self._learner = ModelLearner(self._compiled)
+        self._runner = StepRunner(self._compiled, self._learner)
         self._ranks = None if agreement is None else self._steps_of_ranks(agreement)
         self._fields = frozenset(dispatcher.capture_fields)
-        self._captured = CapturedLadder(dispatcher, self._inputs, self._keys, self.runtime, self._ranks)
+        self._captured = CapturedLadder(self._compiled, self._learner, self._ranks)
         self._counts = StepCounts()
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
 
     def _steps_of_ranks(self, agreement: DataParallelAgreement) -> AgreedSteps:
-        settings = self._keys.settings
+        settings = self._compiled.settings
         configuration = {
             "inputs": self._inputs.described(),
             "on_fallback": settings.on_fallback,
@@ -215,7 +213,7 @@ class CudaGraphManager:
             fallback_tokens=self._counts.fallback_tokens,
             left_out=self._captured.left_out,
             pool_bytes=self.runtime.pool_bytes(),
-            buffer_bytes=self._keys.buffer_bytes(),
+            buffer_bytes=self._learner.buffer_bytes(),
         )
 
     def report(self) -> Report:
@@ -258,16 +256,12 @@ class CudaGraphManager:
 
     def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
         """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
-        if not (self._captured.steps or self._captured.left_out) and self._captured.missing():
-            raise nothing_captured(len(self._captured.missing()))
-        for key, step in {id(step.model): (key, step) for key, step in self._captured.steps.items()}.values():
-            if not step.holds(self._keys.modules, self.runtime.lease.generation):
-                raise moved_weights(key, "call recapture() on every rank")
+        self._captured.refuse_unready()
         if batch is None or batch.num_tokens == 0:
             return None
         sizes = self._sizes_of(batch)
         if batch.inputs is not None:
-            self._inputs.paired(batch.inputs, sizes, self._keys.inputs_at(self._inputs.largest).buffers)
+            self._inputs.paired(batch.inputs, sizes, self._compiled.padded_at(self._inputs.largest).buffers)
         return self._asked(batch)
 
     def _run_dummy(self, decision: RankDecision) -> Any:
@@ -275,12 +269,9 @@ class CudaGraphManager:
         step, sizes = decision.step, dict.fromkeys(self._inputs.largest, 0)
         if not decision.agreed.has_work:
             return self._run(step, Batch(0), sizes, decision)
-        attention = None
-        if self.attention is not None:
-            query_len = self.dispatcher.uniform_decode_query_len if step.descriptor.uniform else None
-            attention = self.attention.example(step.descriptor, query_len=query_len)
+        attention = self._compiled.parts.example(step.descriptor, self.dispatcher.uniform_decode_query_len)
         self.runtime.lease.order_after_last_forward()
-        with replay_settings(), self._keys.state_kept(is_step=True):
+        with replay_settings(), self._learner.state_kept(is_step=True):
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
@@ -291,85 +282,27 @@ class CudaGraphManager:
             return self._without_graph(step, batch, sizes, decision)
         key = (step.mode, step.descriptor)
         found = self._captured.step_of(key)
+        across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            result = self._replay(found, key, batch, sizes, decision)
+            result = self._runner.replay(found, key, batch, sizes, across_dp)
         self._counts.traffic.replayed(key, batch.num_tokens)
         return result
 
-    def _replay(self, step: CapturedStep, key: Key, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
-        mode, descriptor = key
-        learned = self._keys.learn()
-        # What is filled now may still be read by a replay on another stream.
-        self.runtime.lease.order_after_last_forward()
-        self._inputs.fill(batch.inputs, sizes, step.inputs.buffers)
-        metadata = None
-        if self.attention is not None:
-            metadata = self.attention.build(batch.attention, descriptor if mode is CUDAGraphMode.FULL else None)
-        across = None if decision is None else decision.agreed.num_tokens_across_dp
-        entered = self._keys.context_of(metadata, step.inputs, mode, descriptor, batch.num_tokens, across)
-        with entered as context, self._keys.onloaded(mode), fields_named(self.attention, metadata):
-            if step.plan is None:
-                with replay_settings():
-                    self._store(learned, self._keys.compiled(**step.inputs.arguments), step.inputs.sizes)
-            else:
-                assert context is not None
-                self.runtime.lease.acquire(context, (step.inputs.is_padding,), "a manager")
-                try:
-                    returned = step.plan.run(step.args, self.runtime.lease, context)
-                    if mode is CUDAGraphMode.PIECEWISE:
-                        flat = returned if step.returns_flat else trees.flatten(returned)[0]
-                        learned.outputs.store(learned.leaves(flat, step.inputs), step.inputs.sizes)
-                finally:
-                    self.runtime.lease.release()
-        self._copy_back(learned, batch, sizes, step.inputs)
-        return learned.result(sizes)
-
     def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
-        if step.reason is DispatchReason.NOT_CAPTURED and not (self._captured.steps or self._captured.left_out):
-            raise nothing_captured(len(self._captured.missing()))
+        if step.reason is DispatchReason.NOT_CAPTURED:
+            self._captured.refuse_none_captured()
         self._counts.fell_back(step, batch.num_tokens)
         cause = step.reason if decision is None else decision.agreed.reason  # of all ranks: none refuses it alone
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
-        with replay_settings():
-            learned = self._keys.learn()
-            if step.reason is DispatchReason.EMPTY:
-                return learned.result(sizes)
-            # All rows of an input by request: their number says nothing that a compiled region has to know.
-            num_loras = batch.num_active_loras
-            unpadded = BatchDescriptor(
-                batch.num_tokens or step.descriptor.num_tokens,
-                batch.num_reqs,
-                has_lora=num_loras > 0,
-                num_active_loras=num_loras,
-            )
-            inputs = self._keys.inputs_at({**self._inputs.largest, "num_tokens": unpadded.num_tokens})
-            self.runtime.lease.order_after_last_forward()
-            self._inputs.fill(batch.inputs, sizes, inputs.buffers)
-            metadata = None if self.attention is None else self.attention.build(batch.attention, None)
-            across = None if decision is None else decision.agreed.num_tokens_across_dp
-            context = self._keys.context_of(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across)
-            with context, self._keys.onloaded(CUDAGraphMode.NONE), fields_named(self.attention, metadata):
-                self._store(learned, self._keys.compiled(**inputs.arguments), inputs.sizes)
-        self._copy_back(learned, batch, sizes, inputs)
-        return learned.result(sizes)
-
-    def _store(self, learned: Learned, result: Any, sizes: Sizes) -> None:
-        leaves, spec = trees.flatten(result)
-        if spec != learned.recipe.spec:
-            raise learned.other_structure(str(spec))
-        learned.outputs.store(leaves, sizes)
-
-    @staticmethod
-    def _copy_back(learned: Learned, batch: Batch, sizes: Sizes, inputs: PaddedInputs) -> None:
-        """What the model wrote to an input, into the caller's tensor."""
-        if batch.inputs is not None:
-            for name in learned.recipe.mutated:
-                batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
+        if step.reason is DispatchReason.EMPTY:
+            return self._runner.empty_result(sizes)
+        across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
+        return self._runner.run_without_graph(step.descriptor, batch, sizes, across_dp)
 
     def _report_fallback(self, step: Dispatch, why: str) -> None:
         text = f"no graph for {step.descriptor}: {why}; it runs compiled, without a graph"
-        self._keys.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason))
+        self._compiled.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason))
 
     # -- shapes -----------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ __all__ = [
     "inside_transform",
     "moved_weights",
     "no_graph",
+    "not_with_offloading",
     "nothing_captured",
     "nothing_reached",
     "nothing_to_capture",
     "refuse_options",
     "too_large",
+    "too_large_key",
 ]
 
 
@@ -90,6 +92,26 @@ def too_large(field: str, size: object, largest: int) -> ShapeError:
         expected=f"{field} from 0 to {largest}",
         found=f"{field}={size!r}",
         remedy="split the batch, or declare the inputs at a larger batch",
+    )
+
+
+def too_large_key(key: BatchDescriptor, sizes: Mapping[str, int], largest: Mapping[str, int]) -> OptionError:
+    """A key of the dispatcher is larger than the buffers."""
+    return OptionError(
+        f"the key {key} does not fit the buffers",
+        expected=f"at most {largest}",
+        found=str(sizes),
+        remedy="declare the inputs at the dispatcher's largest size",
+    )
+
+
+def not_with_offloading(found: str, expected: str) -> OptionError:
+    """An offloader cannot bring the weights of these forwards in time."""
+    return OptionError(
+        "offloaded weights cannot be brought in time",
+        expected=expected,
+        found=found,
+        remedy="leave it out, or run the model without an offloader",
     )
 
 

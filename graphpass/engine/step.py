@@ -1,115 +1,117 @@
-"""What a manager holds of each key: the padded arguments, and how a step replays past Dynamo."""
+"""One step of a manager: fill the buffers, replay the key's graph or run the compiled model, and cut the results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
+from graphpass.capture.surroundings import replay_settings
+from graphpass.compat import trees
+from graphpass.engine.batch import Batch
+from graphpass.engine.buffers import Sizes
+from graphpass.engine.capture import CapturedStep
+from graphpass.engine.learn import ModelLearner, ModelResults
+from graphpass.engine.model import CompiledModel
+from graphpass.engine.padded import PaddedInputs
+from graphpass.keys import BatchDescriptor
+from graphpass.ladder import Key
+from graphpass.modes import CUDAGraphMode
 
-from graphpass.capture.replayplan import ReplayPlan
-from graphpass.engine.buffers import OutputBuffers, Sizes
-from graphpass.engine.results import LeafSources, ResultRecipe
-from graphpass.errors import ShapeError
-from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.padding import PaddedBuffer
-
-__all__ = ["CapturedStep", "Learned", "PaddedInputs"]
+__all__ = ["StepRunner"]
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedInputs:
-    """The model's inputs at one padded shape: views of the persistent buffers.
+class StepRunner:
+    """Runs steps of a model; the dispatcher has decided how.
 
-    Attributes:
-        sizes: the padded size of each key field.
-        buffers: by input.
-        arguments: the tensors alone, as the model is called with them.
-        is_padding: which tokens are padding.
+    Args:
+        model: the model over its buffers.
+        learner: knows what it returns.
     """
 
-    sizes: Sizes
-    buffers: Mapping[str, PaddedBuffer]
-    arguments: Mapping[str, torch.Tensor]
-    is_padding: torch.Tensor
+    def __init__(self, model: CompiledModel, learner: ModelLearner) -> None:
+        self._model, self._learner = model, learner
 
+    def replay(
+        self, step: CapturedStep, key: Key, batch: Batch, sizes: Sizes, across_dp: tuple[int, ...] | None
+    ) -> Any:
+        """Replay a key's graph over a batch.
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What a first run without a graph taught about the model's results.
+        Args:
+            step: what was captured for the key; the model is still the captured one.
+            key: its mode and padded shape.
+            batch: at real sizes.
+            sizes: the real size of each key field.
+            across_dp: real tokens of each data-parallel rank; None without an agreement.
 
-    Attributes:
-        recipe: how to cut and build them.
-        outputs: the buffers that they are left in.
-        sources: which outputs of the graph they are; None where the graph alone does not tell.
-        why_through_dynamo: why a step cannot go past Dynamo, or None.
-    """
-
-    recipe: ResultRecipe
-    outputs: OutputBuffers
-    sources: LeafSources | None
-    why_through_dynamo: str | None
-
-    def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
-        """The result's leaves, of the flat outputs of a graph that was captured: those, as many as in the first run."""
-        assert self.sources is not None
-        return [
-            flat[source] if isinstance(source, int) else source and inputs.arguments[source.name]
-            for source in self.sources
-        ]
-
-    def keep(self, inputs: PaddedInputs, flat: list[Any]) -> list[Any]:
-        """Copy the flat outputs of a graph at capture into the buffers; they, with what lies there in their place.
+        Returns:
+            The model's result, in buffers that all sizes share.
 
         Raises:
-            ShapeError: the graph has another number of outputs than that of the first run.
+            ShapeError: the inputs or requests do not fit.
+            ContextError: the attention's metadata lacks a field.
         """
-        assert self.sources is not None
-        num_outputs = len({source for source in self.sources if isinstance(source, int)})
-        if len(flat) != num_outputs:
-            raise self.other_structure(f"{len(flat)} tensors")
-        self.outputs.store(self.leaves(flat, inputs), inputs.sizes)
-        kept = list(flat)
-        for index, source in enumerate(self.sources):
-            if isinstance(source, int):
-                kept[source] = self.outputs.cut(index, inputs.sizes)
-        return kept
+        mode, descriptor = key
+        model, parts, results = self._model, self._model.parts, self._learner.results()
+        # What is filled now may still be read by a replay on another stream.
+        model.runtime.lease.order_after_last_forward()
+        model.inputs.fill(batch.inputs, sizes, step.inputs.buffers)
+        metadata = parts.metadata(batch.attention, descriptor, mode)
+        entered = parts.context(metadata, step.inputs, mode, descriptor, batch.num_tokens, across_dp)
+        with entered as context, parts.hooked(mode), parts.fields_named(metadata):
+            if step.plan is None:
+                with replay_settings():
+                    results.store(model.compiled(**step.inputs.arguments), step.inputs.sizes)
+            else:
+                assert context is not None
+                model.runtime.lease.acquire(context, (step.inputs.is_padding,), "a manager")
+                try:
+                    returned = step.plan.run(step.args, model.runtime.lease, context)
+                    if mode is CUDAGraphMode.PIECEWISE:
+                        flat = returned if step.returns_flat else trees.flatten(returned)[0]
+                        results.outputs.store(results.leaves(flat, step.inputs), step.inputs.sizes)
+                finally:
+                    model.runtime.lease.release()
+        _copy_back(results, batch, sizes, step.inputs)
+        return results.result(sizes)
 
-    def other_structure(self, found: str) -> ShapeError:
-        """The error for a result of another structure than the first."""
-        return ShapeError(
-            "the model returned another structure than in its first run",
-            expected=str(self.recipe.spec),
-            found=found,
-            remedy="return the same structure for every batch",
-        )
+    def run_without_graph(
+        self, padded: BatchDescriptor, batch: Batch, sizes: Sizes, across_dp: tuple[int, ...] | None
+    ) -> Any:
+        """Run the compiled model over a batch at its real number of tokens.
 
-    def result(self, sizes: Sizes) -> Any:
-        """The model's result over the first entries of the buffers."""
-        return self.recipe.build_result([self.outputs.cut(index, sizes) for index in range(len(self.outputs.buffers))])
+        Args:
+            padded: the shape that the ranks agreed on; of a batch without tokens, what is computed.
+            batch: at real sizes.
+            sizes: the real size of each key field.
+            across_dp: real tokens of each data-parallel rank; None without an agreement.
+        """
+        with replay_settings():
+            model, parts, results = self._model, self._model.parts, self._learner.results()
+            # All rows of an input by request: their number says nothing that a compiled region has to know.
+            num_loras = batch.num_active_loras
+            unpadded = BatchDescriptor(
+                batch.num_tokens or padded.num_tokens,
+                batch.num_reqs,
+                has_lora=num_loras > 0,
+                num_active_loras=num_loras,
+            )
+            inputs = model.padded_at({**model.inputs.largest, "num_tokens": unpadded.num_tokens})
+            model.runtime.lease.order_after_last_forward()
+            model.inputs.fill(batch.inputs, sizes, inputs.buffers)
+            metadata = parts.metadata(batch.attention, None, CUDAGraphMode.NONE)
+            context = parts.context(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across_dp)
+            with context, parts.hooked(CUDAGraphMode.NONE), parts.fields_named(metadata):
+                results.store(model.compiled(**inputs.arguments), inputs.sizes)
+        _copy_back(results, batch, sizes, inputs)
+        return results.result(sizes)
+
+    def empty_result(self, sizes: Sizes) -> Any:
+        """The result of a batch without tokens; nothing runs."""
+        with replay_settings():
+            return self._learner.results().result(sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """One captured key.
-
-    Attributes:
-        inputs: the padded inputs.
-        args: the graph's arguments: those inputs, their sizes, parameters.
-        plan: what replays; None where a step goes through Dynamo.
-        returns_flat: the plan returns a flat tuple or list.
-        model: compared in every step that goes past Dynamo.
-    """
-
-    inputs: PaddedInputs
-    args: tuple[Any, ...]
-    plan: ReplayPlan | None
-    returns_flat: bool
-    model: ModelState | None
-
-    def holds(self, modules: Sequence[torch.nn.Module], generation: int) -> bool:
-        """Whether what was captured can be replayed as it is."""
-        if self.plan is None or self.model is None:
-            return True
-        return self.model.serves(modules) and self.plan.serves(self.args, generation)
+def _copy_back(results: ModelResults, batch: Batch, sizes: Sizes, inputs: PaddedInputs) -> None:
+    """Copy what the model wrote to an input into the caller's tensor."""
+    if batch.inputs is not None:
+        for name in results.recipe.mutated:
+            batch.inputs[name].copy_(inputs.buffers[name].real(sizes))

@@ -1,0 +1,227 @@
+"""What a first run without a graph teaches about a model: its results, what it writes to, whether it needs Dynamo."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphpass.compat import sideeffects, trees
+from graphpass.engine.buffers import OutputBuffers, Sizes
+from graphpass.engine.firstrun import FirstRun, model_state_kept
+from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
+from graphpass.engine.model import CompiledModel
+from graphpass.engine.padded import PaddedInputs
+from graphpass.engine.pythonstate import PythonState
+from graphpass.engine.refusals import not_with_offloading
+from graphpass.engine.results import LeafSources, Reached, ResultRecipe, leaf_sources, symbols_of
+from graphpass.errors import ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.ladder.padding import by_tensor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["ModelLearner", "ModelResults"]
+
+_LEAST_SYMBOLIC = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResults:
+    """What a model returns, and the buffers in which every step leaves it.
+
+    Attributes:
+        recipe: how to cut and build results.
+        outputs: the buffers.
+        sources: which outputs of the graph they are; None where the graph alone does not tell.
+        why_through_dynamo: why a step cannot go past Dynamo, or None.
+    """
+
+    recipe: ResultRecipe
+    outputs: OutputBuffers
+    sources: LeafSources | None
+    why_through_dynamo: str | None
+
+    def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
+        """The leaves of the result, from the flat outputs of a captured graph."""
+        assert self.sources is not None
+        return [
+            flat[source] if isinstance(source, int) else source and inputs.arguments[source.name]
+            for source in self.sources
+        ]
+
+    def keep(self, inputs: PaddedInputs, flat: list[Any]) -> list[Any]:
+        """Copy the flat outputs of a graph at capture into the buffers.
+
+        Returns:
+            The flat outputs, those of the result replaced by views of the buffers.
+
+        Raises:
+            ShapeError: the graph has another number of outputs than that of the first run.
+        """
+        assert self.sources is not None
+        num_outputs = len({source for source in self.sources if isinstance(source, int)})
+        if len(flat) != num_outputs:
+            raise self.other_structure(f"{len(flat)} tensors")
+        self.outputs.store(self.leaves(flat, inputs), inputs.sizes)
+        kept = list(flat)
+        for index, source in enumerate(self.sources):
+            if isinstance(source, int):
+                kept[source] = self.outputs.cut(index, inputs.sizes)
+        return kept
+
+    def store(self, result: Any, sizes: Sizes) -> None:
+        """Copy a result of the model at padded sizes into the buffers.
+
+        Raises:
+            ShapeError: it has another structure than that of the first run, or other shapes.
+        """
+        leaves, spec = trees.flatten(result)
+        if spec != self.recipe.spec:
+            raise self.other_structure(str(spec))
+        self.outputs.store(leaves, sizes)
+
+    def other_structure(self, found: str) -> ShapeError:
+        """The error for a result of another structure than the first."""
+        return ShapeError(
+            "the model returned another structure than in its first run",
+            expected=str(self.recipe.spec),
+            found=found,
+            remedy="return the same structure for every batch",
+        )
+
+    def result(self, sizes: Sizes) -> Any:
+        """The model's result over the first entries of the buffers."""
+        return self.recipe.build_result([self.outputs.cut(index, sizes) for index in range(len(self.outputs.buffers))])
+
+
+class ModelLearner:
+    """Runs a model once before anything is captured, and checks each graph that it enters.
+
+    Args:
+        model: the model over its buffers.
+    """
+
+    def __init__(self, model: CompiledModel) -> None:
+        self._model = model
+        self._results: ModelResults | None = None
+        self._checked: set[Any] = set()
+
+    def forget(self) -> None:
+        """Drop all that was learned: the model is compiled anew."""
+        self._results = None
+        self._checked.clear()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the input and output buffers."""
+        return self._model.inputs.num_bytes() + (0 if self._results is None else self._results.outputs.num_bytes())
+
+    def results(self) -> ModelResults:
+        """What the model returns; the first call runs it, without a graph, and makes buffers for it.
+
+        The sizes of that run differ from each other: torch takes two sizes that are equal by chance for one symbol.
+
+        Raises:
+            CaptureError, ShapeError: the model cannot be captured; the reason is named.
+        """
+        if self._results is None:
+            with self._model.inputs.kept():  # an engine may have written its batch there
+                self._results, never_full = self._first_run()
+            if self._results.why_through_dynamo is not None:
+                why = self._results.why_through_dynamo
+                self._model.runtime.note(f"every step goes through Dynamo's guards: {why}")
+            if never_full is not None:
+                self._give_up_full(never_full)
+        return self._results
+
+    def check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
+        """Ask each graph that a run has entered for the first time whether it leaves tokens and requests apart.
+
+        Raises:
+            CaptureError: it does not; op and line are named.
+        """
+        declared = self._model.parts.mixing_ops()
+        symbols = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
+        for number, ((callable_, _, _), of_graph) in enumerate(zip(reached, symbols, strict=True)):
+            if callable_ not in self._checked:
+                if number:
+                    refuse_tensors_between(callable_, of_graph, PythonState.of(self._model.modules))
+                refuse_mixing(callable_, of_graph, declared)
+                self._checked.add(callable_)
+
+    def state_kept(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Undo what runs in the body do to the model's tensors, to its Python state, and to random numbers.
+
+        Args:
+            is_step: the body is a step of a model that was learned, not a capture: Python of the model runs only where
+                steps go through Dynamo.
+        """
+        results, device = self.results(), self._model.inputs.device
+        modules = () if is_step and results.why_through_dynamo is None else self._model.modules
+        return model_state_kept(modules, results.recipe.state, results.recipe.generators, device)
+
+    def _first_run(self) -> tuple[ModelResults, str | None]:
+        """What a first run teaches, and why there is no FULL, or None."""
+        model = self._model
+        keys = [key for _, keys in model.dispatcher.capture_plan() for key in keys]
+        for key in keys:
+            model.sizes_of(key)
+        num_tokens = max((key.num_tokens for key in keys), default=model.inputs.largest["num_tokens"])
+        if num_tokens == model.inputs.largest.get("num_reqs"):
+            num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
+        sizes = {**model.inputs.largest, "num_tokens": num_tokens}
+        with self._run_once(sizes) as run:
+            if len(run.reached) == 1:
+                return self._learned_from(run)
+        # What the second graph takes is symbolic once Dynamo has seen another size of it.
+        with self._run_once({field: size + (-1 if size > _LEAST_SYMBOLIC else 1) for field, size in sizes.items()}):
+            pass
+        with self._run_once(sizes) as run:
+            return self._learned_from(run)
+
+    @contextlib.contextmanager
+    def _run_once(self, sizes: Sizes) -> Iterator[FirstRun]:
+        """Run at these sizes without a graph, over example inputs; when the body is left, the run is undone."""
+        model, parts, num_tokens = self._model, self._model.parts, sizes["num_tokens"]
+        inputs = model.padded_at(sizes)
+        metadata = model.prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
+        context = parts.context(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
+        with model.runtime.scopes.opened() as scope, context, parts.fields_named(metadata):
+            run = FirstRun(model.compiled, inputs, scope, model.modules, model.inputs.device)
+            with run.undone(), parts.hooked(CUDAGraphMode.NONE):
+                run.run()
+                if parts.hooks is not None and len(run.reached) != 1:
+                    found = f"a model of {len(run.reached)} graphs"
+                    raise not_with_offloading(found, "a model without graph breaks")
+                yield run
+
+    def _learned_from(self, run: FirstRun) -> tuple[ModelResults, str | None]:
+        self.check_graphs(run.reached, run.inputs)
+        recipe, inputs = run.recipe(), self._model.inputs
+        leaves = trees.flatten(run.result)[0]
+        sources = leaf_sources(leaves, run.reached, by_tensor(run.inputs.buffers))
+        never_full = next((c.never_full for c, _, _ in run.reached if c.never_full is not None), None)
+        why = self._why_through_dynamo(run.side_effects, sources, run.reached[0][1])
+        inputs.pad_always(recipe.mutated)
+        outputs = OutputBuffers.like(leaves, recipe.cuts, inputs.largest)
+        return ModelResults(recipe, outputs, None if isinstance(sources, str) else sources, why), never_full
+
+    def _why_through_dynamo(
+        self, side_effects: Sequence[sideeffects.SideEffect], sources: LeafSources | str, args: Sequence[Any]
+    ) -> str | None:
+        if isinstance(sources, str):
+            return sources
+        if self._model.settings.policy.compare:
+            return "compare=True"
+        if side_effects:
+            return f"the model {side_effects[0].text}"
+        if self._model.state_of(args) is None:
+            return "it reads tensors that are neither arguments, parameters nor buffers"
+        return None
+
+    def _give_up_full(self, reason: str) -> None:
+        dispatcher = self._model.dispatcher
+        if not dispatcher.mode.has_mode(CUDAGraphMode.FULL):
+            return
+        self._model.fallbacks.report_never_full(reason)
+        dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, dispatcher.uniform_decode_query_len)
