@@ -1,17 +1,8 @@
 """Weights that stay in host memory: each layer's is copied to the device shortly before the layer runs.
 
-The device has a few slots, each as large as one layer. Layer ``i`` always computes in slot ``i % num_slots``: its
-parameters are views of it and never move, so that graphs may bake their addresses in. When layer ``i`` begins, layer
-``i - 1`` has been passed, and the copy of the slot's next layer starts on a stream of its own, to run while layer ``i``
-computes; layer ``i`` itself waits for its own copy, launched a layer or more before.
-
-What holds between forwards (*home*): layers ``0 .. num_slots - 2`` are in their slots, or on their way. Every forward
-finds it so and leaves it so, whether it runs eagerly, in pieces or as one graph; hence they can follow each other in
-any order, and a graph's copies can be recorded once.
-
-A layer announces itself by the op ``graphpass::onload``. It is a splitting op: between captured regions it runs as it
-is, and in a graph of the whole its waits and copies are recorded where it stands. No region spans it, which is what
-keeps compilers from reading a weight before it is there, or after.
+The device has a few slots, each as large as one layer. A layer's parameters are views of its slot and never move, so
+that graphs may bake their addresses in. A layer says that it begins, by an op where it is compiled; then the weights of
+layers behind it are copied, on a stream of their own, while it computes (:mod:`graphpass.offload.rotation`).
 """
 
 from __future__ import annotations
@@ -25,16 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from graphpass.compat import memory, operators
-from graphpass.context import current_context
+from graphpass.compat import memory
 from graphpass.engine.hooks import ForwardHooks
-from graphpass.errors import ContextError, DeviceError, OffloadError, OptionError
+from graphpass.errors import DeviceError, OffloadError, OptionError
+from graphpass.offload.op import IN_CONTEXT, ONLOAD
+from graphpass.offload.rotation import SlotRotation
 from graphpass.offload.slots import LayerLayout, WeightPlace, copies_to, host_memory
 
-__all__ = ["ONLOAD", "WeightOffloader"]
-
-ONLOAD = "graphpass::onload"
-_IN_CONTEXT = "onload"
+__all__ = ["WeightOffloader"]
 
 
 class WeightOffloader(ForwardHooks):
@@ -81,11 +70,9 @@ class WeightOffloader(ForwardHooks):
         self._copies = copies_to(self.device, self.num_slots)
         with torch.inference_mode(False), torch.no_grad():
             self._move()
+        self._rotation = SlotRotation(self._host, self._slots, self._copies)
         self._addresses: list[int | None] = [weight.data_ptr() for weight in self._weights]
         self._positions = list(range(len(self._weights)))
-        self._next = 0
-        self._is_home = False
-        self._in_flight: dict[int, bool] = {}
         self._is_in_forward = False
         self._turn = threading.RLock()
         for index, layer in enumerate(self._layers):
@@ -148,11 +135,11 @@ class WeightOffloader(ForwardHooks):
             self._is_in_forward = True
             try:
                 yield
-                if self._next or not replays:
-                    self._end_pass()
+                if self._rotation.is_under_way() or not replays:
+                    self._rotation.end()
             except BaseException:
                 # What is in a slot is anyone's guess, and events may belong to a capture that is no more.
-                self._is_home = False
+                self._rotation.is_home = False
                 raise
             finally:
                 self._is_in_forward = False
@@ -168,16 +155,7 @@ class WeightOffloader(ForwardHooks):
         """
         if not memory.data_ptrs_equal(self._weights, self._addresses, self._positions):
             self._refuse_moved()
-        self._copies.follow_last()
-        if self._next == len(self._layers):
-            self._end_pass()
-        if self._next or not self._is_home:
-            self._copies.settle()
-            for slot in range(self.num_slots - 1):
-                self._slots[slot].copy_(self._host[slot], non_blocking=True)
-            self._next, self._is_home = 0, True
-            self._in_flight.clear()
-        self._wait_for_all()
+        self._rotation.come_home()
 
     def join_after_forward(self) -> None:
         """End a forward that is being captured: the copy stream joins the current one, or the capture is void.
@@ -185,8 +163,7 @@ class WeightOffloader(ForwardHooks):
         Raises:
             OffloadError: not all layers ran.
         """
-        self._end_pass()
-        self._wait_for_all()
+        self._rotation.join()
 
     def onload(self, index: int) -> None:
         """Layer ``index`` begins: start the copy into the slot that the last one has left, and wait for its own.
@@ -194,29 +171,13 @@ class WeightOffloader(ForwardHooks):
         Raises:
             OffloadError: it is another layer's turn, or nothing has brought the first layers' weights.
         """
-        if not self._is_home:
-            raise OffloadError(
-                "the weights of the first layers are not on the device",
-                expected="sync_prev_onload() before a forward",
-                found="a forward without it, after the weights were moved or written, or a forward failed",
-                remedy="run it through CudaGraphManager, or call sync_prev_onload() first",
-            )
-        if index == 0 and self._next == len(self._layers):
-            self._end_pass()
-        if index != self._next:
-            raise self._out_of_turn(f"layer {index}")
-        if index:
-            self._refill((index - 1) % self.num_slots, index - 1 + self.num_slots)
-        else:
-            self._launch(self.num_slots - 1, self.num_slots - 1)
-        self._wait(index % self.num_slots)
-        self._next = index + 1
+        self._rotation.begin(index)
 
     @property
     def context(self) -> Mapping[str, Callable[[int], None]]:
         """What a forward context carries to the layers' ops, as ``extra``."""
         # A method: a capture looks into any other object, to freeze what is read of it.
-        return {_IN_CONTEXT: self.onload}
+        return {IN_CONTEXT: self.onload}
 
     def check_model(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         """Whether a manager of this model, on this device, can use this offloader.
@@ -327,61 +288,7 @@ class WeightOffloader(ForwardHooks):
             self._copies.finish()
             for place, value in values.items():
                 place.view(self._host[index]).copy_(value.detach())
-            self._is_home = False
-
-    # -- slots ------------------------------------------------------------------------------------------------------
-
-    def _refill(self, slot: int, layer: int) -> None:
-        """The next layer into a slot that is free: after the last one, that which has it at home."""
-        if layer < len(self._layers):
-            self._launch(slot, layer)
-        elif slot < self.num_slots - 1:
-            self._launch(slot, slot)
-
-    def _launch(self, slot: int, layer: int) -> None:
-        # Asked first: a capture that has launched something cannot be left without a join.
-        is_recording = self._copies.is_recording()
-        for other in self._in_flight:
-            self._refuse_across(other, is_recording)
-        self._copies.launch(slot, self._slots[slot], self._host[layer])
-        self._in_flight[slot] = is_recording
-
-    def _wait(self, slot: int) -> None:
-        if slot in self._in_flight:
-            self._refuse_across(slot, self._copies.is_recording())
-            self._copies.wait(slot)
-            del self._in_flight[slot]
-
-    def _refuse_across(self, slot: int, is_recording: bool) -> None:
-        """Refuse to wait, in a capture, for what was launched outside of it, and the other way round."""
-        if self._in_flight[slot] != is_recording:
-            raise OffloadError(
-                f"slot {slot} is being filled by a copy that was launched on the other side of a capture",
-                expected="sync_prev_onload() before a capture, and join_after_forward() at its end",
-                found="a copy launched outside of this capture" if is_recording else "one launched in a capture",
-                remedy="capture through CudaGraphManager, or call both",
-            )
-
-    def _wait_for_all(self) -> None:
-        for slot in tuple(self._in_flight):
-            self._wait(slot)
-
-    def _end_pass(self) -> None:
-        """All layers have run: home is complete once the last one's slot is, should it have a place there."""
-        if self._next != len(self._layers):
-            raise self._out_of_turn("the end of the forward")
-        last = self._next - 1
-        self._refill(last % self.num_slots, last + self.num_slots)
-        self._next = 0
-
-    def _out_of_turn(self, found: str) -> OffloadError:
-        is_end = self._next == len(self._layers)
-        return OffloadError(
-            "the forward does not run the offloaded layers one after the other, all of them",
-            expected="the end of the forward, or layer 0" if is_end else f"layer {self._next}",
-            found=found,
-            remedy="offload only layers that every forward runs, in the order in which they are listed",
-        )
+            self._rotation.is_home = False
 
     def _refuse_moved(self) -> NoReturn:
         raise OffloadError(
@@ -390,34 +297,6 @@ class WeightOffloader(ForwardHooks):
             found="others: the model was moved or converted, or a parameter's data replaced",
             remedy="convert the model before its weights are offloaded; write new contents with write()",
         )
-
-
-torch.library.define(ONLOAD, "(int layer) -> ()")
-
-
-@torch.library.impl(ONLOAD, "default")
-def _onload(layer: int) -> None:
-    """A layer of a compiled model begins."""
-    context = current_context()
-    extra = None if context is None else context.extra
-    onload = extra.get(_IN_CONTEXT) if isinstance(extra, dict) else None
-    if onload is None:
-        raise ContextError(
-            "a layer's weights are offloaded, and nothing in the forward context brings them",
-            expected="a forward of a manager that was given the offloader",
-            found="no context" if context is None else f"extra={extra!r}",
-            remedy="pass offloader= to CudaGraphManager, or run the model without compiling it",
-        )
-    onload(layer)
-
-
-def _changes_weights(layer: int) -> None:
-    """What tracing sees of the op."""
-
-
-torch.library.register_fake(ONLOAD, _changes_weights)
-# Compilers that do not split at it would drop an op without results, and read weights that are not there.
-operators.keep_in_order(ONLOAD)
 
 
 def _refuse_grad(args: Sequence[Any]) -> None:
