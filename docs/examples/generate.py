@@ -34,7 +34,7 @@ from transformers import (
 from graphpass.modes import CUDAGraphMode
 from graphpass.text.causallm import CausalLM
 from graphpass.text.generation import Generation
-from graphpass.text.scheduler import Request
+from graphpass.text.request import Request
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

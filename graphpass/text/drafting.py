@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from graphpass.errors import OptionError
-from graphpass.text.scheduler import Ints, Request
+from graphpass.text.request import Ints, Request
 
 __all__ = ["Drafter", "NgramDrafter"]
 

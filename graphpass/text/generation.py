@@ -26,7 +26,8 @@ from graphpass.text.drafting import Drafter
 from graphpass.text.lora.adapters import StepAdapters, without_lora
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.scheduler import Request, Scheduler, StepPlan
+from graphpass.text.request import Request
+from graphpass.text.scheduler import Scheduler, StepPlan
 from graphpass.text.speculation import GenerationStats, Speculation
 from graphpass.text.steptokens import StepInputs, StepTokens
 

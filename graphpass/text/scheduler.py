@@ -16,19 +16,19 @@ of wrong ones are overwritten by the steps that follow.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphpass.checks import check_positive
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
+from graphpass.text.request import Ints, Request
 
-__all__ = ["Guess", "PageSource", "Request", "Scheduler", "StepPlan", "check_budget"]
+__all__ = ["Guess", "PageSource", "Scheduler", "StepPlan", "check_budget"]
 
-Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -49,85 +49,8 @@ class PageSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Request:
-    """A prompt to go on with. Requests are compared by identity.
-
-    Attributes:
-        name: what errors call it.
-        prompt: token ids, shape (tokens,).
-        max_new_tokens: where it ends at the latest.
-        eos_token_ids: tokens that end it; they are its last token where they come.
-        adapter: the LoRA adapter that it runs with, None for the model alone.
-    """
-
-    name: str
-    prompt: Ints
-    max_new_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    adapter: str | None = None
-
-    @staticmethod
-    def of(
-        name: str,
-        prompt: Sequence[int] | Ints,
-        max_new_tokens: int,
-        eos_token_id: int | Collection[int] | None = None,
-        *,
-        adapter: str | None = None,
-    ) -> Request:
-        """A request made of plain values; the prompt is copied.
-
-        Raises:
-            OptionError: the prompt is empty or holds something else than token ids, or nothing is to be generated.
-        """
-        try:
-            tokens = np.array(prompt)
-        except ValueError:  # ragged
-            tokens = np.empty((0, 0))
-        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0:
-            raise OptionError(
-                f"{name} has no prompt that could be run",
-                expected="a flat sequence of at least 1 token id, each an integer of at least 0",
-                found=_shortened(prompt),
-                remedy="pass the token ids of one prompt",
-            )
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-            raise OptionError(
-                f"{name} asks for no new token",
-                expected="max_new_tokens, an integer of at least 1",
-                found=repr(max_new_tokens),
-                remedy="leave the request out, or ask for a token",
-            )
-        return Request(name, tokens.astype(np.int64), int(max_new_tokens), _token_ids(name, eos_token_id), adapter)
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of prompt and generated text together, at most."""
-        return len(self.prompt) + self.max_new_tokens
-
-
 Guess = Callable[[Request, int], int]
 """``f(request, limit)``: how many of its next tokens are guessed, at most ``limit``."""
-
-
-def _token_ids(name: str, eos_token_id: int | Collection[int] | None) -> frozenset[int]:
-    if eos_token_id is None:
-        return frozenset()
-    given = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
-    if any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
-        raise OptionError(
-            f"{name} cannot end with what is no token",
-            expected="eos_token_id: a token id, several, or None",
-            found=repr(eos_token_id),
-            remedy="pass the tokenizer's eos_token_id, or leave it out",
-        )
-    return frozenset(int(token) for token in given)
-
-
-def _shortened(prompt: Any) -> str:
-    text = repr(prompt)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,8 @@ import torch
 
 from graphpass.errors import OptionError
 from graphpass.text.drafting import Drafter, NgramDrafter
-from graphpass.text.scheduler import Ints, Request, StepPlan
+from graphpass.text.request import Ints, Request
+from graphpass.text.scheduler import StepPlan
 from graphpass.text.steptokens import TextInputs
 
 __all__ = ["GenerationStats", "Speculation", "Verified"]

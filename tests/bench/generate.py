@@ -38,7 +38,7 @@ from rich.table import Table
 
 from graphpass.text.causallm import CausalLM
 from graphpass.text.generation import Generation
-from graphpass.text.scheduler import Request
+from graphpass.text.request import Request
 from tests.bench.timing import environment, plain_compiled, synchronize, write_json
 
 OURS, STATIC, CONTINUOUS = "ours", "static", "continuous"

@@ -21,7 +21,7 @@ from graphpass.text.causallm import CausalLM, default_capture_sizes
 from graphpass.text.generation import Generation
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.scheduler import Request
+from graphpass.text.request import Request
 from tests.unit.engine.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,7 @@ from graphpass.modes import CUDAGraphMode
 from graphpass.text.causallm import CausalLM
 from graphpass.text.drafting import Drafter, NgramDrafter
 from graphpass.text.generation import Generation
-from graphpass.text.scheduler import Ints, Request
+from graphpass.text.request import Ints, Request
 from graphpass.text.speculation import GenerationStats
 from tests.e2e.test_generate import (
     MAX_LENGTH,

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from graphpass.checks import check_positive
-from graphpass.compat import modules
 from graphpass.dispatch import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, nearest
 from graphpass.text.lora.op import NO_ADAPTER, LoraLinear, TokenAdapters
+from graphpass.text.lora.targets import targeted_layers
 from graphpass.text.lora.weights import adapter_pairs, checked_pairs
-from graphpass.text.scheduler import Request, StepPlan
+from graphpass.text.request import Request
+from graphpass.text.scheduler import StepPlan
 from graphpass.text.steptokens import HostBuffer
 
 __all__ = ["AdapterBatch", "LoraAdapters", "LoraModel", "StepAdapters", "lora_keys", "without_lora"]
@@ -78,7 +79,7 @@ class LoraAdapters:
         check_positive({"max_loras": max_loras, "max_rank": max_rank}, "the adapters")
         self.max_loras, self.max_rank = max_loras, max_rank
         self.tokens = TokenAdapters()
-        found = _targeted(model, targets)
+        found = targeted_layers(model, targets)
         self.layers = {
             path: LoraLinear(layer, self.tokens, max_loras=max_loras, max_rank=max_rank)
             for path, layer in found.items()
@@ -355,48 +356,4 @@ def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | 
         expected="LoraAdapters(model, ...) of its layers below the head, and LoraKeys of the same max_loras",
         found=problem,
         remedy="make them of the model that is passed, and leave lora out",
-    )
-
-
-def _targeted(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear]:
-    """The layers that targets name, by path.
-
-    Raises:
-        OptionError: a target names none, or something that adapters cannot be added to.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    names = (targets,) if isinstance(targets, str) else tuple(targets)
-    found: dict[str, nn.Linear] = {}
-    for target in names or ("",):
-        matching = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
-        if not matching:
-            last_parts = {path.rpartition(".")[2] for path, module in modules.items() if type(module) is nn.Linear}
-            close = nearest(target, last_parts)
-            raise OptionError(
-                f"target {target!r} names no layer",
-                expected=f"the end of a linear layer's path: {', '.join(sorted(last_parts))}",
-                found=repr(target),
-                remedy=f"meant {close}?" if close else "see model.named_modules()",
-            )
-        for path in matching:
-            found[path] = _checked_layer(path, modules[path])
-    if len({id(layer) for layer in found.values()}) < len(found):
-        raise OptionError(
-            "a target stands in several places of the model",
-            expected="each layer at one path, so that an adapter says which it is for",
-            found=", ".join(sorted(found)),
-            remedy="leave shared layers out of the targets",
-        )
-    return found
-
-
-def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
-    has_hooks = modules.has_hooks(layer)
-    if type(layer) is nn.Linear and not has_hooks:
-        return layer
-    raise OptionError(
-        f"{path} takes no adapters",
-        expected="torch.nn.Linear itself, without hooks, not replaced before",
-        found=type(layer).__name__ + (" with hooks, which would be lost" if has_hooks else ""),
-        remedy="leave it out of the targets; make one LoraAdapters for all adapters, before other hooks are added",
     )

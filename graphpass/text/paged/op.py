@@ -26,7 +26,7 @@ from graphpass.context import get_forward_context
 from graphpass.errors import ContextError, ShapeError
 from graphpass.regions import register_padding_rule
 from graphpass.text.padding import paged_attention_by_row
-from graphpass.text.paged.cache import TableLayout, Tables
+from graphpass.text.paged.tables import TableLayout, Tables
 
 __all__ = [
     "NO_WINDOW",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphpass.errors import OptionError
 from graphpass.text.drafting import NgramDrafter
-from graphpass.text.scheduler import Request
+from graphpass.text.request import Request
 
 
 def searched(text: Sequence[int], limit: int, max_ngram: int, min_ngram: int) -> list[int]:

@@ -20,7 +20,8 @@ from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, Shape
 from graphpass.text.generation import Generation
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache
-from graphpass.text.scheduler import Request, Scheduler
+from graphpass.text.request import Request
+from graphpass.text.scheduler import Scheduler
 from graphpass.text.steptokens import StepInputs
 from tests.unit.text.generated import generate
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
-from graphpass.text.scheduler import Request, Scheduler, StepPlan
+from graphpass.text.request import Request
+from graphpass.text.scheduler import Scheduler, StepPlan
 
 PAGE_SIZE, VOCABULARY = 4, 50
 

@@ -21,7 +21,8 @@ from graphpass.dispatch import CudagraphDispatcher
 from graphpass.engine.batch import Batch
 from graphpass.errors import OptionError
 from graphpass.text.generation import Generation
-from graphpass.text.scheduler import Ints, Request, Scheduler, StepPlan
+from graphpass.text.request import Ints, Request
+from graphpass.text.scheduler import Scheduler, StepPlan
 from tests.unit.text.generated import generate
 from tests.unit.text.test_generation import (
     MAX_LENGTH,

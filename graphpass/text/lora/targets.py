@@ -1,0 +1,56 @@
+"""Which layers of a model take adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from graphpass.compat.modules import has_hooks
+from graphpass.errors import OptionError, nearest
+
+__all__ = ["targeted_layers"]
+
+
+def targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear]:
+    """The layers that targets name, by path.
+
+    Raises:
+        OptionError: a target names none, or something that adapters cannot be added to.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    found: dict[str, nn.Linear] = {}
+    for target in names or ("",):
+        matching = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
+        if not matching:
+            last_parts = {path.rpartition(".")[2] for path, module in modules.items() if type(module) is nn.Linear}
+            close = nearest(target, last_parts)
+            raise OptionError(
+                f"target {target!r} names no layer",
+                expected=f"the end of a linear layer's path: {', '.join(sorted(last_parts))}",
+                found=repr(target),
+                remedy=f"meant {close}?" if close else "see model.named_modules()",
+            )
+        for path in matching:
+            found[path] = _checked_layer(path, modules[path])
+    if len({id(layer) for layer in found.values()}) < len(found):
+        raise OptionError(
+            "a target stands in several places of the model",
+            expected="each layer at one path, so that an adapter says which it is for",
+            found=", ".join(sorted(found)),
+            remedy="leave shared layers out of the targets",
+        )
+    return found
+
+
+def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
+    is_hooked = has_hooks(layer)
+    if type(layer) is nn.Linear and not is_hooked:
+        return layer
+    raise OptionError(
+        f"{path} takes no adapters",
+        expected="torch.nn.Linear itself, without hooks, not replaced before",
+        found=type(layer).__name__ + (" with hooks, which would be lost" if is_hooked else ""),
+        remedy="leave it out of the targets; make one LoraAdapters for all adapters, before other hooks are added",
+    )

@@ -1,0 +1,86 @@
+"""Paged attention as an attention implementation of Hugging Face's decoders."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from graphpass.errors import OptionError, ShapeError
+from graphpass.text.paged.op import NO_WINDOW
+
+__all__ = ["HUGGING_FACE_NAME", "register_with_hugging_face"]
+
+HUGGING_FACE_NAME = "graphpass_paged"
+
+
+def register_with_hugging_face() -> str:
+    """Make paged attention known to transformers; the name to pass as ``attn_implementation``.
+
+    Once or often, it is the same.
+    """
+    importlib.import_module("transformers").AttentionInterface.register(HUGGING_FACE_NAME, _hugging_face_attention)
+    return HUGGING_FACE_NAME
+
+
+_UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments of Hugging Face's attention functions that change the result and that this one does not know."""
+
+
+def _hugging_face_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer of a stock model, in the shape in which transformers asks for it.
+
+    Args:
+        module: the attention layer; its ``layer_idx`` is the cache's layer.
+        query: [1, heads, tokens, head_dim], all requests one behind the other.
+        key: [1, kv heads, tokens, head_dim].
+        value: like ``key``.
+        attention_mask: none: who sees what is in the metadata.
+        dropout: none.
+        scaling: of the scores, ``head_dim ** -0.5`` if not given.
+        sliding_window: positions that a token sees, or None.
+        kwargs: what else transformers passes.
+
+    Returns:
+        [1, tokens, heads, head_dim], and no weights.
+
+    Raises:
+        ShapeError: a batch of other than one row.
+        OptionError: the layer asks for something that paged attention does not do.
+    """
+    if query.shape[0] != 1:
+        raise ShapeError(
+            "paged attention takes the tokens of all requests in one row",
+            expected="input_ids and position_ids [1, tokens]",
+            found=f"a batch of {query.shape[0]} rows",
+            remedy="put the requests one behind the other; which tokens are whose is in the metadata",
+        )
+    asked = {"attention_mask": attention_mask, "dropout": dropout or None, **{n: kwargs.get(n) for n in _UNSERVED}}
+    unserved = [name for name, given in asked.items() if given is not None]
+    if not getattr(module, "is_causal", True):
+        unserved.append("is_causal=False")
+    if unserved:
+        raise OptionError(
+            f"paged attention does not do what {type(module).__name__} asks for",
+            expected="causal attention, with or without a sliding window",
+            found=", ".join(unserved),
+            remedy="leave masks and dropout out (model.eval()); other attention needs a backend of its own",
+        )
+    _, num_heads, num_tokens, head_dim = query.shape
+    out = query.new_empty(num_tokens, num_heads, head_dim)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    window = NO_WINDOW if sliding_window is None else sliding_window
+    by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    torch.ops.graphpass.paged_attention(*by_token, out, module.layer_idx, scale, window)
+    return out.unsqueeze(0), None
