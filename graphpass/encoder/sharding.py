@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +14,12 @@ import torch.distributed as dist
 
 from graphpass.encoder.protocol import EncoderItemSpec
 from graphpass.errors import AgreementError, EncoderConfigError
+from graphpass.ranks.failures import FailureTexts, RankRows
 from graphpass.ranks.group import DataParallelAgreement
 
 __all__ = ["EncodeShare", "ItemShares", "balance_items", "encoded_by_all", "gather_rows"]
+
+_FAILURE = FailureTexts("could not encode its share", "a share of the items from every rank", "the next request")
 
 EncodeShare = Callable[
     [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
@@ -87,9 +89,7 @@ def encoded_by_all(
     like: Sequence[torch.Tensor],
     group: Any,
     agreement: DataParallelAgreement,
-    encode: Callable[
-        [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
-    ],
+    encode: EncodeShare,
 ) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
     """Encode this rank's share of the items; every rank gets the rows of all, in the order of the items.
 
@@ -107,15 +107,12 @@ def encoded_by_all(
         AgreementError: another rank failed, or encodes other items; the next request can be served on all ranks.
         EncoderConfigError: an output is of another dtype, which ranks could not exchange.
     """
-    try:
+    rows = RankRows(agreement, 1, _FAILURE)
+    with rows.failures_told():
         specs = specs_of()
         balance = balance_items([spec.input_size for spec in specs], agreement.num_ranks)
         own = _encoded_share(specs, balance.share(agreement.rank), like, encode)
-    except BaseException as error:
-        with contextlib.suppress(AgreementError):
-            _tell(agreement, f"{type(error).__name__}: {error}", 0)
-        raise
-    _tell(agreement, "", _fingerprint(specs))
+    _refuse_other_items(rows, agreement.rank, _fingerprint(specs))
     return specs, gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
 
 
@@ -123,9 +120,7 @@ def _encoded_share(
     specs: Sequence[EncoderItemSpec],
     share: Sequence[int],
     like: Sequence[torch.Tensor],
-    encode: Callable[
-        [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
-    ],
+    encode: EncodeShare,
 ) -> list[torch.Tensor]:
     """Each output's rows of this rank's items, in the share's order."""
     tokens = [specs[item].output_tokens for item in share]
@@ -139,28 +134,19 @@ def _encoded_share(
     return own
 
 
-def _tell(agreement: DataParallelAgreement, failure: str, fingerprint: int) -> None:
+def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None:
     """Before rows are gathered, so that no rank waits for one that failed, or takes the rows of another request.
 
     Raises:
         AgreementError: a rank failed, or encodes other items.
     """
-    rows = agreement.exchange((bool(failure), fingerprint))
-    failed = [rank for rank, (has_failed, _) in enumerate(rows) if has_failed]
-    if failed:
-        texts = agreement.exchange_objects(failure)
-        raise AgreementError(
-            f"rank {failed[0]} could not encode its share",
-            expected="a share of the items from every rank",
-            found="; ".join(f"rank {rank}: {texts[rank]}" for rank in failed),
-            remedy="mend what that rank reports; the next request can be served on all ranks",
-        )
-    others = [rank for rank, (_, of_rank) in enumerate(rows) if of_rank != fingerprint]
+    fingerprints = rows.exchange([fingerprint])
+    others = [rank for rank, (of_rank,) in enumerate(fingerprints) if of_rank != fingerprint]
     if others:
         raise AgreementError(
             "the ranks encode other items",
             expected="the same items in every rank's call",
-            found=f"other sizes on rank {others[0]} than on rank {agreement.rank}",
+            found=f"other sizes on rank {others[0]} than on rank {own_rank}",
             remedy="call execute with the same items on every rank; each encodes a share of them",
         )
 

@@ -19,11 +19,13 @@ from graphpass.errors import AgreementError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.ranks.decision import BATCH_WIDTH, MAX_FIELDS, AgreedStep, RankBatch, agree, extras_of
+from graphpass.ranks.failures import FailureTexts, RankRows
 from graphpass.ranks.group import DataParallelAgreement
 
 __all__ = ["IDLE_TOKENS", "AgreedSteps", "RankDecision"]
 
 _ROW_WIDTH = 2 + BATCH_WIDTH
+_FAILURE = FailureTexts("gave this step up", "a step, or a capture, on every rank", "the next step")
 IDLE_TOKENS = 2
 """Tokens of a rank without a batch, where there is no graph: a step of one token is compiled separately."""
 _SHOWN = 200
@@ -35,7 +37,6 @@ class _Says(enum.IntEnum):
 
     STEP = 1
     CAPTURE = 2
-    FAILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class AgreedSteps:
                 remedy="make it with lazy=False and call capture() on every rank",
             )
         self._agreement, self._dispatcher = agreement, dispatcher
+        self._rows = RankRows(agreement, _ROW_WIDTH, _FAILURE)
         self._configuration = dict(configuration)
         self._idle_tokens = idle_tokens
         self._common = dispatcher
@@ -103,7 +105,7 @@ class AgreedSteps:
         Raises:
             AgreementError: another rank failed, is gone, or is configured differently. Nothing has run then.
         """
-        with self._told_to_the_others():
+        with self._rows.failures_told():
             asked = propose()
             own, shape = self._own(asked)
             self._refresh()
@@ -128,7 +130,7 @@ class AgreedSteps:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Captures of all ranks, in the same order: one that fails ends them everywhere."""
-        with self._told_to_the_others():
+        with self._rows.failures_told():
             yield
         self.stops(False, 0)
 
@@ -156,35 +158,13 @@ class AgreedSteps:
 
     # -- what the ranks tell each other -------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _told_to_the_others(self) -> Iterator[None]:
-        """If the body fails, let the other ranks know in place of what they wait for."""
-        try:
-            yield
-        except AgreementError:
-            raise  # of a collective: they know
-        except Exception as error:
-            with contextlib.suppress(AgreementError):
-                self._exchange(_Says.FAILED, [], f"{type(error).__name__}: {error}")
-            raise
-
-    def _exchange(self, says: _Says, content: Sequence[int], failure: str = "") -> list[list[int]]:
+    def _exchange(self, says: _Says, content: Sequence[int]) -> list[list[int]]:
         """What all ranks say about the same thing, without the head of the rows.
 
         Raises:
             AgreementError: a rank failed, or is at something else, or is configured differently.
         """
-        padding = [0] * (BATCH_WIDTH - len(content))
-        rows = self._agreement.exchange([says, self._fingerprint, *content, *padding])
-        failed = [rank for rank, row in enumerate(rows) if row[0] == _Says.FAILED]
-        if failed:
-            texts = self._agreement.exchange_objects(failure)
-            raise AgreementError(
-                f"rank {failed[0]} gave this step up",
-                expected="a step, or a capture, on every rank",
-                found="; ".join(f"rank {rank}: {texts[rank]}" for rank in failed),
-                remedy="mend what that rank reports; the next step can be run on all ranks",
-            )
+        rows = self._rows.exchange([says, self._fingerprint, *content])
         doing = [_Says(row[0]) for row in rows]
         if len(set(doing)) > 1:
             raise AgreementError(

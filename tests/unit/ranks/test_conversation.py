@@ -248,8 +248,8 @@ class Written:
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         # What is said about captures is the same on both ranks; in a step each has a batch of its own.
-        is_step = row[0] == 1
-        return [list(row), [*row[:2], *self.other.to_row()] if is_step else list(row)]
+        is_step = row[1] == 1
+        return [list(row), [*row[:3], *self.other.to_row()] if is_step else list(row)]
 
 
 OTHERS = {
