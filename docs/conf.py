@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -9,8 +10,6 @@ from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
-
-import graphpass  # noqa: E402
 
 if TYPE_CHECKING:
     from docutils.nodes import Element, TextElement
@@ -48,14 +47,34 @@ nitpick_ignore_regex = [
 ]
 
 
+PUBLIC_MODULES = (
+    "graphpass",
+    "graphpass.capture",
+    "graphpass.dispatch",
+    "graphpass.encoder",
+    "graphpass.encoder.adapters",
+    "graphpass.engine",
+    "graphpass.errors",
+    "graphpass.ladder",
+    "graphpass.offload",
+    "graphpass.ranks",
+    "graphpass.regions",
+    "graphpass.report",
+    "graphpass.text",
+    "cgpass",
+)
+PUBLIC_HOMES = {name: module for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__}
+
+
 def find_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: TextElement) -> Element | None:
-    """Resolve ``graphpass.<module>.Name`` to ``graphpass.Name``, the name that users import and the pages document."""
+    """Resolve ``graphpass.<module>.Name`` to the module that users import it from, where the API page documents it."""
     target = str(node.get("reftarget", ""))
     name = target.rpartition(".")[2]
-    if node.get("refdomain") != "py" or name not in graphpass.__all__:
+    if node.get("refdomain") != "py" or name not in PUBLIC_HOMES:
         return None
     domain = env.domains["py"]
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"graphpass.{name}", node, contnode)
+    public = f"{PUBLIC_HOMES[name]}.{name}"
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, contnode)
 
 
 def setup(app: Sphinx) -> None:

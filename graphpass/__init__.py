@@ -2,189 +2,124 @@
 
 ``graphpass.graphed(model, ...)`` is the three-line form; ``torch.compile(model, backend="cgpass")`` with a
 :class:`GraphRuntime`, a :class:`CudagraphDispatcher` and :func:`set_forward_context` are the parts it is made of.
+
+A name is loaded at its first use, so that a program loads only the parts that it needs. All other public names stand
+in the submodule that they belong to: ``graphpass.errors``, ``graphpass.regions``, ``graphpass.text``, ...
 """
 
-from graphpass.capture import CapturePolicy, CaptureScope, Counts, CUDAGraphWrapper, GraphRuntime, RuntimeStats
-from graphpass.capture.lookup import runtime_of
-from graphpass.context import (
-    ForwardContext,
-    get_forward_context,
-    is_forward_context_available,
-    set_forward_context,
-)
-from graphpass.dispatch import (
-    AttentionSupport,
-    CudagraphDispatcher,
-    Dispatch,
-    DispatchReason,
-    LoraKeys,
-    SizePlan,
-    plan_sizes,
-    resolve_mode,
-)
-from graphpass.errors import (
-    AgreementError,
-    CaptureError,
-    ContextError,
-    DeviceError,
-    DispatchError,
-    EncoderConfigError,
-    GraphpassError,
-    MismatchError,
-    OffloadError,
-    OptionError,
-    OutOfPagesError,
-    PartitionError,
-    PoolBusyError,
-    ShapeError,
-    StaticInputError,
-)
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
-from graphpass.ranks.group import DataParallelAgreement
-from graphpass.regions import DEFAULT_RULES, GraphInput, Partition, Region, SplitReason, SplitRule, partition
-from graphpass.report import Report, Table
+from __future__ import annotations
 
-# isort: split
-# Last: these drive the cgpass backend, which is made of the parts above.
-from graphpass.encoder import (
-    EncoderAxis,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphManager,
-    EncoderGraphKey,
-    EncoderItemSpec,
-    EncoderOptions,
-    EncoderStats,
-    ItemShares,
-    PackedBatch,
-    PackingCosts,
-    SupportsEncoderCompilation,
-    SupportsEncoderCudaGraph,
-    SupportsEncoderExamples,
-    balance_items,
-    generate_budgets,
-    pack_items,
-    smallest_fitting_budget,
-)
-from graphpass.engine import (
-    AttentionMetadataBuilder,
-    Batch,
-    CapturedGroup,
-    CudaGraphManager,
-    InputSpec,
-    ManagerStats,
-)
-from graphpass.graphed import GraphedModel, graphed, precapture
-from graphpass.ladder import CapturedGraph, GroupEstimate, MemoryEstimate, MemoryGrowth, Traffic
-from graphpass.offload import WeightOffloader
-from graphpass.ops import zero_padding
-from graphpass.text import (
-    AdapterBatch,
-    Drafter,
-    Generation,
-    GenerationStats,
-    LoraAdapters,
-    LoraModel,
-    NewToken,
-    NgramDrafter,
-    PageAllocator,
-    PagedAttention,
-    PagedKVCache,
-    PagedRequests,
-    Request,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphpass import capture as capture
+    from graphpass import dispatch as dispatch
+    from graphpass import encoder as encoder
+    from graphpass import engine as engine
+    from graphpass import errors as errors
+    from graphpass import ladder as ladder
+    from graphpass import offload as offload
+    from graphpass import ranks as ranks
+    from graphpass import regions as regions
+    from graphpass import report as report
+    from graphpass import text as text
+    from graphpass.capture.lookup import runtime_of
+    from graphpass.capture.runtime import GraphRuntime
+    from graphpass.capture.wrapper import CUDAGraphWrapper
+    from graphpass.context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
+    from graphpass.dispatch.choose import plan_sizes
+    from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
+    from graphpass.dispatch.lora import LoraKeys
+    from graphpass.dispatch.support import AttentionSupport, resolve_mode
+    from graphpass.encoder.manager import EncoderCudaGraphManager
+    from graphpass.encoder.options import EncoderOptions
+    from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
+    from graphpass.engine.manager import CudaGraphManager
+    from graphpass.errors import GraphpassError
+    from graphpass.graphedmodel import GraphedModel, graphed, precapture
+    from graphpass.keys import BatchDescriptor
+    from graphpass.modes import CUDAGraphMode
+    from graphpass.ops import zero_padding
+    from graphpass.regions.split import partition
 
 __all__ = [
-    "DEFAULT_RULES",
-    "AdapterBatch",
-    "AgreementError",
     "AttentionMetadataBuilder",
     "AttentionSupport",
     "Batch",
     "BatchDescriptor",
     "CUDAGraphMode",
     "CUDAGraphWrapper",
-    "CaptureError",
-    "CapturePolicy",
-    "CaptureScope",
-    "CapturedGraph",
-    "CapturedGroup",
-    "ContextError",
-    "Counts",
     "CudaGraphManager",
     "CudagraphDispatcher",
-    "DataParallelAgreement",
-    "DeviceError",
     "Dispatch",
-    "DispatchError",
     "DispatchReason",
-    "Drafter",
-    "EncoderAxis",
-    "EncoderConfigError",
-    "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
-    "EncoderGraphKey",
-    "EncoderItemSpec",
     "EncoderOptions",
-    "EncoderStats",
     "ForwardContext",
-    "Generation",
-    "GenerationStats",
-    "GraphInput",
     "GraphRuntime",
     "GraphedModel",
     "GraphpassError",
-    "GroupEstimate",
     "InputSpec",
-    "ItemShares",
-    "LoraAdapters",
     "LoraKeys",
-    "LoraModel",
-    "ManagerStats",
-    "MemoryEstimate",
-    "MemoryGrowth",
-    "MismatchError",
-    "NewToken",
-    "NgramDrafter",
-    "OffloadError",
-    "OptionError",
-    "OutOfPagesError",
-    "PackedBatch",
-    "PackingCosts",
-    "PageAllocator",
-    "PagedAttention",
-    "PagedKVCache",
-    "PagedRequests",
-    "Partition",
-    "PartitionError",
-    "PoolBusyError",
-    "Region",
-    "Report",
-    "Request",
-    "RuntimeStats",
-    "ShapeError",
-    "SizePlan",
-    "SplitReason",
-    "SplitRule",
-    "StaticInputError",
-    "SupportsEncoderCompilation",
-    "SupportsEncoderCudaGraph",
-    "SupportsEncoderExamples",
-    "Table",
-    "Traffic",
-    "WeightOffloader",
-    "balance_items",
-    "generate_budgets",
     "get_forward_context",
     "graphed",
     "is_forward_context_available",
-    "pack_items",
     "partition",
     "plan_sizes",
     "precapture",
     "resolve_mode",
     "runtime_of",
     "set_forward_context",
-    "smallest_fitting_budget",
     "zero_padding",
 ]
+
+_MODULE_OF = {
+    "AttentionMetadataBuilder": "graphpass.engine.batch",
+    "AttentionSupport": "graphpass.dispatch.support",
+    "Batch": "graphpass.engine.batch",
+    "BatchDescriptor": "graphpass.keys",
+    "CUDAGraphMode": "graphpass.modes",
+    "CUDAGraphWrapper": "graphpass.capture.wrapper",
+    "CudaGraphManager": "graphpass.engine.manager",
+    "CudagraphDispatcher": "graphpass.dispatch.dispatcher",
+    "Dispatch": "graphpass.dispatch.dispatcher",
+    "DispatchReason": "graphpass.dispatch.dispatcher",
+    "EncoderCudaGraphManager": "graphpass.encoder.manager",
+    "EncoderOptions": "graphpass.encoder.options",
+    "ForwardContext": "graphpass.context",
+    "GraphRuntime": "graphpass.capture.runtime",
+    "GraphedModel": "graphpass.graphedmodel",
+    "GraphpassError": "graphpass.errors",
+    "InputSpec": "graphpass.engine.batch",
+    "LoraKeys": "graphpass.dispatch.lora",
+    "get_forward_context": "graphpass.context",
+    "graphed": "graphpass.graphedmodel",
+    "is_forward_context_available": "graphpass.context",
+    "partition": "graphpass.regions.split",
+    "plan_sizes": "graphpass.dispatch.choose",
+    "precapture": "graphpass.graphedmodel",
+    "resolve_mode": "graphpass.dispatch.support",
+    "runtime_of": "graphpass.capture.lookup",
+    "set_forward_context": "graphpass.context",
+    "zero_padding": "graphpass.ops",
+}
+
+_SUBMODULES = frozenset(
+    {"capture", "dispatch", "encoder", "engine", "errors", "ladder", "offload", "ranks", "regions", "report", "text"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name or submodule, imported at its first use."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"graphpass.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'graphpass' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graphpass.capture import GraphRuntime
 from graphpass.capture.fallbacks import Fallbacks
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.surroundings import replay_settings
 from graphpass.compat import dynamo, transforms, trees
 from graphpass.errors import CaptureError, GraphpassError

@@ -16,7 +16,6 @@ __all__ = [
     "DeviceError",
     "DispatchError",
     "EncoderConfigError",
-    "GraphpassError",
     "MismatchError",
     "OffloadError",
     "OptionError",

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from graphpass.capture import CapturePolicy, GraphRuntime
+from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.compile import COMPILERS
 from graphpass.errors import OptionError, nearest
 from graphpass.modes import CUDAGraphMode

@@ -1,7 +1,8 @@
-"""The layers: what import-linter says about the contracts in pyproject.toml."""
+"""What imports what: the layers of pyproject.toml, and how little ``import graphpass`` loads."""
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,20 +10,88 @@ from pathlib import Path
 
 import pytest
 
+import graphpass
+
 ROOT = Path(__file__).parent.parent
 
-pytest.importorskip("importlinter")
 
-
-def test_imports_run_downwards() -> None:
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds the checkout's packages."""
     search_path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    command = "from importlinter.cli import lint_imports_command as check; check()"
-    finished = subprocess.run(
-        [sys.executable, "-c", command, "--no-cache"],
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": search_path},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after ``statement``."""
+    finished = run_python(f"import sys; {statement}; print(*sys.modules)")
+    assert finished.returncode == 0, finished.stderr
+    return set(finished.stdout.split())
+
+
+def own(modules: set[str]) -> list[str]:
+    return sorted(name for name in modules if name.split(".")[0] in ("graphpass", "cgpass"))
+
+
+def test_imports_run_downwards() -> None:
+    pytest.importorskip("importlinter")
+    finished = run_python("from importlinter.cli import lint_imports_command as check; check()", "--no-cache")
     assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_import_graphpass_loads_nothing_else() -> None:
+    modules = loaded_by("import graphpass")
+    assert len(own(modules)) == 1, f"{len(own(modules))} modules: {own(modules)}"
+    assert "torch" not in modules
+
+
+def test_decisions_load_no_torch() -> None:
+    modules = loaded_by("from graphpass import CudagraphDispatcher, plan_sizes, set_forward_context")
+    assert len(own(modules)) <= 20, f"{len(own(modules))} modules: {own(modules)}"
+    assert "torch" not in modules
+
+
+def test_all_public_names_load_neither_dynamo_nor_the_backend() -> None:
+    modules = loaded_by("import graphpass; [getattr(graphpass, name) for name in graphpass.__all__]")
+    assert {"torch._dynamo", "torch._inductor", "cgpass"} & modules == set()
+
+
+@pytest.mark.parametrize("name", sorted(graphpass.__all__))
+def test_a_name_is_what_its_module_defines(name: str) -> None:
+    """A submodule of the same name would take its place as soon as somebody imports that."""
+    module = graphpass._MODULE_OF[name]
+    value = getattr(__import__(module, fromlist=[name]), name)
+    assert getattr(graphpass, name) is value
+    assert not (Path(graphpass.__file__).parent / f"{name}.py").exists()
+
+
+def test_type_checkers_see_what_is_loaded_lazily() -> None:
+    tree = ast.parse(Path(graphpass.__file__).read_text(encoding="utf-8"))
+    checked = {
+        alias.name: node.module
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    submodules = dict.fromkeys(graphpass._SUBMODULES, "graphpass")
+    assert checked == {**graphpass._MODULE_OF, **submodules}
+    assert sorted(graphpass._MODULE_OF) == sorted(graphpass.__all__)
+
+
+def test_submodules_load_when_first_asked_for() -> None:
+    modules = loaded_by("import graphpass; graphpass.errors.CaptureError")
+    assert own(modules) == ["graphpass", "graphpass.errors"]
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="module 'graphpass' has no attribute 'Partition'"):
+        _ = graphpass.regions.Partition
+    assert {*graphpass.__all__, "errors", "regions"} <= set(dir(graphpass))

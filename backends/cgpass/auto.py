@@ -19,8 +19,8 @@ import torch
 from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
-from graphpass.capture import GraphRuntime
 from graphpass.capture.counts import Counts
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.traffic import CallCounts
 from graphpass.compat import memory, trees

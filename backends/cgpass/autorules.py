@@ -18,9 +18,10 @@ from graphpass.dispatch.sizes import Ladder
 from graphpass.errors import CaptureError
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
-from graphpass.regions import GraphInput, Partition
 from graphpass.regions.padding import PaddingProof, Verdict
 from graphpass.regions.padding.compose import prove_partition
+from graphpass.regions.split import Partition
+from graphpass.regions.symbols import GraphInput
 
 __all__ = ["dispatched", "padding_rows"]
 

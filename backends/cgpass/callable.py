@@ -18,12 +18,14 @@ from cgpass.eagerregion import EagerRegion
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.wholegraphs import never_full
-from graphpass.capture import CapturePolicy, CUDAGraphWrapper, EnteredCallable, GraphRuntime
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
+from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.scope import EnteredCallable
 from graphpass.capture.transforms import refuse_transforms
-from graphpass.capture.wrapper import MAX_STATIC_SETS
+from graphpass.capture.wrapper import MAX_STATIC_SETS, CUDAGraphWrapper
 from graphpass.compat import sideeffects, transforms, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
@@ -31,9 +33,10 @@ from graphpass.errors import CaptureError, ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
-from graphpass.regions import GraphInput, Partition, Region
+from graphpass.regions.regions import Region
 from graphpass.regions.rules import reshapes_in_place
-from graphpass.regions.symbols import layout_inputs
+from graphpass.regions.split import Partition
+from graphpass.regions.symbols import GraphInput, layout_inputs
 
 __all__ = ["GraphedCallable"]
 

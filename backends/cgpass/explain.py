@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture import GraphRuntime
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.options import Settings
 from graphpass.report import Report
 

@@ -10,7 +10,8 @@ import sympy
 import torch
 
 from graphpass.compat import memory, symbolic
-from graphpass.regions import GraphInput, GuardedSymbols, Partition
+from graphpass.regions.split import Partition
+from graphpass.regions.symbols import GraphInput, GuardedSymbols
 
 __all__ = ["GraphSizes", "InputLayout", "OutputNumber", "OutputTensor", "sizes_of", "symbols_in", "value_at"]
 

@@ -18,8 +18,7 @@ from graphpass.dispatch.grid import SizeGrid
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.options import Settings
-from graphpass.regions import GraphInput
-from graphpass.regions.symbols import key_symbols
+from graphpass.regions.symbols import GraphInput, key_symbols
 
 __all__ = ["KeyShape"]
 

@@ -15,7 +15,7 @@ from graphpass.dispatch.grid import SizeGrid
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.options import Settings
-from graphpass.regions import Partition
+from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GuardedSymbols, key_symbols
 
 __all__ = ["KeySizes"]

@@ -14,14 +14,15 @@ from cgpass.autorules import dispatched, padding_rows
 from cgpass.callable import GraphedCallable
 from cgpass.keysizes import KeySizes
 from cgpass.retraces import Retraces, TraceKey
-from graphpass.capture import CallableRecord, CompileSeconds, GraphRuntime
 from graphpass.capture.lookup import runtime_of_compiler
+from graphpass.capture.records import CallableRecord, CompileSeconds
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, modules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
 from graphpass.options import Settings
-from graphpass.regions import Partition, partition
 from graphpass.regions.padding import AtenGraph
+from graphpass.regions.split import Partition, partition
 
 __all__ = ["backend"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphpass.regions import Partition
+from graphpass.regions.split import Partition
 
 __all__ = ["never_full"]
 

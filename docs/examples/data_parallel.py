@@ -81,7 +81,7 @@ def serve(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
     model = Model().eval()
-    agreement = graphpass.DataParallelAgreement(timeout_s=60)
+    agreement = graphpass.ranks.DataParallelAgreement(timeout_s=60)
     manager = graphpass.CudaGraphManager(
         model,
         graphpass.CudagraphDispatcher("PIECEWISE", [2, 4, 8, 16], max_num_reqs=LARGEST),

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphpass import CUDAGraphMode, LoraAdapters, LoraKeys
-from graphpass.text import CausalLM
+from graphpass import CUDAGraphMode, LoraKeys
+from graphpass.text import CausalLM, LoraAdapters
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 NAMES = ("polite", "terse", "rhymed")

@@ -37,7 +37,7 @@ def main() -> int:
     model = torch.nn.Sequential(*(Layer() for _ in range(NUM_LAYERS))).eval()
     reference = copy.deepcopy(model).to(device)
 
-    offloader = graphpass.WeightOffloader(model, num_slots=NUM_SLOTS, device=device)
+    offloader = graphpass.offload.WeightOffloader(model, num_slots=NUM_SLOTS, device=device)
     console = Console()
     console.print(
         f"weights: {offloader.host_bytes() / 2**10:.0f} KiB on the host, {offloader.device_bytes() / 2**10:.0f} KiB on "

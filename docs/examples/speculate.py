@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphpass import CUDAGraphMode, Generation, GenerationStats, ManagerStats, Request
-from graphpass.text import CausalLM
+from graphpass import CUDAGraphMode
+from graphpass.engine import ManagerStats
+from graphpass.text import CausalLM, Generation, GenerationStats, Request
 
 VOCABULARY, CIRCLE, NUM_PROMPTS, LONGEST_PROMPT = 512, 16, 8, 24
 

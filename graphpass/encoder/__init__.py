@@ -1,8 +1,6 @@
 """Whole-encoder graphs: images of any size, packed and padded into a ladder of token budgets."""
 
 from graphpass.encoder.budgets import generate_budgets, smallest_fitting_budget
-from graphpass.encoder.manager import EncoderCudaGraphManager
-from graphpass.encoder.options import EncoderOptions
 from graphpass.encoder.packing import PackedBatch, PackingCosts, pack_items
 from graphpass.encoder.protocol import (
     EncoderAxis,
@@ -19,10 +17,8 @@ from graphpass.encoder.stats import EncoderStats
 __all__ = [
     "EncoderAxis",
     "EncoderCudaGraphConfig",
-    "EncoderCudaGraphManager",
     "EncoderGraphKey",
     "EncoderItemSpec",
-    "EncoderOptions",
     "EncoderStats",
     "ItemShares",
     "PackedBatch",

@@ -23,17 +23,11 @@ from graphpass.encoder.protocol import (
     SupportsEncoderExamples,
 )
 from graphpass.errors import CaptureError
-from graphpass.ladder import (
-    NOTHING_ESTIMATED,
-    CapturedGraph,
-    Key,
-    KeyPool,
-    MemoryEstimate,
-    PoolModel,
-    capture_within,
-    estimated,
-)
+from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, PoolModel
+from graphpass.ladder.estimating import estimated
+from graphpass.ladder.limit import KeyPool, capture_within
 from graphpass.ladder.modelstate import ModelState
+from graphpass.ladder.traffic import CapturedGraph
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CapturedLadder", "EncoderLadder"]

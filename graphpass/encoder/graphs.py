@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from graphpass.capture import CapturePolicy, CUDAGraphWrapper, GraphRuntime
+from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.context import set_forward_context
 from graphpass.encoder.buffers import EncoderBuffers
 from graphpass.encoder.protocol import (
@@ -20,7 +22,8 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCudaGraph,
 )
 from graphpass.errors import EncoderConfigError
-from graphpass.ladder import CapturedGraph, DeviceMemory
+from graphpass.ladder.meter import DeviceMemory
+from graphpass.ladder.traffic import CapturedGraph
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]

@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from graphpass.capture import GraphRuntime
 from graphpass.capture.layout import storage_id
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.surroundings import capture_settings
 from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.graphs import check_outputs, eager_outputs
@@ -31,7 +31,7 @@ from graphpass.encoder.protocol import (
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError
-from graphpass.ladder import NOTHING_ESTIMATED, MemoryEstimate
+from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
 from graphpass.ranks.group import DataParallelAgreement
 
 __all__ = ["EncoderCudaGraphManager"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphpass.dispatch import AttentionSupport
+from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.padrules import PadRule, checked_rule

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from graphpass.capture import CaptureScope
 from graphpass.capture.replayplan import ReplayPlan
+from graphpass.capture.scope import CaptureScope
 from graphpass.compat import trees
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.padded import PaddedInputs
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import LeafSources, leaf_sources
-from graphpass.ladder import DeviceMemory, Key, MemoryMeter
+from graphpass.ladder.estimate import Key
+from graphpass.ladder.meter import DeviceMemory, MemoryMeter
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.padding import PaddedBuffer, by_tensor
 from graphpass.ladder.traffic import CapturedGraph

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpass.capture import CaptureScope, EnteredCallable
+from graphpass.capture.scope import CaptureScope, EnteredCallable
 from graphpass.capture.snapshot import state_kept
 from graphpass.compat import sideeffects
 from graphpass.engine.padded import PaddedInputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphpass.ladder import Key
+from graphpass.ladder.estimate import Key
 
 __all__ = ["group_of", "keys_by_group"]
 

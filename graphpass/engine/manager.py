@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from graphpass.capture import GraphRuntime
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.surroundings import replay_settings
 from graphpass.compat import transforms
-from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason, resolve_mode
+from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass.dispatch.support import resolve_mode
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
 from graphpass.engine.captured import CapturedLadder
@@ -34,7 +35,7 @@ from graphpass.engine.refusals import (
 )
 from graphpass.engine.stats import ManagerStats, StepCounts
 from graphpass.engine.step import StepRunner
-from graphpass.ladder import MemoryEstimate
+from graphpass.ladder.estimate import MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
 from graphpass.ranks.group import DataParallelAgreement
@@ -57,7 +58,7 @@ class CudaGraphManager:
             without. It bounds the dispatcher's mode by what it can be captured with.
         runtime: owner of pool and statistics; None for one of its own.
         agreement: the data-parallel ranks that run each step alike, see
-            :class:`graphpass.DataParallelAgreement`; None for a model of this process alone.
+            :class:`graphpass.ranks.group.DataParallelAgreement`; None for a model of this process alone.
         offloader: brings the weights of the model's layers from host memory, such as a
             :class:`graphpass.offload.WeightOffloader`; None where they are on the device.
         device: where the buffers lie; None for the device of the model's first parameter, or the CPU.

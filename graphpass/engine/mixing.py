@@ -13,8 +13,10 @@ from typing import Any
 from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.results import GraphSymbols
 from graphpass.errors import CaptureError
-from graphpass.regions import PaddingFinding, Partition, mixing_of
+from graphpass.regions.padding import PaddingFinding
+from graphpass.regions.padding.mixing import mixing_of
 from graphpass.regions.padding.program import where_of
+from graphpass.regions.split import Partition
 
 __all__ = ["refuse_mixing", "refuse_tensors_between"]
 

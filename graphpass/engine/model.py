@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from graphpass.capture import GraphRuntime
 from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.layout import storage_id
-from graphpass.dispatch import CudagraphDispatcher
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.engine.buffers import Sizes, StepBuffers
 from graphpass.engine.forward import ForwardParts
 from graphpass.engine.padded import PaddedInputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from graphpass.dispatch import Dispatch
+from graphpass.dispatch.dispatcher import Dispatch
 from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from graphpass.dispatch import Dispatch, DispatchReason
+from graphpass.dispatch.dispatcher import Dispatch, DispatchReason
 from graphpass.engine.groups import keys_by_group
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder import MemoryGrowth
-from graphpass.ladder.meter import NOTHING
+from graphpass.ladder.meter import NOTHING, MemoryGrowth
 from graphpass.ladder.prometheus import Metric, prometheus_text
 from graphpass.ladder.traffic import Traffic, TrafficCounts
 from graphpass.modes import CUDAGraphMode

@@ -13,7 +13,7 @@ from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.padded import PaddedInputs
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder import Key
+from graphpass.ladder.estimate import Key
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["StepRunner"]

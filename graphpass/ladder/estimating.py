@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from graphpass.capture import GraphRuntime
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.ladder.estimate import Groups, Key, Measured, MemoryEstimate, Sample, estimate_of, keys_to_sample
 from graphpass.ladder.meter import NOTHING, Copies, MemoryGrowth, MemoryMeter
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
-from graphpass.capture import GraphRuntime
 from graphpass.capture.executables import ExecutableCopies
+from graphpass.capture.runtime import GraphRuntime
 
 __all__ = ["NOTHING", "Copies", "DeviceMemory", "MemoryGrowth", "MemoryMeter", "MemoryReading"]
 

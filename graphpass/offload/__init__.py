@@ -2,4 +2,6 @@
 
 from graphpass.offload.offloader import WeightOffloader
 
-__all__ = ["WeightOffloader"]
+__all__ = [
+    "WeightOffloader",
+]

@@ -2,4 +2,6 @@
 
 from graphpass.ranks.group import DataParallelAgreement
 
-__all__ = ["DataParallelAgreement"]
+__all__ = [
+    "DataParallelAgreement",
+]

@@ -14,22 +14,18 @@ from graphpass.regions.padding import (
     PaddingReason,
     PaddingRule,
     Verdict,
-    independent_along,
     padding_of,
     register_padding_rule,
 )
-from graphpass.regions.padding.compose import RegionGraph, prove_partition
-from graphpass.regions.padding.mixing import mixing_of
 from graphpass.regions.regions import Region
 from graphpass.regions.rules import DEFAULT_RULES, SplitReason, SplitRule, splits_at
-from graphpass.regions.split import Partition, partition
-from graphpass.regions.symbols import GraphInput, GuardedSymbols, symbol_of_dim
+from graphpass.regions.split import Partition
+from graphpass.regions.symbols import GraphInput
 
 __all__ = [
     "DEFAULT_RULES",
     "AtenGraph",
     "GraphInput",
-    "GuardedSymbols",
     "OpCall",
     "PaddedValue",
     "PaddingFinding",
@@ -38,16 +34,10 @@ __all__ = [
     "PaddingRule",
     "Partition",
     "Region",
-    "RegionGraph",
     "SplitReason",
     "SplitRule",
     "Verdict",
-    "independent_along",
-    "mixing_of",
     "padding_of",
-    "partition",
-    "prove_partition",
     "register_padding_rule",
     "splits_at",
-    "symbol_of_dim",
 ]

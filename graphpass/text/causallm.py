@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from graphpass.dispatch import AttentionSupport, CudagraphDispatcher, LoraKeys
+from graphpass.dispatch.dispatcher import CudagraphDispatcher
+from graphpass.dispatch.lora import LoraKeys
+from graphpass.dispatch.support import AttentionSupport
 from graphpass.engine.batch import InputSpec
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import ManagerStats

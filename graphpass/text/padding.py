@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphpass.regions import OpCall, PaddedValue
+from graphpass.regions.padding import OpCall, PaddedValue
 
 __all__ = ["add_lora_by_row", "paged_attention_by_row"]
 

@@ -28,13 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpass as gp
-from graphpass.encoder import (
-    EncoderCudaGraphManager,
-    EncoderGraphKey,
-    EncoderOptions,
-    SupportsEncoderCudaGraph,
-    generate_budgets,
-)
+from graphpass import EncoderCudaGraphManager, EncoderOptions
+from graphpass.encoder import EncoderGraphKey, SupportsEncoderCudaGraph, generate_budgets
 from graphpass.encoder.adapters import Qwen3VLAdapter
 from tests.bench.generate import empty_caches
 from tests.bench.timing import HandCapture, environment, free_bytes, interleaved, synchronize, write_json

@@ -120,7 +120,9 @@ def made(setup: Setup) -> nn.Sequential:
     return nn.Sequential(*layers).eval()
 
 
-def manager_of(model: nn.Module, setup: Setup, mode: str, offloader: gp.WeightOffloader | None) -> gp.CudaGraphManager:
+def manager_of(
+    model: nn.Module, setup: Setup, mode: str, offloader: gp.offload.WeightOffloader | None
+) -> gp.CudaGraphManager:
     """A manager with a graph for the batch, where the mode has graphs."""
     dispatcher = gp.CudagraphDispatcher(mode, [setup.num_tokens], max_num_reqs=setup.num_tokens)
     inputs = [gp.InputSpec("input", (setup.num_tokens, setup.width), setup.dtype)]
@@ -156,7 +158,7 @@ def forms(setup: Setup) -> Iterator[dict[str, Step]]:
     """Name -> step, each checked against the resident model."""
     resident = made(setup)
     model = copy.deepcopy(resident)
-    offloader = gp.WeightOffloader(model, num_slots=setup.num_slots, device=setup.device)
+    offloader = gp.offload.WeightOffloader(model, num_slots=setup.num_slots, device=setup.device)
     resident.to(setup.device)
     x = torch.randn(setup.num_tokens, setup.width, dtype=setup.dtype, device=setup.device)
     managers = {RESIDENT: manager_of(resident, setup, "FULL", None)}

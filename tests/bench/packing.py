@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from graphpass import EncoderAxis, EncoderCudaGraphConfig, EncoderItemSpec, EncoderOptions, PackingCosts, pack_items
+from graphpass import EncoderOptions
+from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderItemSpec, PackingCosts, pack_items
 from graphpass.encoder.costs import EagerCurve, EncoderCosts
 from graphpass.encoder.options import keys_of
 from graphpass.encoder.planner import BatchPlanner

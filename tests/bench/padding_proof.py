@@ -25,9 +25,11 @@ from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
+from graphpass import partition
 from graphpass.compat import dynamo, symbolic
 from graphpass.compile import RegionCompiler, traced_regions
-from graphpass.regions import AtenGraph, PaddingProof, Partition, partition, prove_partition
+from graphpass.regions import AtenGraph, PaddingProof, Partition
+from graphpass.regions.padding.compose import prove_partition
 
 LAYERS = (12, 48)
 WIDTH, HEADS, NUM_IDS = 64, 4, 100

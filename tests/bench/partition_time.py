@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx, nn
 
-from graphpass.regions import partition, split
+from graphpass import partition
+from graphpass.regions import split
 
 LAYERS = (24, 96, 240)
 ROUNDS = 3

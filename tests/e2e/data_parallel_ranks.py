@@ -18,12 +18,12 @@ from graphpass import (
     Batch,
     CudagraphDispatcher,
     CudaGraphManager,
-    DataParallelAgreement,
     GraphpassError,
     InputSpec,
     LoraKeys,
     get_forward_context,
 )
+from graphpass.ranks import DataParallelAgreement
 from graphpass.regions import register_padding_rule
 from tests.unit.engine.managed import GrowingRuntime
 

@@ -278,12 +278,12 @@ def test_what_sits_on_the_tower_itself_is_refused(stock: Tower, change: Any) -> 
     """The adapter calls its parts, and would leave that out without a word."""
     tower = stock.build(CPU)
     change(tower)
-    with pytest.raises(gp.EncoderConfigError, match="does something that its adapter does not"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="does something that its adapter does not"):
         adapter_for(tower, **stock.options)
 
 
 def test_a_hook_on_the_encoder_within_a_tower_is_refused() -> None:
     tower = CLIP.build(CPU)
     tower.encoder.register_forward_hook(lambda module, args, output: output)
-    with pytest.raises(gp.EncoderConfigError, match="on its encoder"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="on its encoder"):
         adapter_for(tower, **CLIP.options)

@@ -307,7 +307,7 @@ def test_a_tower_without_a_head_returns_hidden_states() -> None:
     items = SIGLIP.items(tower, [(1, 1, 1)] * 2)
     adapter = adapter_for(tower)
     assert_same(run_eagerly(adapter, items), SIGLIP.stock(tower, items))
-    with pytest.raises(gp.EncoderConfigError, match="'last_hidden_state'"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="'last_hidden_state'"):
         adapter_for(tower, output="pooler_output")
 
 

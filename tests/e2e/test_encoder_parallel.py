@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from graphpass import EncoderConfigError, EncoderCudaGraphManager, EncoderOptions, balance_items
+from graphpass import EncoderCudaGraphManager, EncoderOptions
+from graphpass.encoder import balance_items
+from graphpass.errors import EncoderConfigError
 from tests.unit.encoder import toy
 
 NUM_RANKS = 4

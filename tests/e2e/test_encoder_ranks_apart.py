@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from graphpass import AgreementError, EncoderCudaGraphManager, EncoderOptions, PackingCosts
+from graphpass import EncoderCudaGraphManager, EncoderOptions
+from graphpass.encoder import PackingCosts
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from graphpass.errors import AgreementError
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import assert_same
 

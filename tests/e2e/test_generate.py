@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.dispatch import DispatchReason
+from graphpass import DispatchReason
 from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError

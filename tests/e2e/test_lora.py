@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import Generation, LoraAdapters, LoraKeys, OptionError, Request
-from graphpass.text import CausalLM
+from graphpass import LoraKeys
+from graphpass.errors import OptionError
+from graphpass.text import CausalLM, Generation, LoraAdapters, Request
 from tests.e2e.test_generate import PROMPTS, SIZES, Reference, continued
 from tests.e2e.test_generate import make_model as make_stock_model
 from tests.unit.text.adapted import Adapter

@@ -156,7 +156,7 @@ class Soak:
         self.graphed.capture(self._lasting[:8], self.engine.scales[0])
         self.captured_by_graphed = sum(c.replayed for c in self._graphed_counts())
 
-    def _graphed_counts(self) -> list[gp.Counts]:
+    def _graphed_counts(self) -> list[gp.capture.Counts]:
         return [c for (region, *_), c in self.graphed.runtime.counts().items() if region.endswith((".full", ".r0"))]
 
     def call(self, number: int) -> None:

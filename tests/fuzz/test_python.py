@@ -150,7 +150,7 @@ def check(program: PythonProgram, route: Callable[..., tuple[Any, Callable[[], i
 def _count(replays: Callable[[], int]) -> int:
     try:
         return replays()
-    except gp.OptionError:  # nothing has been compiled yet
+    except gp.errors.OptionError:  # nothing has been compiled yet
         return 0
 
 

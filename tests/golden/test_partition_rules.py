@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphpass.regions import partition
+from graphpass import partition
 
 # Not on every machine that runs the GPU tests.
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline

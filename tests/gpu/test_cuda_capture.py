@@ -147,7 +147,7 @@ def test_a_failed_capture_leaves_nothing(cuda: torch.device, failure: str) -> No
     x, state = torch.ones(8, device=cuda), torch.zeros(2, device=cuda)
     with gp.GraphRuntime() as runtime:
         wrapper = wrap(body, runtime, mutated_inputs=[1])
-        with pytest.raises(KeyboardInterrupt if failure == "interrupt" else gp.CaptureError):
+        with pytest.raises(KeyboardInterrupt if failure == "interrupt" else gp.errors.CaptureError):
             capture(runtime, wrapper, key(8), x, state)
         assert torch.equal(state, torch.zeros(2, device=cuda))
         assert not torch.cuda.is_current_stream_capturing()
@@ -191,7 +191,7 @@ def test_a_failed_capture_leaves_random_numbers_to_eager_calls(cuda: torch.devic
     with gp.GraphRuntime() as runtime:
         wrapper = wrap(body, runtime)
         found = [capture(runtime, wrapper, key(4), four, given)]
-        with pytest.raises(gp.CaptureError):
+        with pytest.raises(gp.errors.CaptureError):
             capture(runtime, wrapper, key(8), eight, given)
         found.append(call(wrapper, key(4), four, given))
         found += [torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=own)]
@@ -343,7 +343,7 @@ def test_a_cpu_tensor_in_the_middle_costs_one_split(cuda: torch.device) -> None:
         kinds = [row[1] for row in runtime.report()["Regions"].rows]
         assert kinds.count("eager") == 1
         assert "cpu" in next(row[3] for row in runtime.report()["Regions"].rows if row[1] == "eager").lower()
-        with runtime.capturing(), pytest.raises(gp.CaptureError):
+        with runtime.capturing(), pytest.raises(gp.errors.CaptureError):
             call(compiled, key(4), x, mode=FULL)
 
 

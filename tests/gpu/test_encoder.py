@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import EncoderCudaGraphManager, EncoderOptions, PackingCosts
+from graphpass import EncoderCudaGraphManager, EncoderOptions
+from graphpass.encoder import PackingCosts
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
 from tests.unit.encoder import toy
 

@@ -117,7 +117,7 @@ def test_compare_names_the_region(cuda: torch.device, compiler: str, mode: Any) 
             with torch.no_grad():
                 torch.testing.assert_close(call(fast, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
         SCALE[0] = 3.0
-        with pytest.raises(gp.MismatchError, match=r"output 0 of g\d+\.r2 differs in a replay.*row 0"):
+        with pytest.raises(gp.errors.MismatchError, match=r"output 0 of g\d+\.r2 differs in a replay.*row 0"):
             call(fast, x, mode=mode)
 
 
@@ -140,9 +140,9 @@ def test_what_the_context_hands_over_is_checked(cuda: torch.device) -> None:
         capture(runtime, wrapper, x, slot_mapping=slots, extra=2)
         slots.copy_(slots.flip(0))
         assert torch.equal(call(wrapper, x, slot_mapping=slots, extra=2), x.flip(0) * 2)
-        with pytest.raises(gp.StaticInputError, match="slot_mapping"):
+        with pytest.raises(gp.errors.StaticInputError, match="slot_mapping"):
             call(wrapper, x, slot_mapping=slots.clone(), extra=2)
-        with pytest.raises(gp.CaptureError, match=r"extra of the forward context.*expected 2; found 3"):
+        with pytest.raises(gp.errors.CaptureError, match=r"extra of the forward context.*expected 2; found 3"):
             call(wrapper, x, slot_mapping=slots, extra=3)
 
 
@@ -155,13 +155,17 @@ def interrupt(_x: torch.Tensor) -> None:
 
 
 FAILURES: dict[str, tuple[Callable[[torch.Tensor], Any], Any, str]] = {
-    "out of memory": (out_of_memory, gp.CaptureError, "OutOfMemoryError"),
-    "exception": (lambda x: 1 / 0, gp.CaptureError, "ZeroDivisionError"),
+    "out of memory": (out_of_memory, gp.errors.CaptureError, "OutOfMemoryError"),
+    "exception": (lambda x: 1 / 0, gp.errors.CaptureError, "ZeroDivisionError"),
     "interrupt": (interrupt, KeyboardInterrupt, ""),
-    "host read": (lambda x: x.sum().item() if torch.cuda.is_current_stream_capturing() else None, gp.CaptureError, ""),
+    "host read": (
+        lambda x: x.sum().item() if torch.cuda.is_current_stream_capturing() else None,
+        gp.errors.CaptureError,
+        "",
+    ),
     "synchronize": (
         lambda x: torch.cuda.synchronize() if torch.cuda.is_current_stream_capturing() else None,
-        gp.CaptureError,
+        gp.errors.CaptureError,
         "",
     ),
 }
@@ -188,7 +192,7 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
                 capture(runtime, fast, x, mode=mode)
         finally:
             TROUBLE.clear()
-        if kind is gp.CaptureError:
+        if kind is gp.errors.CaptureError:
             for part in ("g0.", str(mode), "8 tokens", "graphpass_gpu_guards.fails", "test_guards.py:", "pool ", text):
                 assert part in str(raised.value)
         del raised

@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import (
-    BatchDescriptor,
-    LoraAdapters,
-    LoraKeys,
-    set_forward_context,
-)
-from graphpass.text import CausalLM
+from graphpass import BatchDescriptor, LoraKeys, set_forward_context
+from graphpass.text import CausalLM, LoraAdapters
 from tests.unit.text.adapted import NAMES, Adapted, Adapter, Merged, Mlp, key_kinds, mixes
 
 pytestmark = pytest.mark.cuda

@@ -11,16 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import (
-    Batch,
-    CaptureError,
-    CudagraphDispatcher,
-    CudaGraphManager,
-    CUDAGraphMode,
-    InputSpec,
-    OptionError,
-    ShapeError,
-)
+from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
+from graphpass.errors import CaptureError, OptionError, ShapeError
 from graphpass.regions import register_padding_rule
 from tests.unit.engine.managed import NUM_SLOTS, Attends, SlotBuilder
 

@@ -13,15 +13,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphpass import (
-    Batch,
-    CaptureError,
-    CudagraphDispatcher,
-    CudaGraphManager,
-    InputSpec,
-    OffloadError,
-    WeightOffloader,
-)
+from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec
+from graphpass.errors import CaptureError, OffloadError
+from graphpass.offload import WeightOffloader
 from graphpass.regions import register_padding_rule
 
 pytestmark = pytest.mark.cuda

@@ -160,5 +160,5 @@ def test_the_wrapper_checks_what_the_graph_read(dtype: torch.dtype, cuda: torch.
         with runtime.capturing():
             call(wrapper, paged.attention.build(example, keys[0]))
         call(wrapper, paged.attention.build(example, keys[0]))
-        with pytest.raises((gp.StaticInputError, gp.CaptureError)):
+        with pytest.raises((gp.errors.StaticInputError, gp.errors.CaptureError)):
             call(wrapper, paged.attention.build(example, keys[1]))

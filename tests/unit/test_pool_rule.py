@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime, PoolBusyError
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass.errors import PoolBusyError
 
 SPLIT = "graphpasstest_pool::between"
 BOTH = ["FULL", "PIECEWISE"]
@@ -390,7 +391,7 @@ def test_an_error_in_the_middle_of_a_capture_leaves_the_pool_free(
         raise ValueError("in the middle of a capture")
 
     in_between.append(fail)
-    with rt.capturing(), pytest.raises((ValueError, gp.CaptureError), match="in the middle"):
+    with rt.capturing(), pytest.raises((ValueError, gp.errors.CaptureError), match="in the middle"):
         forward(compiled, mode, torch.randn(3, 6))
     in_between.clear()
     for size in (4, 2):

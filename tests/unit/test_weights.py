@@ -18,7 +18,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CaptureError, GraphRuntime, StaticInputError
+from graphpass import BatchDescriptor, GraphRuntime
+from graphpass.errors import CaptureError, StaticInputError
 
 MIX = "graphpasstest_weights::mix"
 WAYS = ["FULL", "PIECEWISE", "graphed"]
@@ -116,7 +117,7 @@ def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eag
     def call_or_capture(x: torch.Tensor) -> torch.Tensor:
         try:
             return call(x)
-        except (CaptureError, gp.StaticInputError) as error:
+        except (CaptureError, gp.errors.StaticInputError) as error:
             if options.get("on_moved_input") == "error":
                 raise
             if isinstance(error, CaptureError) and "capture is closed" not in str(error):

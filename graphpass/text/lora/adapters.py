@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from graphpass.checks import check_positive
-from graphpass.dispatch import LoraKeys
+from graphpass.dispatch.lora import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, nearest
 from graphpass.text.lora.op import NO_ADAPTER, LoraLinear, TokenAdapters

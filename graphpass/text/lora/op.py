@@ -19,7 +19,7 @@ from torch import nn
 
 from graphpass.context import current_context
 from graphpass.errors import ShapeError
-from graphpass.regions import register_padding_rule
+from graphpass.regions.padding import register_padding_rule
 from graphpass.text.padding import add_lora_by_row
 
 __all__ = ["ADD_LORA", "NO_ADAPTER", "LoraLinear", "TokenAdapters"]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from graphpass.checks import check_positive
-from graphpass.dispatch import AttentionSupport
+from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import OptionError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.text.paged.cache import SCRATCH_PAGE, PageAllocator, PagedKVCache, PagedRequests

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from graphpass.capture import CapturePolicy, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass import CUDAGraphWrapper, GraphRuntime
+from graphpass.capture import CapturePolicy, Counts
 from graphpass.context import set_forward_context
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.capture import CapturePolicy, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass import CUDAGraphWrapper, GraphRuntime
+from graphpass.capture import CapturePolicy, Counts
 from graphpass.compat import memory
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, StaticInputError

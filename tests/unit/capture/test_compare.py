@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.capture import CapturePolicy, CUDAGraphWrapper
+from graphpass import CUDAGraphWrapper
+from graphpass.capture import CapturePolicy
 from graphpass.capture.compare import first_difference
 from graphpass.errors import MismatchError
 

@@ -81,6 +81,6 @@ def test_what_is_not_one_graph_is_refused(compiled: Callable[[], Callable[..., A
     """Ops between two graphs, or of somebody else's, would not be recorded."""
     with (
         gp.GraphRuntime(device="cpu") as runtime,
-        pytest.raises(gp.CaptureError, match="compiled callable cannot be captured on the CPU tape"),
+        pytest.raises(gp.errors.CaptureError, match="compiled callable cannot be captured on the CPU tape"),
     ):
         capture_around(compiled(), runtime)

@@ -123,6 +123,6 @@ def test_clones_are_not_watched(rig: Any, caplog: pytest.LogCaptureFixture) -> N
 
 def test_options_are_checked() -> None:
     with pytest.raises(OptionError, match=r"option debug has no such value.*False or True"):
-        gp.CapturePolicy(debug="yes")  # type: ignore[arg-type]
+        gp.capture.CapturePolicy(debug="yes")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="option compare has no such value"):
-        gp.CapturePolicy(compare=2)  # type: ignore[arg-type]
+        gp.capture.CapturePolicy(compare=2)  # type: ignore[arg-type]

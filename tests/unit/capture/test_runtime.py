@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.capture import CallableRecord, Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass import CUDAGraphWrapper, GraphRuntime
+from graphpass.capture import CallableRecord, Counts
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
 from graphpass.keys import BatchDescriptor

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import distributed
 
-from graphpass.capture import Counts, CUDAGraphWrapper
+from graphpass import CUDAGraphWrapper
+from graphpass.capture import Counts
 from graphpass.errors import CaptureError
 
 X = torch.arange(8.0)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.capture import Counts, CUDAGraphWrapper, GraphRuntime
+from graphpass import CUDAGraphWrapper, GraphRuntime
+from graphpass.capture import Counts
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ContextError, OptionError
 from graphpass.keys import BatchDescriptor

@@ -15,7 +15,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import graphpass as gp
-from graphpass import BatchDescriptor, GraphRuntime, OptionError
+from graphpass import BatchDescriptor, GraphRuntime
+from graphpass.errors import OptionError
 from tests.unit.cgpass.attended import (
     BOTH,
     COMPILERS,

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass import BatchDescriptor, CaptureError, GraphRuntime
+from graphpass import BatchDescriptor, GraphRuntime
+from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import (
     BOTH,
     COMPILERS,

@@ -199,7 +199,7 @@ def test_a_capturing_scope_beside_calls_of_other_threads(num_calls: int, rt: Gra
                         ),
                     ):
                         got = compiled(x)
-                except gp.CaptureError as error:
+                except gp.errors.CaptureError as error:
                     if "capturing already" not in error.problem:
                         raise
                     continue

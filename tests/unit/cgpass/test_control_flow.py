@@ -12,7 +12,8 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CaptureError, CUDAGraphMode, GraphRuntime
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass.errors import CaptureError
 
 MODES = pytest.mark.parametrize("mode", [None, "NONE", "PIECEWISE", "FULL"])
 SIGNS = (1, -1, -1, 1, 1, -1)

@@ -12,18 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import cgpass
 import graphpass as gp
-from graphpass import (
-    BatchDescriptor,
-    CaptureError,
-    ContextError,
-    CUDAGraphMode,
-    DeviceError,
-    GraphpassError,
-    GraphRuntime,
-    OptionError,
-    PartitionError,
-    ShapeError,
-)
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError, GraphRuntime
+from graphpass.errors import CaptureError, ContextError, DeviceError, OptionError, PartitionError, ShapeError
 
 ATTEND = "cgpasstest::attend"
 Run = Callable[..., Any]

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import CaptureError, GraphRuntime
+from graphpass import GraphRuntime
+from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import ATTEND, compiled_with
 
 

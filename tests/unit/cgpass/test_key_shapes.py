@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import BatchDescriptor, CaptureError, GraphRuntime, ShapeError
+from graphpass import BatchDescriptor, GraphRuntime
+from graphpass.errors import CaptureError, ShapeError
 from tests.unit.cgpass.attended import BOTH, Attended, Run, agrees, compiled_with
 
 

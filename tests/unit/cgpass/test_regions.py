@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cgpass
-from graphpass import CaptureError, GraphRuntime
+from graphpass import GraphRuntime
+from graphpass.errors import CaptureError
 
 # Not on every machine that runs the GPU tests.
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline

@@ -11,14 +11,8 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import (
-    BatchDescriptor,
-    CaptureError,
-    ContextError,
-    CUDAGraphMode,
-    GraphRuntime,
-    StaticInputError,
-)
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass.errors import CaptureError, ContextError, StaticInputError
 
 ATTEND = "cgpasstest::attend"
 Run = Callable[..., Any]

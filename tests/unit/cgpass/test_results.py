@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass import CaptureError, GraphRuntime
+from graphpass import GraphRuntime
+from graphpass.errors import CaptureError
 
 ATTEND = "cgpasstest::attend"
 Run = Callable[..., Any]

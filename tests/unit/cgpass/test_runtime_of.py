@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import GraphRuntime, OptionError, runtime_of
+from graphpass import GraphRuntime, runtime_of
+from graphpass.errors import OptionError
 
 Run = Callable[..., Any]
 

@@ -212,7 +212,7 @@ def test_one_class_with_different_options(at_key: Run, shared: bool) -> None:
             (f"{name}.r0", 1, 4), (f"{name}.r2", 1, 4)
         ]  # fmt: skip
         assert (first.stats().callables, second.stats().callables) == ((2, 2) if shared else (1, 1))
-        with pytest.raises(gp.ContextError, match="not built for runtime mode"):
+        with pytest.raises(gp.errors.ContextError, match="not built for runtime mode"):
             at_key(whole, "PIECEWISE", 4, x)
 
 

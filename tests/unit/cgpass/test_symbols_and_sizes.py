@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CaptureError, GraphRuntime, ShapeError
+from graphpass import BatchDescriptor, GraphRuntime
+from graphpass.errors import CaptureError, ShapeError
 from tests.unit.cgpass.attended import ATTEND, BOTH, Run, agrees
 
 SCALE = "cgpasstest::scale"

@@ -16,7 +16,8 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 
 import graphpass as gp
-from graphpass import CaptureError, GraphRuntime
+from graphpass import GraphRuntime
+from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import (
     BOTH,
     Attended,
@@ -211,7 +212,7 @@ def test_a_marked_dimension_names_no_other_size(rt: GraphRuntime, at_key: Run) -
     x = torch.randn(8, 6)
     torch._dynamo.mark_dynamic(x, 0)
     at_key(compiled, "FULL", 8, x, capture=rt)
-    with pytest.raises((CaptureError, gp.ShapeError)):
+    with pytest.raises((CaptureError, gp.errors.ShapeError)):
         at_key(compiled, "FULL", 8, torch.randn(5, 6))
     assert rt.stats().replayed == 1
 

@@ -12,7 +12,8 @@ import torch.autograd.forward_ad as fwad
 from torch import nn
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CaptureError, CUDAGraphMode, CUDAGraphWrapper, GraphRuntime
+from graphpass import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRuntime
+from graphpass.errors import CaptureError
 
 Tensors = Any
 Around = Callable[[Callable[..., Any], torch.Tensor], Tensors]

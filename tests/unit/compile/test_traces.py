@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import fx
 
+from graphpass import partition
 from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, traced_regions
-from graphpass.regions import Partition, partition
+from graphpass.regions import Partition
 
 cut = torch.ops.compiletest.cut
 

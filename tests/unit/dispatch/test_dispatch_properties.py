@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.dispatch import CudagraphDispatcher, DispatchReason, LoraKeys
+from graphpass import CudagraphDispatcher, DispatchReason, LoraKeys
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.errors import DispatchError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphpass.dispatch import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphpass.dispatch import CudagraphDispatcher, DispatchReason, LoraKeys
+from graphpass import CudagraphDispatcher, DispatchReason, LoraKeys
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

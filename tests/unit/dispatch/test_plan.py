@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpass import CudagraphDispatcher, OptionError, plan_sizes
+from graphpass import CudagraphDispatcher, plan_sizes
+from graphpass.errors import OptionError
 
 Rational = int | Fraction
 

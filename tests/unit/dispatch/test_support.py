@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from graphpass.dispatch import AttentionSupport, resolve_mode
+from graphpass import AttentionSupport, resolve_mode
 from graphpass.errors import OptionError
 from graphpass.modes import CUDAGraphMode
 

@@ -30,7 +30,7 @@ def test_by_class_name_and_base_class(stock: Tower, kind: type) -> None:
 
 @pytest.mark.parametrize("tower", [torch.nn.Linear(2, 2), None, "qwen"])
 def test_unknown_towers(tower: Any) -> None:
-    with pytest.raises(gp.EncoderConfigError, match=r"SiglipVisionModel.*Add your tower"):
+    with pytest.raises(gp.errors.EncoderConfigError, match=r"SiglipVisionModel.*Add your tower"):
         adapter_for(tower)
 
 
@@ -44,20 +44,20 @@ def test_unknown_towers(tower: Any) -> None:
     ],
 )
 def test_options_of_grids(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(gp.EncoderConfigError, match=found):
+    with pytest.raises(gp.errors.EncoderConfigError, match=found):
         adapter_for(QWEN3_VL.build(CPU), **options)
 
 
 @pytest.mark.parametrize(("options", "found"), [({"output": "all"}, "'all'"), ({"max_items": 0}, "0")])
 def test_options_of_fixed_sizes(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(gp.EncoderConfigError, match=found):
+    with pytest.raises(gp.errors.EncoderConfigError, match=found):
         adapter_for(CLIP.build(CPU), **options)
 
 
 def test_another_interpolation_is_refused() -> None:
     tower = QWEN3_VL.build(CPU)
     tower.interpolation_mode = "bicubic"
-    with pytest.raises(gp.EncoderConfigError, match="bicubic"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="bicubic"):
         adapter_for(tower)
 
 
@@ -85,7 +85,7 @@ def test_another_interpolation_is_refused() -> None:
     ],
 )
 def test_items_that_do_not_fit_their_grids(items: dict[str, Any], found: str) -> None:
-    with pytest.raises(gp.ShapeError, match=found):
+    with pytest.raises(gp.errors.ShapeError, match=found):
         adapter_for(QWEN3_VL.build(CPU)).get_encoder_cudagraph_item_specs(items)
 
 
@@ -93,11 +93,11 @@ def test_items_that_do_not_fit_their_grids(items: dict[str, Any], found: str) ->
     "items", [{}, {"pixel_values": torch.ones(2, 3, 16, 8)}, {"pixel_values": torch.ones(3, 16, 16)}]
 )
 def test_images_of_another_size(items: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(gp.ShapeError, match=r"'images', 3, 16, 16"):
+    with pytest.raises(gp.errors.ShapeError, match=r"'images', 3, 16, 16"):
         adapter_for(CLIP.build(CPU)).get_encoder_cudagraph_item_specs(items)
 
 
 def test_a_budget_below_one_image() -> None:
     key = EncoderGraphKey(16, 16, 1)
-    with pytest.raises(gp.EncoderConfigError, match="at least 18 tokens"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="at least 18 tokens"):
         adapter_for(CLIP.build(CPU)).prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphpass import EncoderAxis, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
+from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
 from graphpass.encoder.costs import EncoderCosts
 from graphpass.encoder.planner import BatchPlanner, EncoderBatch
 

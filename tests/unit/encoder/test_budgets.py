@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import EncoderConfigError, EncoderOptions, generate_budgets, smallest_fitting_budget
+from graphpass import EncoderOptions
+from graphpass.encoder import generate_budgets, smallest_fitting_budget
 from graphpass.encoder.budgets import checked_budgets, fine_budgets
+from graphpass.errors import EncoderConfigError
 
 
 @pytest.mark.parametrize(

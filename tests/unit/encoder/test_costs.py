@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphpass import EncoderGraphKey
-from graphpass.encoder import costs
+from graphpass.encoder import EncoderGraphKey, costs
 from graphpass.encoder.costs import EagerCurve, EncoderCosts, measured_costs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy

@@ -180,7 +180,7 @@ def test_graphs_have_room_for_no_more_pieces_than_there_may_be(lengths: list[int
 
 @pytest.mark.parametrize("lengths", [[[1, 2]], [1.5], [-1], ["a"], []])
 def test_what_are_no_lengths(lengths: object) -> None:
-    with pytest.raises(gp.ShapeError, match=r"integers, none below 0"):
+    with pytest.raises(gp.errors.ShapeError, match=r"integers, none below 0"):
         att.pieces_on(lengths, torch.device("cpu"))  # type: ignore[arg-type]
 
 
@@ -196,10 +196,10 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({"attention_mask": torch.ones(1)}, gp.OptionError, "attention_mask"),
-        ({"dropout": 0.1}, gp.OptionError, "dropout"),
-        ({"is_causal": True}, gp.OptionError, "is_causal"),
-        ({"rows": 2}, gp.ShapeError, "2 rows"),
+        ({"attention_mask": torch.ones(1)}, gp.errors.OptionError, "attention_mask"),
+        ({"dropout": 0.1}, gp.errors.OptionError, "dropout"),
+        ({"is_causal": True}, gp.errors.OptionError, "is_causal"),
+        ({"rows": 2}, gp.errors.ShapeError, "2 rows"),
     ],
 )
 def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Exception], text: str) -> None:
@@ -227,5 +227,5 @@ def test_packed_attention_asks_for_pieces(missing: str) -> None:
     names = ("query_bounds", "cu_seq_lens_q", "key_lengths")
     given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
     interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **given)
-    with pytest.raises(gp.OptionError, match=missing):
+    with pytest.raises(gp.errors.OptionError, match=missing):
         interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **{**given, missing: None})

@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import (
-    EncoderConfigError,
-    EncoderCudaGraphManager,
-    EncoderGraphKey,
-    EncoderItemSpec,
-    EncoderOptions,
-    ShapeError,
-)
+from graphpass import EncoderCudaGraphManager, EncoderOptions
+from graphpass.encoder import EncoderGraphKey, EncoderItemSpec
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from graphpass.errors import EncoderConfigError, ShapeError
 from tests.unit.encoder import toy
 
 Values = dict[str, Any]

@@ -12,17 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpass import (
-    CaptureError,
-    EncoderCudaGraphManager,
+from graphpass import EncoderCudaGraphManager
+from graphpass.encoder import (
     EncoderGraphKey,
     PackingCosts,
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
+    graphs,
 )
-from graphpass.encoder import graphs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from graphpass.errors import CaptureError
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, MIXED, assert_same, made
 from tests.unit.engine.managed import GrowingRuntime

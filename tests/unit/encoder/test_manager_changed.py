@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from graphpass import EncoderGraphKey, GraphRuntime
-from graphpass.encoder import graphs
+from graphpass import GraphRuntime
+from graphpass.encoder import EncoderGraphKey, graphs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.test_manager import exchanged, moved, replaced

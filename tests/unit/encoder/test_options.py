@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import (
-    EncoderAxis,
-    EncoderConfigError,
-    EncoderCudaGraphConfig,
-    EncoderCudaGraphManager,
-    EncoderOptions,
-    GraphpassError,
-    PackingCosts,
-)
+from graphpass import EncoderCudaGraphManager, EncoderOptions, GraphpassError
+from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, PackingCosts
 from graphpass.encoder.options import checked_config, keys_of
+from graphpass.errors import EncoderConfigError
 from tests.unit.encoder import toy
 
 

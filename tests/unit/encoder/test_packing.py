@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import EncoderConfigError, PackedBatch, PackingCosts, pack_items, smallest_fitting_budget
-from graphpass.encoder import cuts
+from graphpass.encoder import PackedBatch, PackingCosts, cuts, pack_items, smallest_fitting_budget
 from graphpass.encoder.cuts import Rung, RungTable
 from graphpass.encoder.packing import plan_cheaply, plan_eagerly, plan_greedily
+from graphpass.errors import EncoderConfigError
 
 TOKENS = st.lists(st.integers(0, 40), max_size=40)
 BUDGETS = st.lists(st.integers(1, 64), min_size=1, max_size=6, unique=True)

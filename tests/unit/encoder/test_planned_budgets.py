@@ -6,7 +6,8 @@ import pickle
 
 import torch
 
-from graphpass import EncoderCudaGraphManager, EncoderOptions, EncoderStats, plan_sizes
+from graphpass import EncoderCudaGraphManager, EncoderOptions, plan_sizes
+from graphpass.encoder import EncoderStats
 from tests.unit.encoder import toy
 
 REQUESTS = ([6], [10], [6, 6], [6], [22], [10], [0], [6], [70])

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import EncoderConfigError, EncoderItemSpec, ItemShares, balance_items
-from graphpass.encoder import sharding
+from graphpass.encoder import EncoderItemSpec, ItemShares, balance_items, sharding
 from graphpass.encoder.sharding import encoded_by_all
+from graphpass.errors import EncoderConfigError
 
 SIZES = st.lists(st.integers(0, 100), max_size=40)
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpass import EncoderCudaGraphConfig, EncoderCudaGraphManager, EncoderItemSpec, EncoderOptions
+from graphpass import EncoderCudaGraphManager, EncoderOptions
+from graphpass.encoder import EncoderCudaGraphConfig, EncoderItemSpec
 from graphpass.encoder.protocol import EncoderAxis, EncoderGraphKey, EncoderItems, EncoderOutput
 
 PATCH, WIDTH, MERGE = 6, 8, 2

@@ -19,8 +19,8 @@ from graphpass import (
     CUDAGraphMode,
     GraphRuntime,
     InputSpec,
-    ShapeError,
 )
+from graphpass.errors import ShapeError
 from graphpass.regions import register_padding_rule
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

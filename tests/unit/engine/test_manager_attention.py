@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import AttentionSupport, CudagraphDispatcher, CudaGraphManager, ShapeError
+from graphpass import AttentionSupport, CudagraphDispatcher, CudaGraphManager
+from graphpass.errors import ShapeError
 from tests.unit.engine.managed import (
     EVENTS,
     FULL,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import BatchDescriptor, CaptureError, CUDAGraphMode, DispatchReason
+from graphpass import BatchDescriptor, CUDAGraphMode, DispatchReason
+from graphpass.errors import CaptureError
 from graphpass.regions import register_padding_rule
 from tests.unit.engine.managed import (
     EVENTS,

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CaptureError, CudaGraphManager, InputSpec, ShapeError, StaticInputError
+from graphpass import Batch, CudaGraphManager, InputSpec
+from graphpass.errors import CaptureError, ShapeError, StaticInputError
 from graphpass.ladder.modelstate import Layouts
 from tests.unit.engine.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.engine.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run

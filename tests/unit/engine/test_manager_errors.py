@@ -11,17 +11,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 import graphpass as gp
-from graphpass import (
-    Batch,
-    CaptureError,
-    ContextError,
-    CudagraphDispatcher,
-    CudaGraphManager,
-    GraphRuntime,
-    InputSpec,
-    OptionError,
-    ShapeError,
-)
+from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
+from graphpass.errors import CaptureError, ContextError, OptionError, ShapeError
 from tests.unit.engine.managed import (
     LARGEST,
     SIZES,
@@ -127,9 +118,9 @@ def test_a_key_larger_than_the_buffers_is_refused_by_name_and_one_as_large_is_no
 def test_a_dispatch_error_changes_nothing() -> None:
     model = Rows().eval()
     manager = captured(model, "FULL_DECODE_ONLY", query_len=2)
-    with pytest.raises(gp.DispatchError, match="whole requests"):
+    with pytest.raises(gp.errors.DispatchError, match="whole requests"):
         run(manager, rows(3), uniform_decode=True)
-    with pytest.raises(gp.DispatchError, match="num_active_loras"):
+    with pytest.raises(gp.errors.DispatchError, match="num_active_loras"):
         run(manager, rows(4), num_active_loras=1)
     for num_tokens in (2, 4, 6, 8):
         got = run(manager, rows(num_tokens), uniform_decode=True)

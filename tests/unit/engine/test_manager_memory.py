@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import BatchDescriptor, CaptureError, CudaGraphManager, GraphRuntime
+from graphpass import BatchDescriptor, CudaGraphManager, GraphRuntime
+from graphpass.errors import CaptureError
 from tests.unit.engine.managed import (
     EVENTS,
     LARGEST,

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass import Batch, CaptureError, CUDAGraphMode, InputSpec
+from graphpass import Batch, CUDAGraphMode, InputSpec
+from graphpass.errors import CaptureError
 from tests.unit.engine.managed import (
     LARGEST,
     WIDTH,

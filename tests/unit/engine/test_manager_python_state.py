@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import CaptureError
+from graphpass.errors import CaptureError
 from tests.unit.engine.managed import WIDTH, captured, made, notes, rows, run
 
 

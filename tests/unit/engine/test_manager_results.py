@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CaptureError, InputSpec, ShapeError
+from graphpass import Batch, InputSpec
+from graphpass.errors import CaptureError, ShapeError
 from tests.unit.engine.managed import LARGEST, WIDTH, Doubled, captured, made, rows, run, sum_of_rows
 
 # -- results

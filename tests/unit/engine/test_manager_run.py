@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CUDAGraphMode, DispatchReason, ShapeError
+from graphpass import Batch, CUDAGraphMode, DispatchReason
+from graphpass.errors import ShapeError
 from tests.unit.engine import managed
 from tests.unit.engine.managed import (
     EVENTS,

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from graphpass import Batch, CaptureError, DispatchReason, OptionError, ShapeError
+from graphpass import Batch, DispatchReason
+from graphpass.errors import CaptureError, OptionError, ShapeError
 from tests.unit.engine.managed import Rows, assert_right, captured, notes, rows, run
 
 

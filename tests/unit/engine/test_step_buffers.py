@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec, OptionError, ShapeError
+from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec
 from graphpass.engine.buffers import OutputBuffers, StepBuffers
+from graphpass.errors import OptionError, ShapeError
 from graphpass.regions import register_padding_rule
 from tests.unit.engine.managed import sum_of_rows
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import GraphedModel, OptionError
+from graphpass import GraphedModel
+from graphpass.errors import OptionError
 from tests.unit.graphed.oracle import graphed, replays
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphpass as gp
-from graphpass import CaptureError
+from graphpass.errors import CaptureError
 from tests.unit.graphed.oracle import agree, call, full_counts, graphed, replays
 
 SIZES = (5, 3, 5, 3, 6, 7, 3, 5, 6, 7, 2, 2, 2)

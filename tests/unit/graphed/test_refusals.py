@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import CaptureError, GraphpassError, OptionError
+from graphpass import GraphpassError
 from graphpass.compat import dynamo
+from graphpass.errors import CaptureError, OptionError
 from tests.unit.graphed.oracle import agree, call, graphed, replays
 
 

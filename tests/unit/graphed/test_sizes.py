@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import CaptureError, GraphRuntime
+from graphpass import GraphRuntime
+from graphpass.errors import CaptureError
 from tests.unit.graphed.oracle import agree, call, full_counts, graphed, replays
 
 
@@ -229,5 +230,5 @@ class TestPrecapture:
         assert "inference_mode" in raised.value.remedy
 
     def test_what_is_not_compiled_is_refused(self) -> None:
-        with pytest.raises(gp.OptionError, match="no graphpass runtime"):
+        with pytest.raises(gp.errors.OptionError, match="no graphpass runtime"):
             gp.precapture(Rows(), torch.randn(3, 6))

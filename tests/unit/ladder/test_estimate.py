@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.engine.groups import keys_by_group
-from graphpass.ladder import Key, MemoryEstimate, MemoryGrowth, estimated
-from graphpass.ladder.estimate import Measured, Sample, estimate_of, keys_to_sample
+from graphpass.ladder import MemoryEstimate, MemoryGrowth
+from graphpass.ladder.estimate import Key, Measured, Sample, estimate_of, keys_to_sample
+from graphpass.ladder.estimating import estimated
 from graphpass.ladder.meter import MemoryReading
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -15,19 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import (
-    Batch,
-    CaptureError,
-    ContextError,
-    CudagraphDispatcher,
-    CudaGraphManager,
-    DeviceError,
-    GraphpassError,
-    InputSpec,
-    OffloadError,
-    OptionError,
-    WeightOffloader,
-)
+from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, GraphpassError, InputSpec
+from graphpass.errors import CaptureError, ContextError, DeviceError, OffloadError, OptionError
+from graphpass.offload import WeightOffloader
 from graphpass.offload import offloader as offload
 from graphpass.offload.slots import HostCopies
 from graphpass.text import CausalLM

@@ -10,19 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import (
-    AgreementError,
-    Batch,
-    BatchDescriptor,
-    CaptureError,
-    CudagraphDispatcher,
-    CUDAGraphMode,
-    DataParallelAgreement,
-    DispatchReason,
-    OptionError,
-    StaticInputError,
-    get_forward_context,
-)
+from graphpass import Batch, BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, DispatchReason, get_forward_context
+from graphpass.errors import AgreementError, CaptureError, OptionError, StaticInputError
+from graphpass.ranks import DataParallelAgreement
 from graphpass.ranks.conversation import AgreedSteps, RankDecision
 from graphpass.ranks.decision import RankBatch
 from graphpass.regions import register_padding_rule

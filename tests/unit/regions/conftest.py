@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from graphpass.regions import DEFAULT_RULES, Partition, SplitRule, partition
+from graphpass import partition
+from graphpass.regions import DEFAULT_RULES, Partition, SplitRule
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphpass.regions import Partition, partition
+from graphpass import partition
+from graphpass.regions import Partition
 
 Split = Callable[..., Partition]
 SOFTMAX = ["aten::softmax"]

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import fx
 
-from graphpass.regions import SplitReason, analysis, partition
+from graphpass import partition
+from graphpass.regions import SplitReason, analysis
 
 PACKAGE = str(Path(analysis.__file__).parent)
 SPLIT = ["aten::sin"]

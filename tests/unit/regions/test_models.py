@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpass.regions import Partition, partition
+from graphpass import partition
+from graphpass.regions import Partition
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from graphpass import partition
 from graphpass.errors import PartitionError
-from graphpass.regions import partition
 from graphpass.regions.opnames import matcher_of, names_of
 
 

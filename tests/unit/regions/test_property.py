@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from graphpass.regions import partition
+from graphpass import partition
 
 ROWS, COLUMNS = 4, 6
 SPLITTABLE = ["aten::add", "aten::softmax", "aten::mul", "aten::chunk", "aten::view", "aten::empty_like", "aten::t"]

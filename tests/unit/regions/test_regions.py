@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from graphpass import partition
 from graphpass.errors import PartitionError
-from graphpass.regions import Partition, partition
+from graphpass.regions import Partition
 from graphpass.regions.execute import execute, value_of
 
 Split = Callable[..., Partition]

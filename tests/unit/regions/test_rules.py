@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphpass import partition
 from graphpass.errors import DeviceError
-from graphpass.regions import DEFAULT_RULES, Partition, SplitReason, partition
+from graphpass.regions import DEFAULT_RULES, Partition, SplitReason
 
 # Fake tensors may claim any device where there is none; where there is one GPU, a second one does not exist.
 two_devices = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="fake tensors cannot be on a missing device")

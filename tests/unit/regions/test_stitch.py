@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from graphpass import partition
 from graphpass.errors import PartitionError
-from graphpass.regions import Partition, partition
+from graphpass.regions import Partition
 
 SOFTMAX = ["aten::softmax"]
 Pair = namedtuple("Pair", ["left", "right"])

@@ -10,8 +10,10 @@ import sympy
 import torch
 from torch import fx, nn
 
+from graphpass import partition
 from graphpass.errors import PartitionError
-from graphpass.regions import GuardedSymbols, Partition, partition, symbol_of_dim
+from graphpass.regions import Partition
+from graphpass.regions.symbols import GuardedSymbols, symbol_of_dim
 
 
 def traced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, Partition]:

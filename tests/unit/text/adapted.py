@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec, LoraAdapters, LoraKeys
+from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec, LoraKeys
+from graphpass.text import LoraAdapters
 
 WIDTH, LARGEST, MAX_RANK = 6, 10, 4
 SIZES = (2, 8)

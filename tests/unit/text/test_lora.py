@@ -18,15 +18,13 @@ from graphpass import (
     BatchDescriptor,
     CudagraphDispatcher,
     CudaGraphManager,
-    DispatchError,
     InputSpec,
-    LoraAdapters,
     LoraKeys,
-    OptionError,
-    ShapeError,
-    WeightOffloader,
     set_forward_context,
 )
+from graphpass.errors import DispatchError, OptionError, ShapeError
+from graphpass.offload import WeightOffloader
+from graphpass.text import LoraAdapters
 from graphpass.text.lora.op import LoraLinear
 from tests.unit.text.adapted import (
     LARGEST,

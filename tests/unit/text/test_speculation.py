@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.dispatch import CudagraphDispatcher
+from graphpass import CudagraphDispatcher
 from graphpass.engine.batch import Batch
 from graphpass.errors import OptionError
 from graphpass.text.generation import Generation

@@ -15,8 +15,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from graphpass.callforms import CompiledModel
-from graphpass.capture import GraphRuntime
 from graphpass.capture.lookup import runtime_of, runtime_of_compiler
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.surroundings import capture_progress
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
