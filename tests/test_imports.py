@@ -92,6 +92,6 @@ def test_submodules_load_when_first_asked_for() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(AttributeError, match="module 'graphpass' has no attribute 'Partition'"):
-        _ = graphpass.regions.Partition
+    with pytest.raises(AttributeError, match="module 'graphpass' has no attribute 'of_no_such_name'"):
+        _ = graphpass.of_no_such_name
     assert {*graphpass.__all__, "errors", "regions"} <= set(dir(graphpass))

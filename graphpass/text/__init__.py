@@ -5,7 +5,7 @@ from graphpass.text.drafting import Drafter, NgramDrafter
 from graphpass.text.generation import Generation, NewToken
 from graphpass.text.lora import AdapterBatch, LoraAdapters, LoraModel
 from graphpass.text.paged import PageAllocator, PagedAttention, PagedKVCache, PagedRequests
-from graphpass.text.scheduler import Request
+from graphpass.text.request import Request
 from graphpass.text.speculation import GenerationStats
 
 __all__ = [
