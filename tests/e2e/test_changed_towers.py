@@ -179,7 +179,7 @@ def hook_that_averages(layer: Any) -> None:
 @pytest.mark.parametrize(
     "change", [own_attention, wrapped_forward, hook_on_the_first_position, hook_that_averages], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["plain", "compiled"])
 def test_images_of_a_changed_tower_do_not_see_each_other(stock: Tower, change: Any, compiles: bool) -> None:
     """What somebody has put into a block may look at all rows that it is given: those of one image."""
     tower = stock.build(CPU)

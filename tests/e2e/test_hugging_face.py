@@ -231,7 +231,7 @@ def test_size_one_is_a_callable_of_its_own(name: str, mode: CUDAGraphMode) -> No
 
 # Compile-once: what these numbers are depends on the structural key, nothing else here does.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("llama", "vit") else pytest.mark.soak) for name in STOCK]
+    "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.soak) for name in STOCK]
 )
 def test_layers_of_one_structure_are_compiled_once(name: str) -> None:
     """The first region, the two between layers, and the last: four regions, three artifacts."""

@@ -162,7 +162,6 @@ CASES = [
     Case("qwen3", "FULL_AND_PIECEWISE", 3, "aot_eager"),
     Case("llama", "FULL", 1),
     Case("mistral", "FULL_DECODE_ONLY", 3),
-    Case("qwen3", "PIECEWISE", 1),
 ]
 ALL_CASES = [
     Case(model, mode, draft_tokens, compiler)
