@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from graphpass.callforms import CompiledModel
 from graphpass.capture.lookup import runtime_of, runtime_of_compiler
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.capture.surroundings import capture_progress
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
@@ -27,7 +28,6 @@ from graphpass.report import Report
 __all__ = ["GraphedModel", "graphed", "precapture"]
 
 _BACKEND = "cgpass"
-_Reached = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
 """A callable, its flat arguments, its flat outputs."""
 
 
@@ -255,17 +255,17 @@ def _runtime_and_options(compiled: Any) -> tuple[GraphRuntime, Mapping[str, Any]
     return runtime, dynamo.backend_options(compilers[0]) if compilers else {}
 
 
-def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[_Reached]:
+def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[ReachedCall]:
     with runtime.capturing(reaches=True) as scope:
         compiled(*args, **kwargs)
         return list(scope.reached)
 
 
-def _distinct(reached: Sequence[_Reached]) -> dict[Any, tuple[Any, ...]]:
+def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any, ...]]:
     """Each callable with the arguments of its first call."""
-    found: dict[Any, tuple[Any, ...]] = {}
-    for callable_, args, _ in reached:
-        found.setdefault(callable_, args)
+    found: dict[ReachedCallable, tuple[Any, ...]] = {}
+    for call in reached:
+        found.setdefault(call.callable, call.args)
     return found
 
 
@@ -279,7 +279,7 @@ def _fields_of_size_one(options: Mapping[str, Any]) -> dict[str, dict[int, str]]
 
 
 def _narrowed(
-    reached: Sequence[_Reached], dims: Mapping[str, Mapping[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    reached: Sequence[ReachedCall], dims: Mapping[str, Mapping[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The example at size 1 in ``dims`` and in what shares a symbol with them; None where there is nothing to narrow.
 

@@ -20,6 +20,7 @@ from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
 from graphpass.capture.counts import Counts
+from graphpass.capture.records import RegionId
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.traffic import CallCounts
@@ -88,7 +89,7 @@ class AutoDispatcher:
 
     def __init__(self, owner: RunsGraphs, graph: GraphSizes, rules: AutoRules) -> None:
         self._owner, self._rules = owner, rules
-        self.name = owner.name
+        self.region = RegionId(owner.name)
         self._runtime = owner.runtime
         self._table = CallTable(owner.name, owner.runtime, graph, rules)
         self._plain_counts: dict[str, CallCounts] = {}

@@ -21,9 +21,10 @@ from cgpass.wholegraphs import never_full
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.records import RegionId
 from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import EnteredCallable
+from graphpass.capture.scope import EnteredCallable, ReachedCall
 from graphpass.capture.transforms import refuse_transforms
 from graphpass.capture.wrapper import MAX_STATIC_SETS, CUDAGraphWrapper
 from graphpass.compat import sideeffects, transforms, trees
@@ -102,7 +103,7 @@ class GraphedCallable:
             self._stitched,
             CUDAGraphMode.FULL,
             runtime=runtime,
-            name=f"{name}.full",
+            name=RegionId(name, "full"),
             static_inputs=self.static,
             module_inputs=[p for p in self.static if partition.inputs[p].source_name is None],
             mutated_inputs=partition.mutated_inputs,
@@ -184,7 +185,7 @@ class GraphedCallable:
     def _told_scope(self, args: tuple[Any, ...], outputs: Any) -> Any:
         scope = self.runtime.scopes.current()
         if scope is not None:
-            scope.reached.append((self, args, tuple(trees.flatten(outputs)[0])))
+            scope.reached.append(ReachedCall(self, args, tuple(trees.flatten(outputs)[0])))
         return outputs
 
     def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
@@ -320,11 +321,10 @@ class GraphedCallable:
         return outputs
 
     def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
-        prefix = f"{self.name}."
         entries = {
-            entry.name.removeprefix(prefix): entry
+            entry.region.region: entry
             for entry in self.runtime.lease.forward_entries[first:]
-            if entry.name.startswith(prefix)
+            if entry.region.callable == self.name
         }
         captured = [region for region in self.partition.regions if region.kind == "captured"]
         if any(region.name not in entries for region in captured):
@@ -403,7 +403,7 @@ def _wrapped_regions(
             compiled[region.name],
             CUDAGraphMode.PIECEWISE,
             runtime=runtime,
-            name=f"{name}.{region.name}",
+            name=RegionId(name, region.name),
             static_inputs=static,
             module_inputs=[p for p in static if given[region.inputs[p]].source_name is None],
             mutated_inputs=region.mutated_inputs,

@@ -96,7 +96,7 @@ def backend(
     runtime.register(
         CallableRecord(
             name=name,
-            regions=tuple((r.name, r.kind, r.reason, len(r.graph_module.graph.nodes)) for r in parts.regions),
+            regions=tuple((r.name, r.kind, r.why, len(r.graph_module.graph.nodes)) for r in parts.regions),
             artifacts=compiled.num_new,
             frame=dynamo.frame_id(),
             reason=ends_early,

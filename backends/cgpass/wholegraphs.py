@@ -6,13 +6,11 @@ from graphpass.regions.split import Partition
 
 __all__ = ["never_full"]
 
-_CAPTURABLE_REASONS = ("splitting op", "nothing to capture", "reshaped in place", "beyond a region")
-
 
 def never_full(partition: Partition) -> str | None:
     """The first region that no graph can hold, with its reason; splitting ops can be captured in a whole."""
     for region in partition.regions:
-        for reason in (region.reason or "").split("; "):
-            if region.kind == "eager" and not reason.startswith(_CAPTURABLE_REASONS):
+        for reason in region.reasons:
+            if not reason.captures_whole:
                 return f"{region.name}: {reason}"
     return None

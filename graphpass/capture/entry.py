@@ -15,6 +15,7 @@ from graphpass.capture.counts import RunningCounts
 from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
+from graphpass.capture.records import RegionId
 from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import Staging, alias_pattern
 from graphpass.compat import memory
@@ -68,7 +69,7 @@ class GraphEntry:
             one of these tensors dies, so that no other comes by its id.
     """
 
-    name: str
+    region: RegionId
     spec: Any
     build_result: Callable[[list[Any]], Any]
     graph: Graph

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from graphpass.capture.records import CallableRecord
+from graphpass.capture.records import CallableRecord, RegionId
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
@@ -17,7 +17,7 @@ __all__ = ["captured_earlier", "left_behind"]
 
 
 class _Wrapper(Protocol):
-    name: str
+    region: RegionId
 
     @property
     def mode(self) -> CUDAGraphMode: ...
@@ -27,23 +27,22 @@ class _Wrapper(Protocol):
 def captured_earlier(
     wrappers: Iterable[_Wrapper],
     callables: Sequence[CallableRecord],
-    name: str,
+    region: RegionId,
     mode: CUDAGraphMode,
     descriptor: BatchDescriptor,
-) -> str | None:
+) -> RegionId | None:
     """The region that has this key's graph in another compilation of the same function; None when there is none."""
-    callable_name, _, region = name.partition(".")
     frames = {record.name: record.frame for record in callables if record.frame is not None}
     for wrapper in wrappers:
-        other, _, its_region = wrapper.name.partition(".")
+        other = wrapper.region
         if (
-            other != callable_name
-            and its_region == region
+            other.callable != region.callable
+            and other.region == region.region
             and wrapper.mode is mode
-            and frames.get(other, -1) == frames.get(callable_name, -2)
+            and frames.get(other.callable, -1) == frames.get(region.callable, -2)
             and descriptor in wrapper.captured()
         ):
-            return wrapper.name
+            return other
     return None
 
 
@@ -51,7 +50,7 @@ def left_behind(wrappers: Iterable[_Wrapper], callables: Sequence[CallableRecord
     """A sentence for each compilation that admits keys which only an earlier compilation of its function captured."""
     captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
     for wrapper in wrappers:
-        keys = captured.setdefault(wrapper.name.partition(".")[0], {})
+        keys = captured.setdefault(wrapper.region.callable, {})
         keys.update(dict.fromkeys((wrapper.mode, descriptor) for descriptor in wrapper.captured()))
     for number, newer in enumerate(callables):
         if newer.frame is None or newer.admits is None:

@@ -20,6 +20,7 @@ from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.records import RegionId
 from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
@@ -57,7 +58,7 @@ class Recorder:
         baked: flat positions whose address the graph may bake in; a subset of ``call.static``.
     """
 
-    name: str
+    region: RegionId
     mode: CUDAGraphMode
     runnable: Callable[..., Any]
     runtime: GraphRuntime
@@ -65,6 +66,11 @@ class Recorder:
     policy: CapturePolicy
     call: Call
     baked: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        """The region as errors name it."""
+        return str(self.region)
 
     def record(self, context: ForwardContext, tally: RunningCounts) -> tuple[GraphEntry, Sequence[Any]]:
         """Stage, save, warm up, restore, record, restore: what the region mutates is as it was before.
@@ -126,7 +132,7 @@ class Recorder:
         self.runtime.lease.make_stale(plan.pool_outputs)
         tally.captured += 1
         entry = GraphEntry(
-            name=self.name,
+            region=self.region,
             spec=self.call.spec,
             build_result=trees.builder_of(body.returned_spec),
             graph=graph,

@@ -7,7 +7,23 @@ from dataclasses import dataclass
 
 from graphpass.keys import BatchDescriptor
 
-__all__ = ["CallableRecord", "CompileSeconds", "RuntimeStats"]
+__all__ = ["CallableRecord", "CompileSeconds", "RegionId", "RuntimeStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionId:
+    """Names a region of a callable, or a callable as a whole; written ``g0.r3`` and ``g0.full``.
+
+    Attributes:
+        callable: the callable's name; or the whole name of a wrapper that belongs to no callable.
+        region: the region's name, ``full`` for the whole; empty for a wrapper that belongs to no callable.
+    """
+
+    callable: str
+    region: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.callable}.{self.region}" if self.region else self.callable
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from graphpass.capture.counts import Counts, Notes, SizesSeen
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.recompiles import captured_earlier, left_behind
-from graphpass.capture.records import CallableRecord, RuntimeStats
+from graphpass.capture.records import CallableRecord, RegionId, RuntimeStats
 from graphpass.capture.runtimereport import report_of
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.surroundings import frozen_objects
@@ -30,7 +30,7 @@ _Owned = TypeVar("_Owned")
 
 
 class _Wrapper(Protocol):
-    name: str
+    region: RegionId
 
     @property
     def mode(self) -> CUDAGraphMode: ...
@@ -129,7 +129,7 @@ class GraphRuntime:
     def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:
         """What happened so far, by (region name, mode, descriptor); regions are ``g0.r3``, a whole is ``g0.full``."""
         return {
-            (wrapper.name, wrapper.mode, key): counts
+            (str(wrapper.region), wrapper.mode, key): counts
             for wrapper in self._alive()
             for key, counts in wrapper.counts().items()
         }
@@ -224,14 +224,14 @@ class GraphRuntime:
         """The callables registered so far."""
         return tuple(self._callables)
 
-    def recompiled_from(self, name: str, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str | None:
+    def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
         """The region that has this key's graph in another compilation of the same function; None when there is none."""
-        return captured_earlier(self._alive(), self._callables, name, mode, descriptor)
+        return captured_earlier(self._alive(), self._callables, region, mode, descriptor)
 
     def retraced(self, name: str) -> None:
         """Record that torch.compile traced the function of a callable anew, and that the same callable serves it."""
         is_late = not self.scopes.is_mine() and any(
-            wrapper.name.partition(".")[0] == name and wrapper.captured() for wrapper in self._alive()
+            wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
         advice = ": inputs in serving are of another kind than in capture; make all under torch.inference_mode()"
         self.note(

@@ -4,13 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from graphpass.compat.sideeffects import SideEffect
 from graphpass.errors import CaptureError
+from graphpass.keys import BatchDescriptor
 
-__all__ = ["CaptureScope", "CaptureScopes", "EnteredCallable"]
+__all__ = ["CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "ReachedCallable"]
+
+
+class ReachedCallable(Protocol):
+    """One graph of a model, as a compiler hands it to Dynamo and to the code that drives captures.
+
+    Attributes:
+        name: ``g0``, ``g1``, ... in the order of compilation.
+        partition: a ``graphpass.regions.Partition``; this package knows no FX, so it has no type here.
+        traces: region name -> a ``graphpass.compile.RegionTrace``.
+        static: positions of the arguments whose address graphs may bake in.
+        returns_flat: the graph returns a tuple or list of values, without structure inside.
+        ends_early: why the graph ends before the model does (a graph break), or None.
+        never_full: the first region that no graph of the whole can hold, with its reason, or None.
+        side_effects: what Dynamo's code does to Python state after the graph has run.
+    """
+
+    name: str
+    partition: Any
+    traces: Mapping[str, Any]
+    static: tuple[int, ...]
+    returns_flat: bool
+    ends_early: str | None
+    never_full: str | None
+    side_effects: tuple[SideEffect, ...]
+
+    def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
+        """The keys that the capture sizes ask for, largest first."""
+
+    def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Capture one key of :meth:`ladder` from graph inputs made of an example's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReachedCall:
+    """One call of a callable inside a scope.
+
+    Attributes:
+        callable: the callable.
+        args: its flat arguments.
+        outputs: its flat outputs; they keep their pool memory.
+    """
+
+    callable: ReachedCallable
+    args: tuple[Any, ...]
+    outputs: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -18,7 +65,7 @@ class CaptureScope:
     """What was reached inside one ``with runtime.capturing():``.
 
     Attributes:
-        reached: (callable, its flat arguments, its flat outputs), in the order of the calls.
+        reached: the calls of callables, in order.
         plans: the replay plan of each callable and key captured in the scope.
         keep_results: called with the flat outputs of each callable that is captured as a whole, while it is warmed up
             and recorded; the graph returns what it returns. Who wants results in memory of its own copies them there.
@@ -32,7 +79,7 @@ class CaptureScope:
         failures: the errors of captures that failed.
     """
 
-    reached: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)
+    reached: list[ReachedCall] = field(default_factory=list)
     plans: list[Any] = field(default_factory=list)
     keep_results: Callable[[list[Any]], list[Any]] | None = None
     prepare: Callable[[], object] | None = None
@@ -50,7 +97,7 @@ class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIterati
         args: its flat arguments.
     """
 
-    def __init__(self, reached: Any, args: tuple[Any, ...]) -> None:
+    def __init__(self, reached: ReachedCallable, args: tuple[Any, ...]) -> None:
         super().__init__(reached, args)
         self.reached = reached
         self.args = args

@@ -31,6 +31,7 @@ from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
+from graphpass.capture.records import RegionId
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
 from graphpass.capture.transforms import refuse_transforms
@@ -66,7 +67,7 @@ class CUDAGraphWrapper:
         runnable: the region; tensors in, tensors out, nested in tuples, lists and dicts as it likes.
         mode: PIECEWISE or FULL: the runtime mode at which this wrapper captures and replays.
         runtime: owner of the pool, the capture stream and the statistics.
-        name: what counts, errors and reports call this region.
+        name: what counts, errors and reports call this region; compilers pass a :class:`RegionId`.
         static_inputs: arguments (a position, or a keyword's name) whose address graphs may bake in. Parameters and
             tensors under ``mark_static_address`` are static without being listed. Every other input is copied.
         mutated_inputs: arguments that ``runnable`` writes to.
@@ -87,7 +88,7 @@ class CUDAGraphWrapper:
         mode: CUDAGraphMode | str,
         *,
         runtime: GraphRuntime,
-        name: str,
+        name: str | RegionId,
         static_inputs: Collection[int | str] = (),
         mutated_inputs: Collection[int | str] = (),
         module_inputs: Collection[int | str] = (),
@@ -105,7 +106,8 @@ class CUDAGraphWrapper:
             )
         self._runnable = runnable
         self._runtime = runtime
-        self.name = name
+        self.region = name if isinstance(name, RegionId) else RegionId(name)
+        self.name = str(self.region)
         self._roles = InputRoles(
             static=frozenset(static_inputs),
             mutated=frozenset(mutated_inputs),
@@ -278,7 +280,7 @@ class CUDAGraphWrapper:
         baked = self._permit_capture(context, descriptor, call)
         tally = self._captured.tallies.setdefault(descriptor, RunningCounts())
         entry, recorded = Recorder(
-            name=self.name,
+            region=self.region,
             mode=self._mode,
             runnable=self._runnable,
             runtime=self._runtime,
@@ -377,7 +379,7 @@ class CUDAGraphWrapper:
         found = f"captured at {self._mode}: {captured}"
         if self._captured.entries.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
-        older = self._runtime.recompiled_from(self.name, self._mode, descriptor)
+        older = self._runtime.recompiled_from(self.region, self._mode, descriptor)
         if older is not None:
             found += f"; {older} has this key, but torch.compile has compiled the function anew since"
         return CaptureError(

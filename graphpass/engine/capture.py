@@ -103,7 +103,7 @@ class KeyCapturer:
             raise nothing_reached(f"{mode} {descriptor}")
         self._learner.check_graphs(scope.reached, inputs)
         # Python that a branch on the size adds has to run, though the first run had none.
-        is_direct = is_direct and not any(callable_.side_effects for callable_, _, _ in scope.reached)
+        is_direct = is_direct and not any(call.callable.side_effects for call in scope.reached)
         through_dynamo = CapturedStep(inputs, (), None, False, None)
         step = self._past_dynamo(scope, inputs, result) if is_direct else through_dynamo
         scope.reached.clear()  # it holds results, which keep their pool memory
@@ -128,7 +128,7 @@ class KeyCapturer:
         if spec != results.recipe.spec or _names_of(sources) != _names_of(results.sources):
             raise results.other_structure(str(spec))
         model.find_modules()
-        callable_, args, _ = scope.reached[0]
+        callable_, args = scope.reached[0].callable, scope.reached[0].args
         state = self._states.get(callable_)
         if state is None or not state.serves(model.modules):
             state = model.state_of(args)

@@ -108,7 +108,7 @@ class FirstRun:
     @property
     def side_effects(self) -> tuple[sideeffects.SideEffect, ...]:
         """What the graphs' code does to Python state."""
-        return tuple(effect for callable_, _, _ in self.reached for effect in callable_.side_effects)
+        return tuple(effect for call in self.reached for effect in call.callable.side_effects)
 
     def recipe(self) -> ResultRecipe:
         """How results like this run's are cut and built."""

@@ -142,7 +142,8 @@ class ModelLearner:
         """
         declared = self._model.parts.mixing_ops()
         symbols = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
-        for number, ((callable_, _, _), of_graph) in enumerate(zip(reached, symbols, strict=True)):
+        for number, (call, of_graph) in enumerate(zip(reached, symbols, strict=True)):
+            callable_ = call.callable
             if callable_ not in self._checked:
                 if number:
                     refuse_tensors_between(callable_, of_graph, PythonState.of(self._model.modules))
@@ -200,8 +201,8 @@ class ModelLearner:
         recipe, inputs = run.recipe(), self._model.inputs
         leaves = trees.flatten(run.result)[0]
         sources = leaf_sources(leaves, run.reached, by_tensor(run.inputs.buffers))
-        never_full = next((c.never_full for c, _, _ in run.reached if c.never_full is not None), None)
-        why = self._why_through_dynamo(run.side_effects, sources, run.reached[0][1])
+        never_full = next((found for call in run.reached if (found := call.callable.never_full) is not None), None)
+        why = self._why_through_dynamo(run.side_effects, sources, run.reached[0].args)
         inputs.pad_always(recipe.mutated)
         outputs = OutputBuffers.like(leaves, recipe.cuts, inputs.largest)
         return ModelResults(recipe, outputs, None if isinstance(sources, str) else sources, why), never_full

@@ -8,8 +8,8 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
+from graphpass.capture.scope import ReachedCallable
 from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.results import GraphSymbols
 from graphpass.errors import CaptureError
@@ -21,7 +21,7 @@ from graphpass.regions.split import Partition
 __all__ = ["refuse_mixing", "refuse_tensors_between"]
 
 
-def refuse_mixing(callable_: Any, symbols: GraphSymbols, declared: Collection[str]) -> None:
+def refuse_mixing(callable_: ReachedCallable, symbols: GraphSymbols, declared: Collection[str]) -> None:
     """Refuse a graph in which tokens or requests depend on each other.
 
     Args:
@@ -48,7 +48,7 @@ def refuse_mixing(callable_: Any, symbols: GraphSymbols, declared: Collection[st
             raise _mixes(callable_.partition, _WHAT[field], findings)
 
 
-def refuse_tensors_between(callable_: Any, symbols: GraphSymbols, state: PythonState) -> None:
+def refuse_tensors_between(callable_: ReachedCallable, symbols: GraphSymbols, state: PythonState) -> None:
     """Refuse a later graph of a run that reads tensors which Python has computed between the graphs.
 
     Args:

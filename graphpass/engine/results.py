@@ -14,13 +14,14 @@ from typing import Any
 import sympy
 import torch
 
+from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import symbolic, trees
 from graphpass.errors import ShapeError
 from graphpass.ladder.padding import PaddedBuffer
 
 __all__ = ["GraphSymbols", "LeafSources", "Reached", "ResultRecipe", "leaf_sources", "learn_recipe", "symbols_of"]
 
-Reached = Sequence[tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
+Reached = Sequence[ReachedCall]
 """(callable, its flat arguments, its flat outputs) of each graph that a run entered, in order."""
 
 Dims = Mapping[int, str]
@@ -107,14 +108,14 @@ def learn_recipe(
             cuts.append(followed.dims[id(leaf)])
         else:
             raise _unclear(index, leaf, followed.unclear.get(id(leaf), "it is made outside of the captured graphs"))
-    mutations = [args[position] for callable_, args, _ in reached for position in callable_.partition.mutated_inputs]
+    mutations = [call.args[position] for call in reached for position in call.callable.partition.mutated_inputs]
     return ResultRecipe(
         cuts=tuple(cuts),
         spec=spec,
         build_result=trees.builder_of(spec),
         mutated=frozenset(written) | {buffers[id(value)].name for value in mutations if id(value) in buffers},
         state=tuple(value for value in mutations if id(value) not in buffers),
-        generators=tuple(value for _, args, _ in reached for value in args if isinstance(value, torch.Generator)),
+        generators=tuple(value for call in reached for value in call.args if isinstance(value, torch.Generator)),
     )
 
 
@@ -127,7 +128,7 @@ def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, 
     """Where the leaves of a result come from; or why the graph alone does not tell."""
     if len(reached) > 1:
         return f"the model is {len(reached)} graphs, with Python between them"
-    outputs = reached[0][2]
+    outputs = reached[0].outputs
     positions = {id(output): position for position, output in enumerate(outputs)}
     sources: list[int | PaddedBuffer | None] = []
     for leaf in leaves:
@@ -164,7 +165,8 @@ class _Followed:
 
 def _followed(reached: Reached, buffers: Mapping[int, PaddedBuffer], padded: Mapping[str, int]) -> _Followed:
     found = _Followed({key: dict(buffer.dims) for key, buffer in buffers.items()}, {}, [])
-    for callable_, args, outputs in reached:
+    for call in reached:
+        callable_, args, outputs = call.callable, call.args, call.outputs
         # Parameters and buffers are never padded; a model may return them.
         found.dims.update({id(args[p]): {} for p in callable_.static if id(args[p]) not in found.dims})
         symbols = _symbols(callable_, args, found.dims, padded)
@@ -180,7 +182,7 @@ def _followed(reached: Reached, buffers: Mapping[int, PaddedBuffer], padded: Map
 
 
 def _symbols(
-    callable_: Any, args: Sequence[Any], known: Mapping[int, Mapping[int, str]], padded: Mapping[str, int]
+    callable_: ReachedCallable, args: Sequence[Any], known: Mapping[int, Mapping[int, str]], padded: Mapping[str, int]
 ) -> GraphSymbols:
     fields: dict[sympy.Symbol, str] = {}
     fixed: list[str] = []
@@ -253,7 +255,7 @@ def _numbers_of_sizes(reached: Reached, padded: Mapping[str, int]) -> list[Any]:
     """Values of this key's padded sizes, and of the numbers that the graphs compute from them."""
     if all(size == 1 for size in padded.values()):  # nothing smaller could be padded to it
         return []
-    computed = [outputs[p] for callable_, _, outputs in reached for p in callable_.partition.symbolic_numbers]
+    computed = [call.outputs[p] for call in reached for p in call.callable.partition.symbolic_numbers]
     return [*computed, *(size for size in padded.values() if size > 1)]
 
 

@@ -44,8 +44,8 @@ def dump_partition(
 def _region_lines(region: Region, names: _Names) -> list[str]:
     takes = [names.of(name) for name in region.inputs]
     lines = [f"{region.name} {region.kind}({', '.join(takes)}):"]
-    if region.reason is not None:
-        lines.append(f"  reason: {region.reason}")
+    if region.why is not None:
+        lines.append(f"  reason: {region.why}")
     if region.mutated_inputs:
         lines.append(f"  mutates: {', '.join(takes[i] for i in region.mutated_inputs)}")
     lines += [f"  {line}" for node in region.graph_module.graph.nodes for line in _node_lines(node, names)]

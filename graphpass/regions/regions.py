@@ -21,6 +21,7 @@ from graphpass.regions.assign import NodeGroup
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.opnames import CALLED
 from graphpass.regions.passes import is_rebuilt_output
+from graphpass.regions.rules import SplitReason
 
 __all__ = ["Region", "build_regions", "written_positions"]
 
@@ -34,7 +35,7 @@ class Region:
         kind: ``captured`` or ``eager``.
         graph_module: placeholders in the order of ``inputs``; returns a flat tuple in the order of ``outputs``.
             Parameters, buffers and subgraphs are shared with the graph module that was partitioned.
-        reason: why the region is eager; None if it is captured.
+        reasons: why the region is eager; empty if it is captured.
         inputs: names of the input values, the symbolic sizes of its tensors first.
         outputs: names of the values that later regions or the caller use.
         mutated_inputs: positions in ``inputs`` of tensors whose storage the region writes to, also through views.
@@ -43,10 +44,15 @@ class Region:
     name: str
     kind: Literal["captured", "eager"]
     graph_module: fx.GraphModule
-    reason: str | None
+    reasons: tuple[SplitReason, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     mutated_inputs: tuple[int, ...]
+
+    @property
+    def why(self) -> str | None:
+        """The reasons as one line, for dumps and reports; None for captured regions."""
+        return "; ".join(dict.fromkeys(map(str, self.reasons))) if self.kind == "eager" else None
 
 
 def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
@@ -85,7 +91,7 @@ def _region(
         name=name,
         kind=group.kind,
         graph_module=_graph_module(name, gm, made_here, inputs, outputs),
-        reason="; ".join(dict.fromkeys(str(reason) for reason in group.reasons)) if group.kind == "eager" else None,
+        reasons=group.reasons if group.kind == "eager" else (),
         inputs=tuple(node.name for node in inputs),
         outputs=tuple(node.name for node in outputs),
         mutated_inputs=written_positions(inputs, written),

@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
+
+
 @dataclass(frozen=True, slots=True)
 class SplitReason:
     """Why a node runs eagerly.
@@ -46,6 +49,11 @@ class SplitReason:
 
     kind: str
     detail: str
+
+    @property
+    def captures_whole(self) -> bool:
+        """Whether a graph of the whole callable can hold the node: the cut serves the graphs of single regions."""
+        return self.kind in _CAPTURED_IN_A_WHOLE
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"

@@ -138,7 +138,7 @@ def _inside_a_plan(device: torch.device) -> dict[str, Check]:
     x, y = (torch.randn(WIDTH, WIDTH, device=device) for _ in range(2))
     with runtime.capturing() as scope, gp.set_forward_context(runtime_mode=PIECEWISE, batch_descriptor=KEY):
         compiled(x, y)
-        plan, args = scope.plans[-1], scope.reached[-1][1]
+        plan, args = scope.plans[-1], scope.reached[-1].args
     return {"inside a plan: all that is asked ahead of the replays": partial(_ask, plan, args, runtime)}
 
 

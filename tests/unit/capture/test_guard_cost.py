@@ -82,7 +82,8 @@ def compiled_call(mode: gp.CUDAGraphMode) -> Callable[[], Any]:
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     with gp.set_forward_context(runtime_mode=mode, batch_descriptor=KEY), runtime.capturing() as scope:
         compiled(x, y)
-        ((reached, args, _),) = scope.reached
+        (call,) = scope.reached
+        reached, args = call.callable, call.args
 
     def step() -> Any:
         with gp.set_forward_context(runtime_mode=mode, batch_descriptor=KEY):

@@ -154,7 +154,7 @@ def test_after_a_reset_the_old_callables_go_and_the_runtime_captures_again(
         with rt.capturing() as scope:
             for mode in BOTH:
                 at_key(compiled, mode, 4, torch.randn(4, 6))
-            gone += [weakref.ref(reached[0]) for reached in scope.reached]
+            gone += [weakref.ref(reached.callable) for reached in scope.reached]
         scope.reached.clear()
         scope.plans.clear()
         del scope

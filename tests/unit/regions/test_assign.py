@@ -146,8 +146,8 @@ def nested_block(x: torch.Tensor) -> torch.Tensor:
 def test_a_pair_with_an_eager_op_runs_eagerly_as_a_whole(dynamo_split: Split, function: Callable[..., Any]) -> None:
     split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
     assert kinds(split) == ["captured", "eager", "captured"]
-    assert "mode pair: torch.nn.functional.softmax inside" in str(split.regions[1].reason)
-    assert "splitting op: torch.nn.functional.softmax" in str(split.regions[1].reason)
+    assert "mode pair: torch.nn.functional.softmax inside" in str(split.regions[1].why)
+    assert "splitting op: torch.nn.functional.softmax" in str(split.regions[1].why)
     assert len(targets(split, 0)) == len(targets(split, 2)) == 1
 
 
@@ -180,7 +180,7 @@ def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None
 
     split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
     assert kinds(split) == ["captured", "eager", "captured"]
-    assert "control flow" in split.regions[1].reason
+    assert "control flow" in split.regions[1].why
     assert len([node for node in split.regions[1].graph_module.graph.nodes if node.op == "get_attr"]) == 2
     assert "cond_true_0" not in split.regions[1].inputs
 
@@ -232,7 +232,7 @@ def test_an_allocation_joins_the_captured_region_before(dynamo_split: Split) -> 
     split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
     assert kinds(split) == ["captured", "eager", "captured"]
     assert torch.empty_like in targets(split, 0)
-    assert split.regions[1].reason == "splitting op: torch.nn.functional.softmax; splitting op: Tensor.copy_"
+    assert split.regions[1].why == "splitting op: torch.nn.functional.softmax; splitting op: Tensor.copy_"
 
 
 def test_an_allocation_joins_the_captured_region_behind(dynamo_split: Split) -> None:
@@ -256,7 +256,7 @@ def test_an_allocation_that_can_go_nowhere_runs_eagerly(dynamo_split: Split) -> 
 
     split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
     assert kinds(split) == ["eager"]
-    assert "nothing to capture: torch.empty" in str(split.regions[0].reason)
+    assert "nothing to capture: torch.empty" in str(split.regions[0].why)
 
 
 def test_a_splitting_op_that_is_an_allocation_stays_a_split(dynamo_split: Split) -> None:

@@ -126,8 +126,8 @@ def test_higher_order_code_is_one_captured_region(dynamo_split: Split, function:
 
 def test_a_loop_that_the_host_ends_is_eager(dynamo_split: Split) -> None:
     split = dynamo_split(looped, torch.rand(3, 4))
-    (loop,) = [region for region in split.regions if "control flow" in (region.reason or "")]
-    assert "while_loop" in loop.reason
+    (loop,) = [region for region in split.regions if "control flow" in (region.why or "")]
+    assert "while_loop" in loop.why
     assert split.regions[-1].kind == "captured"
 
 

@@ -31,7 +31,7 @@ def eager_ops(function: Callable[..., Any], ops: list[object]) -> list[str]:
     """Names of the nodes that the listed ops made eager."""
     gm = fx.symbolic_trace(Calls(function))
     split = partition(gm, ops, rules=(), example_inputs=(torch.ones(3, 3), torch.ones(3, 3)))
-    eager = [region for region in split.regions if region.reason and "splitting op" in region.reason]
+    eager = [region for region in split.regions if region.why and "splitting op" in region.why]
     return [node.name for region in eager for node in region.graph_module.graph.nodes if node.op.startswith("call")]
 
 

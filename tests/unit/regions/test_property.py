@@ -85,5 +85,5 @@ def assert_consistent(split: Any, before: tuple[torch.Tensor, ...], after: list[
     kinds = [region.kind for region in split.regions]
     assert all(left != right for left, right in itertools.pairwise(kinds))
     for region in split.regions:
-        assert (region.reason is None) == (region.kind == "captured")
+        assert (region.why is None) == (region.kind == "captured")
         region.graph_module.graph.lint()

@@ -23,7 +23,7 @@ SCALARS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": T
 
 
 def reasons(split: Partition) -> list[str | None]:
-    return [region.reason for region in split.regions]
+    return [region.why for region in split.regions]
 
 
 def test_a_reason_reads_as_kind_and_detail() -> None:
@@ -52,8 +52,8 @@ def test_a_host_read_and_its_consumers_run_eagerly(dynamo_split: Split) -> None:
 
     split = dynamo_split(function, torch.ones(3), **SCALARS)
     assert [region.kind for region in split.regions] == ["captured", "eager", "captured", "eager", "captured"]
-    assert split.regions[1].reason == "host read: Tensor.item"
-    assert split.regions[3].reason == "host scalar: operator.mul uses what Tensor.item read"
+    assert split.regions[1].why == "host read: Tensor.item"
+    assert split.regions[3].why == "host scalar: operator.mul uses what Tensor.item read"
     captured = [region for region in split.regions if region.kind == "captured"]
     assert not any("item" in name for region in captured for name in region.inputs)
 
@@ -82,7 +82,7 @@ def test_a_size_that_was_read_stays_out_of_captured_regions(dynamo_split: Split)
 )
 def test_data_dependent_shapes_run_eagerly(dynamo_split: Split, function: Callable[..., Any], op: str) -> None:
     split = dynamo_split(function, torch.tensor([1.0, 2.0, 3.0]), **SCALARS)
-    assert f"data-dependent shape: {op}" in str(split.regions[-1].reason)
+    assert f"data-dependent shape: {op}" in str(split.regions[-1].why)
     assert split.regions[-1].kind == "eager"
 
 
@@ -124,13 +124,13 @@ def on_cuda(function: Callable[..., Any], *devices: str) -> Partition:
 def test_other_devices_run_eagerly(function: Callable[..., Any], kind: str) -> None:
     split = on_cuda(function, "cuda:0", "cuda:0")
     assert [region.kind for region in split.regions][:1] == ["captured"]
-    assert kind in str(split.regions[-1].reason)
+    assert kind in str(split.regions[-1].why)
 
 
 def test_a_cpu_input_amid_a_gpu_graph_makes_its_consumer_eager() -> None:
     split = on_cuda(lambda x, y: (x + 1, y + 1, x * 2), "cuda:0", "cpu")
     assert [region.kind for region in split.regions] == ["captured", "eager", "captured"]
-    assert split.regions[1].reason == "cpu tensor: operator.add has a tensor on the CPU in a graph on cuda:0"
+    assert split.regions[1].why == "cpu tensor: operator.add has a tensor on the CPU in a graph on cuda:0"
 
 
 def test_a_cpu_graph_has_no_foreign_device() -> None:
@@ -158,6 +158,6 @@ def test_without_rules_nothing_is_split(dynamo_split: Split) -> None:
 
 def test_several_reasons_are_joined(dynamo_split: Split) -> None:
     split = dynamo_split(lambda x: torch.nonzero(x.sin()), torch.ones(3), ops=["aten::nonzero", "aten::sin"], **SCALARS)
-    first, *rest = str(split.regions[0].reason).split("; ")
+    first, *rest = str(split.regions[0].why).split("; ")
     assert first == "splitting op: Tensor.sin"
     assert rest[:2] == ["splitting op: torch.nonzero", "data-dependent shape: torch.nonzero"]
