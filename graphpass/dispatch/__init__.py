@@ -2,6 +2,4 @@
 
 from graphpass.dispatch.choose import SizePlan
 
-__all__ = [
-    "SizePlan",
-]
+__all__ = ["SizePlan"]

@@ -2,6 +2,4 @@
 
 from graphpass.offload.offloader import WeightOffloader
 
-__all__ = [
-    "WeightOffloader",
-]
+__all__ = ["WeightOffloader"]

@@ -2,6 +2,4 @@
 
 from graphpass.ranks.group import DataParallelAgreement
 
-__all__ = [
-    "DataParallelAgreement",
-]
+__all__ = ["DataParallelAgreement"]

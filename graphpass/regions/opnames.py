@@ -28,125 +28,31 @@ matches the overload that the call resolves to.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import CodeType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
-from graphpass.errors import PartitionError, nearest
 from graphpass.regions.execute import execute, owner_of, tensors_in, value_of
+from graphpass.regions.opaliases import ALIASES, CALLABLE_NAMES, OPERATOR_NAMES
 
-__all__ = ["OpMatcher", "display_name", "matcher_of", "names_of", "packets_of"]
+__all__ = [
+    "callable_names",
+    "canonical",
+    "display_name",
+    "dotted_names",
+    "module_of",
+    "names_of",
+    "overload_name",
+    "packets_of",
+    "qualified",
+]
 
-OpMatcher = Callable[[fx.Node], bool]
 
 CALLED = "graphpass_called"
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
-
-# Operators whose aten name is another one; an in-place operator is its plain name with an "i" in front.
-OPERATOR_NAMES: Mapping[str, str] = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "pow",
-    "matmul": "matmul",
-    "neg": "neg",
-    "pos": "positive",
-    "abs": "abs",
-    "and_": "bitwise_and",
-    "or_": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "inv": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "eq": "eq",
-    "ne": "ne",
-    "lt": "lt",
-    "le": "le",
-    "gt": "gt",
-    "ge": "ge",
-}
-
-# Two aten names for one op, the one that graphs usually hold on the right.
-ALIASES: Mapping[str, str] = {
-    "absolute": "abs",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
-    "clip": "clamp",
-    "concat": "cat",
-    "concatenate": "cat",
-    "conv2d_padding": "conv2d",
-    "det": "linalg_det",
-    "divide": "div",
-    "fix": "trunc",
-    "ger": "outer",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "inverse": "linalg_inv",
-    "less": "lt",
-    "less_equal": "le",
-    "linalg_matmul": "matmul",
-    "matrix_power": "linalg_matrix_power",
-    "moveaxis": "movedim",
-    "multiply": "mul",
-    "negative": "neg",
-    "not_equal": "ne",
-    "orgqr": "linalg_householder_product",
-    "row_stack": "vstack",
-    "special_digamma": "digamma",
-    "special_erf": "erf",
-    "special_erfc": "erfc",
-    "special_exp2": "exp2",
-    "special_expit": "sigmoid",
-    "special_expm1": "expm1",
-    "special_gammaln": "lgamma",
-    "special_log1p": "log1p",
-    "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp",
-    "special_round": "round",
-    "special_sinc": "sinc",
-    "special_softmax": "softmax",
-    "special_xlogy": "xlogy",
-    "subtract": "sub",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "true_divide": "div",
-}
-
-# Python methods and functions that stand for an aten op of another name.
-CALLABLE_NAMES: Mapping[str, str] = {
-    "type_as": "to",
-    "type": "to",
-    "float": "to",
-    "double": "to",
-    "half": "to",
-    "bfloat16": "to",
-    "int": "to",
-    "long": "to",
-    "short": "to",
-    "char": "to",
-    "byte": "to",
-    "bool": "to",
-    "cpu": "to",
-    "cuda": "to",
-    "unique": "_unique2",
-}
 
 
 def names_of(node: fx.Node) -> frozenset[str]:
@@ -159,18 +65,18 @@ def names_of(node: fx.Node) -> frozenset[str]:
         return frozenset()
     if node.target is operator.getitem or node.target is operator.setitem:
         return _indexing_names(node)
-    return _callable_names(node.target)
+    return callable_names(node.target)
 
 
 def display_name(node: fx.Node) -> str:
     """The op of a node as reasons and dumps write it, without addresses or paths."""
     if node.op == "call_module":
-        return type(_module_of(node)).__name__
+        return type(module_of(node)).__name__
     if node.op == "call_method":
         return f"Tensor.{node.target}"
     target = node.target
     if hasattr(target, "overloads") or hasattr(target, "overloadpacket"):
-        return _qualified(target)
+        return qualified(target)
     if operators.is_higher_order(target):
         return f"higher_order::{getattr(target, '__name__', '?')}"
     name = getattr(target, "__name__", type(target).__name__)
@@ -187,126 +93,25 @@ def packets_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(packet for packet in found if packet is not None)
 
 
-def matcher_of(op: object) -> OpMatcher:
-    """A predicate on nodes for one listed splitting op: a name, an op object or a Python callable.
-
-    Raises:
-        PartitionError: nothing of that name is registered or importable.
-    """
-    if isinstance(op, str):
-        return _matcher_of_name(op)
-    if not callable(op):
-        raise PartitionError(
-            "a splitting op cannot be told from its value",
-            expected="a name, an op object or a callable",
-            found=repr(op),
-            remedy="pass a name such as 'mylib::attention' or the function itself",
-        )
-    return _matcher_of_callable(op)
-
-
-def _matcher_of_name(name: str) -> OpMatcher:
-    if "::" not in name:
-        return _matcher_of_callable(_resolve_dotted(name))
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    packet = operators.operator_packet(namespace, base)
-    if packet is None and namespace == "higher_order" and operators.higher_order_operator(base) is not None:
-        return _by_names(frozenset({name}))
-    if packet is None:
-        raise _unknown(name, operators.registered_operator_names())
-    if not overload:
-        return _by_names(frozenset({_canonical(f"{namespace}::{base}")}))
-    if overload not in packet.overloads():
-        raise _unknown(name, [f"{namespace}::{base}.{known}" for known in packet.overloads()])
-    return functools.partial(_calls_overload, overload=getattr(packet, overload))
-
-
-def _matcher_of_callable(op: Any) -> OpMatcher:
-    op = operators.custom_op_overload(op) or op
-    if isinstance(op, type) and issubclass(op, torch.nn.Module):
-        return functools.partial(_in_module, kind=op)
-    if hasattr(op, "overloadpacket"):
-        if len(op.overloadpacket.overloads()) > 1:
-            return functools.partial(_calls_overload, overload=op)
-        return _by_names(frozenset({_canonical(_qualified(op.overloadpacket))}))
-    names = _callable_names(op)
-    if not names:
-        return functools.partial(_in_function, function=op, code=getattr(inspect.unwrap(op), "__code__", None))
-    in_place = frozenset(name for name in names if name.endswith("_"))
-    wanted = in_place or names
-    return lambda node: node.target is op or bool(wanted & names_of(node))
-
-
-def _in_module(node: fx.Node, *, kind: type[torch.nn.Module]) -> bool:
-    """Whether a node calls a module of this class, or was traced inside the forward of one."""
-    if node.op == "call_module" and isinstance(_module_of(node), kind):
-        return True
-    return any(outer is kind for _, outer in node.meta.get("nn_module_stack", {}).values())
-
-
-def _in_function(node: fx.Node, *, function: Any, code: CodeType | None) -> bool:
-    """Whether a node calls this Python function, or was traced inside it: Dynamo inlines what it can."""
-    if node.op == "call_function" and node.target is function:
-        return True
-    trace = node.meta.get("stack_trace") or ""
-    if code is None or code.co_filename not in trace:
-        return False
-    last_line = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
-    return any(
-        file == code.co_filename and name == code.co_name and code.co_firstlineno <= int(line) <= last_line
-        for file, line, name in _FRAME.findall(trace)
-    )
-
-
-def _by_names(wanted: frozenset[str]) -> OpMatcher:
-    return lambda node: bool(wanted & names_of(node))
-
-
-def _calls_overload(node: fx.Node, *, overload: Any) -> bool:
-    """Whether a node calls ``overload``: by its target, or by what the call resolves to with its fake arguments."""
-    target = node.target
-    if hasattr(target, "overloadpacket"):
-        return target is overload
-    packet = overload.overloadpacket
-    if _canonical(_qualified(packet)) not in names_of(node):
-        return False
-    candidates = [known for known in packet.overloads() if "out" not in known or "out" in node.kwargs]
-    return candidates == [_overload_name(overload)] or _reaches(node, overload)
-
-
-def _reaches(node: fx.Node, overload: Any) -> bool:
-    """Whether the call, run on its fake arguments, reaches ``overload``; a composite op is matched by its schema."""
-    packet = overload.overloadpacket
-    arguments = [value_of(argument) for argument in node.all_input_nodes]
-    try:
-        execution = execute(node, value_of, symbolic.fake_mode_of(tensors_in(arguments)) or symbolic.new_fake_mode())
-    except Exception:
-        return False
-    reached = [known for known in execution.overloads if known.overloadpacket is packet]
-    if reached:
-        return overload in reached
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    return operators.resolved_overload(packet, args, kwargs) is overload
-
-
-def _overload_name(overload: Any) -> str:
+def overload_name(overload: Any) -> str:
+    """``Tensor`` of ``aten::add.Tensor``; ``default`` where the schema names none."""
     return str(operators.schema_of(overload).overload_name) or "default"
 
 
-def _qualified(target: Any) -> str:
+def qualified(target: Any) -> str:
     """``aten::add`` for a packet, ``aten::add.Tensor`` for an overload."""
     if hasattr(target, "overloadpacket"):
         schema = operators.schema_of(target)
-        return f"{schema.name}.{_overload_name(target)}"
+        return f"{schema.name}.{overload_name(target)}"
     return str(operators.schema_of(operators.overloads_of(target)[0]).name)
 
 
-def _callable_names(target: Any) -> frozenset[str]:
+def callable_names(target: Any) -> frozenset[str]:
+    """All names that a callable answers to; empty for a Python function that is no op."""
     if hasattr(target, "overloadpacket"):
-        return _closure(_qualified(target.overloadpacket)) | {_qualified(target)}
+        return _closure(qualified(target.overloadpacket)) | {qualified(target)}
     if hasattr(target, "overloads"):
-        return _closure(_qualified(target))
+        return _closure(qualified(target))
     if operators.is_higher_order(target):
         return frozenset({f"higher_order::{getattr(target, '__name__', '')}"})
     module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
@@ -375,15 +180,16 @@ def _meta_value(argument: Any) -> Any:
     return value_of(argument) if isinstance(argument, fx.Node) else argument
 
 
-def _module_of(node: fx.Node) -> torch.nn.Module:
+def module_of(node: fx.Node) -> torch.nn.Module:
+    """The submodule that a ``call_module`` node calls."""
     return owner_of(node).get_submodule(str(node.target))
 
 
 def _module_names(node: fx.Node) -> frozenset[str]:
-    kind = type(_module_of(node))
+    kind = type(module_of(node))
     names = frozenset({f"{kind.__module__}.{kind.__qualname__}"})
     for function in _called_functions(node):
-        names |= _callable_names(function)
+        names |= callable_names(function)
     return names
 
 
@@ -405,15 +211,15 @@ def _called_functions(node: fx.Node) -> tuple[Any, ...]:
 def _closure(name: str) -> frozenset[str]:
     """``name`` with its alias, and for an in-place op the plain one's; only names that are registered."""
     namespace, _, base = name.partition("::")
-    found = {_canonical(name)}
+    found = {canonical(name)}
     if namespace == "aten" and base.startswith("_scaled_dot_product_"):
         found.add("aten::scaled_dot_product_attention")
     if base.endswith("_") and not base.endswith("__") and operators.operator_packet(namespace, base[:-1]) is not None:
-        found.add(_canonical(name[:-1]))
+        found.add(canonical(name[:-1]))
     return frozenset(found | {name})
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     """The name under which the aliases of one op meet: ``aten::divide`` is ``aten::div``."""
     namespace, _, base = name.partition("::")
     if namespace != "aten":
@@ -448,36 +254,6 @@ def _index() -> Mapping[int, tuple[str, ...]]:
     return {key: tuple(names) for key, names in found.items()}
 
 
-def _resolve_dotted(name: str) -> Any:
-    """The object that a dotted name of an imported module stands for.
-
-    Raises:
-        PartitionError: no imported module has it.
-    """
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:length]))
-        if found is None:
-            continue
-        for part in parts[length:]:
-            found = getattr(found, part, None)
-            if found is None:
-                break
-        if callable(found):
-            return found
-    raise _unknown(name, _dotted_names())
-
-
-def _dotted_names() -> Iterable[str]:
+def dotted_names() -> Iterable[str]:
+    """The dotted names of all torch functions and Tensor methods, sorted."""
     return sorted({dotted for names in _index().values() for dotted in names})
-
-
-def _unknown(name: str, known: Iterable[str]) -> PartitionError:
-    known = list(known)
-    close = nearest(name, known)
-    return PartitionError(
-        f"unknown splitting op {name!r}",
-        expected="a registered operator ('aten::add', 'mylib::attention') or an imported function's dotted name",
-        found=f"{name!r}",
-        remedy=f"the nearest known names are {close}" if close else "register or import it before compiling",
-    )

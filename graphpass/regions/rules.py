@@ -14,7 +14,8 @@ from graphpass.compat import operators
 from graphpass.errors import PartitionError
 from graphpass.regions.analysis import facts_of, free_symbols
 from graphpass.regions.execute import storages_of, tensors_in, value_of
-from graphpass.regions.opnames import display_name, matcher_of, names_of, packets_of
+from graphpass.regions.opmatch import matcher_of
+from graphpass.regions.opnames import display_name, names_of, packets_of
 
 __all__ = [
     "DEFAULT_RULES",
