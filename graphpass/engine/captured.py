@@ -6,10 +6,10 @@ import contextlib
 
 from graphpass.capture.surroundings import capture_progress, replay_settings
 from graphpass.engine.capture import CapturedStep, KeyCapturer
-from graphpass.engine.groups import keys_by_group
 from graphpass.engine.learn import ModelLearner
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import moved_weights, nothing_captured, nothing_to_capture
+from graphpass.engine.stats import keys_by_group
 from graphpass.ladder.estimate import Key, MemoryEstimate, PoolModel
 from graphpass.ladder.estimating import estimated
 from graphpass.ladder.limit import KeyPool, capture_within

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from graphpass.dispatch.dispatcher import Dispatch, DispatchReason
-from graphpass.engine.groups import keys_by_group
 from graphpass.keys import BatchDescriptor
+from graphpass.ladder.estimate import Key
 from graphpass.ladder.meter import NOTHING, MemoryGrowth
 from graphpass.ladder.prometheus import Metric, prometheus_text
 from graphpass.ladder.traffic import Traffic, TrafficCounts
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Report, Table
 
-__all__ = ["CapturedGroup", "ManagerStats", "StepCounts"]
+__all__ = ["CapturedGroup", "ManagerStats", "StepCounts", "keys_by_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,15 @@ class CapturedGroup:
     num_keys: int
     seconds: float
     memory: MemoryGrowth
+
+
+def keys_by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """The keys of each group, in their order; a group is named as in :class:`CapturedGroup`."""
+    groups: dict[str, list[Key]] = {}
+    for key in keys:
+        mode, descriptor = key
+        groups.setdefault(f"{'decode' if descriptor.uniform else 'mixed'} {mode}", []).append(key)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

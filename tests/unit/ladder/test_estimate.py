@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
-from graphpass.engine.groups import keys_by_group
+from graphpass.engine.stats import keys_by_group
 from graphpass.ladder import MemoryEstimate, MemoryGrowth
 from graphpass.ladder.estimate import Key, Measured, Sample, estimate_of, keys_to_sample
 from graphpass.ladder.estimating import estimated
