@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,16 +16,16 @@ from cgpass.calls import AutoRules
 from cgpass.eagerregion import EagerRegion
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
+from cgpass.plans import ReplayPlans
 from cgpass.wholegraphs import never_full
-from graphpass.capture.entry import GraphEntry
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId
-from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
+from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import EnteredCallable, ReachedCall
 from graphpass.capture.transforms import refuse_transforms
-from graphpass.capture.wrapper import MAX_STATIC_SETS, CUDAGraphWrapper
+from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import sideeffects, transforms, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
@@ -34,8 +33,6 @@ from graphpass.errors import CaptureError, ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
-from graphpass.regions.regions import Region
-from graphpass.regions.rules import reshapes_in_place
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput, layout_inputs
 
@@ -111,15 +108,9 @@ class GraphedCallable:
             input_names=[given.source_name or given.name for given in partition.inputs],
             policy=settings.policy,
         )
-        self._reuses_outputs = not any(
-            reshapes_in_place(node)
-            for region in partition.regions
-            if region.kind == "eager"
-            for node in region.graph_module.graph.nodes
-        )
+        self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
         self._key_shape = KeyShape.of(partition.inputs, settings)
         self._size_position = _size_position(partition.inputs)
-        self._plans: dict[BatchDescriptor, list[ReplayPlan]] = {}
         self._runs_without_graph = 0
         self.never_full = never_full(partition)
         # By a proxy: without a cycle, the callable goes when Dynamo drops it.
@@ -236,7 +227,7 @@ class GraphedCallable:
         if context.runtime_mode is CUDAGraphMode.FULL:
             return True
         assert context.batch_descriptor is not None
-        return self._plan_for(context.batch_descriptor, args) is not None
+        return self._plans.serving(context.batch_descriptor, args) is not None
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
@@ -267,31 +258,12 @@ class GraphedCallable:
         self.runtime.lease.acquire(context, args, self.name)
         try:
             outputs = self._full.call_flat(context, args)
-            self._tell_plan(self._full_plan(context, args))
+            assert context.batch_descriptor is not None
+            entry = self.runtime.lease.forward_entries[-1]
+            self._tell_plan(self._plans.of_whole(context.batch_descriptor, args, entry))
         finally:
             self.runtime.lease.release()
         return outputs
-
-    def _full_plan(self, context: ForwardContext, args: tuple[Any, ...]) -> ReplayPlan:
-        """One replay, of the graph that has just run, for whoever holds the arguments and calls nothing else."""
-        assert context.batch_descriptor is not None
-        written = set(self.partition.mutated_inputs)
-        settled = {position: position for position in range(len(args)) if position not in written}
-        return ReplayPlan.of(
-            self.name,
-            context.batch_descriptor,
-            [("full", "replay")],
-            operator.itemgetter("full"),
-            {"full": PlannedReplay(self.runtime.lease.forward_entries[-1], settled, frozenset())},
-            args=args,
-            static=self.static,
-            generation=self.runtime.lease.generation,
-            reuses_outputs=True,
-        )
-
-    def _plan_for(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
-        generation = self.runtime.lease.generation
-        return next((plan for plan in self._plans.get(descriptor, ()) if plan.serves(args, generation)), None)
 
     def _piecewise(self, context: ForwardContext, args: tuple[Any, ...], *, clone: bool | None = None) -> Any:
         lease, descriptor = self.runtime.lease, context.batch_descriptor
@@ -301,15 +273,16 @@ class GraphedCallable:
         try:
             if not clones:  # outputs of the last forward may come in as inputs of this one
                 args = tuple(lease.without_stale(args, self._staged))
-            plan = self._plan_for(descriptor, args)
+            plan = self._plans.serving(descriptor, args)
             if plan is not None:
                 outputs = plan.run(args, lease, context)
-                self._tell_plan(plan)
             else:
                 first = len(lease.forward_entries)
                 outputs = self._stitched(*args)
                 if not self._policy.compare:  # what is compared goes region by region
-                    self._make_plan(descriptor, args, first)
+                    plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
+            if plan is not None:
+                self._tell_plan(plan)
             flat = outputs if self.returns_flat else trees.flatten(outputs)[0]
             pool = lease.forward_storages
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
@@ -320,62 +293,10 @@ class GraphedCallable:
             lease.release()
         return outputs
 
-    def _make_plan(self, descriptor: BatchDescriptor, args: tuple[Any, ...], first: int) -> None:
-        entries = {
-            entry.region.region: entry
-            for entry in self.runtime.lease.forward_entries[first:]
-            if entry.region.callable == self.name
-        }
-        captured = [region for region in self.partition.regions if region.kind == "captured"]
-        if any(region.name not in entries for region in captured):
-            return
-        eager = {r.name: r.graph_module.forward for r in self.partition.regions if r.kind == "eager"}
-        plan = ReplayPlan.of(
-            self.name,
-            descriptor,
-            [(r.name, "replay" if r.kind == "captured" else "eager") for r in self.partition.regions],
-            lambda callees: self.partition.bind({**self._callees, **eager, **callees}),
-            self._planned(captured, entries),
-            args=args,
-            static=self.static,
-            generation=self.runtime.lease.generation,
-            reuses_outputs=self._reuses_outputs,
-        )
-        alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
-        self._plans[descriptor] = [*alive[1 - MAX_STATIC_SETS :], plan]
-        self._tell_plan(plan)
-
     def _tell_plan(self, plan: ReplayPlan) -> None:
         scope = self.runtime.scopes.current()
         if scope is not None:
             scope.plans.append(plan)
-
-    def _planned(self, captured: Sequence[Region], entries: Mapping[str, GraphEntry]) -> dict[str, PlannedReplay]:
-        """The regions whose entry is sure, and where their inputs come from: the call, an earlier replay, or neither.
-
-        What an eager region hands over may share memory in another way next time, which takes another entry; a region
-        that this matters for goes through its wrapper, and so does one that reads what such a region returns.
-        """
-        written = set(self.partition.mutated_inputs)
-        arguments = {given.name: p for p, given in enumerate(self.partition.inputs) if p not in written}
-        replayed: set[str] = set()
-        looked_up: set[str] = set()
-        planned = {}
-        for region in captured:
-            entry = entries[region.name]
-            staged = entry.staging.positions
-            is_handed = any(region.inputs[position] not in arguments for position in staged)
-            depends = is_handed and (bool(entry.staging.pattern) or (entry.staging.mutates and len(staged) > 1))
-            if depends or not looked_up.isdisjoint(region.inputs):
-                looked_up.update(region.outputs)
-                continue
-            planned[region.name] = PlannedReplay(
-                entry=entry,
-                arguments={p: arguments[value] for p, value in enumerate(region.inputs) if value in arguments},
-                replayed=frozenset(p for p, value in enumerate(region.inputs) if value in replayed),
-            )
-            replayed.update(region.outputs)
-        return planned
 
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
