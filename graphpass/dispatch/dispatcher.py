@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from graphpass.dispatch.decision import Dispatch, DispatchReason
 from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
+from graphpass.dispatch.keyset import KeySet
 from graphpass.dispatch.lora import LoraKeys
-from graphpass.dispatch.table import Route
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
@@ -73,7 +73,7 @@ class CudagraphDispatcher:
     @property
     def mode(self) -> CUDAGraphMode:
         """The mode the keys were made for."""
-        return self._mode
+        return self._keys.mode
 
     @property
     def capture_fields(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class CudagraphDispatcher:
     @property
     def uniform_decode_query_len(self) -> int:
         """Tokens of one request in a uniform decode batch."""
-        return self._limits.query_len
+        return self._keys.limits.query_len
 
     @property
     def is_lazy(self) -> bool:
@@ -101,7 +101,7 @@ class CudagraphDispatcher:
     def keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
         """A snapshot of every key by runtime mode, captured or not."""
         return MappingProxyType(
-            {mode: frozenset(self._descriptors(mode)) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)}
+            {mode: frozenset(self._keys.descriptors(mode)) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)}
         )
 
     def initialize_keys(self, mode: CUDAGraphMode | str, uniform_decode_query_len: int = 1) -> None:
@@ -113,26 +113,8 @@ class CudagraphDispatcher:
         """
         parsed = CUDAGraphMode.parse(mode)
         limits = KeyLimits(self._max_num_reqs, uniform_decode_query_len, self._max_num_tokens)
-        decode = Route(CUDAGraphMode.FULL, uniform=True)
-        full = Route(CUDAGraphMode.FULL, uniform=False)
-        piecewise = Route(CUDAGraphMode.PIECEWISE, uniform=False)
-        for adapters in (0,) if self._lora is None else self._lora.key_counts():
-            for route in (full, piecewise):
-                if parsed.mixed_mode() is route.mode:
-                    for key in self._grid.mixed_keys(route.mode, limits, adapters):
-                        route.add(key, self._grid.fields(key))
-            if parsed.separate_routine():
-                for key in self._grid.decode_keys(limits, adapters):
-                    decode.add(key, self._grid.fields(key))
-        self._mode, self._limits, self._has_decode_routine = parsed, limits, parsed.separate_routine()
-        self._routes = (decode, full, piecewise)
+        self._keys = KeySet(parsed, self._grid, limits, self._lora)
         self._revision += 1
-        self._choose_routes()
-
-    def _choose_routes(self) -> None:
-        """The routes that have keys, in order of preference, for uniform decode batches and for all others."""
-        self._uniform_routes = tuple(route for route in self._routes if len(route))
-        self._mixed_routes = tuple(route for route in self._uniform_routes if not route.uniform)
 
     def add_key(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
         """Add one key, not captured yet; adding a key twice changes nothing.
@@ -140,45 +122,8 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: no batch of this dispatcher could ever be given that key, or it lacks a field of the sizes.
         """
-        runtime_mode = CUDAGraphMode.parse(mode)
-        fault = self._fault(runtime_mode, descriptor)
-        if fault is not None:
-            expected, remedy = fault
-            raise DispatchError(
-                "the key could never be dispatched", expected=expected, found=f"{mode} {descriptor!r}", remedy=remedy
-            )
-        self._route(runtime_mode, descriptor).add(descriptor, self._grid.fields(descriptor))
+        self._keys.add(CUDAGraphMode.parse(mode), descriptor)
         self._revision += 1
-        self._choose_routes()
-
-    def _fault(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[str, str] | None:
-        """What is expected of such a key and how to mend it, or None when nothing is wrong with it."""
-        if not mode or not mode.is_valid_runtime_mode() or not self._mode.has_mode(mode):
-            return (f"a runtime mode of {self._mode}, not NONE", "initialize_keys() with a mode that has it")
-        if key.num_tokens < 1 or (key.num_reqs is not None and key.num_reqs < 1):
-            return ("at least 1 token and 1 request", "give the padded counts")
-        if mode is CUDAGraphMode.PIECEWISE and (key.num_reqs is not None or key.uniform):
-            return ("num_reqs=None, uniform=False: PIECEWISE keys serve any requests", "leave both fields out")
-        query_len = self._limits.query_len
-        if key.uniform and (key.num_tokens % query_len or key.num_reqs not in (None, key.num_tokens // query_len)):
-            return (f"{query_len} tokens a request in uniform keys", "set num_tokens and num_reqs accordingly")
-        if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in self._key_adapters:
-            counts = sorted(set(self._key_adapters))
-            return (f"num_active_loras out of {counts}, has_lora where it is not 0", "use a captured adapter count")
-        num_tokens = self._grid.num_tokens(self._grid.fields(key))
-        if num_tokens != key.num_tokens:
-            return (f"num_tokens={num_tokens}, the product of its fields", "set num_tokens to the product")
-        return None
-
-    def _route(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Route:
-        """The route that such a key is on."""
-        decode, full, piecewise = self._routes
-        if mode is CUDAGraphMode.FULL:
-            return decode if descriptor.uniform else full
-        return piecewise
-
-    def _descriptors(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
-        return [descriptor for route in self._routes if route.mode is mode for descriptor in route.descriptors()]
 
     def mark_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
         """Say that the key's graph exists, so that batches may replay it.
@@ -186,27 +131,16 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: the dispatcher has no such key.
         """
-        runtime_mode = CUDAGraphMode.parse(mode)
-        known = runtime_mode.is_valid_runtime_mode() and bool(runtime_mode)
-        if not known or not self._route(runtime_mode, descriptor).mark_captured(descriptor):
-            raise DispatchError(
-                "only a key of the dispatcher can be captured",
-                expected="a mode and a descriptor out of capture_plan()",
-                found=f"{mode} {descriptor!r}",
-                remedy="add_key(mode, descriptor) first",
-            )
+        self._keys.mark_captured(CUDAGraphMode.parse(mode), descriptor)
         self._revision += 1
 
     def is_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`mark_captured` was called for this key."""
-        runtime_mode = CUDAGraphMode.parse(mode)
-        known = runtime_mode.is_valid_runtime_mode() and bool(runtime_mode)
-        return known and self._route(runtime_mode, descriptor).is_captured(descriptor)
+        return self._keys.is_captured(CUDAGraphMode.parse(mode), descriptor)
 
     def forget_captured(self) -> None:
         """Say that no graph exists any more; the keys stay, to be captured again."""
-        for route in self._routes:
-            route.forget_captured()
+        self._keys.forget_captured()
         self._revision += 1
 
     def with_captured(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> CudagraphDispatcher:
@@ -219,13 +153,7 @@ class CudagraphDispatcher:
 
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """Every key in the order to capture: PIECEWISE, then FULL, each from the largest to the smallest."""
-        plan = []
-        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-            descriptors = self._descriptors(mode)
-            descriptors.sort(key=lambda key: (key.num_tokens, key.num_reqs or 0, key.num_active_loras), reverse=True)
-            if descriptors:
-                plan.append((mode, descriptors))
-        return plan
+        return self._keys.capture_plan()
 
     def fields(self, descriptor: BatchDescriptor) -> Mapping[str, int]:
         """The size of every field of ``capture_sizes``, read back from a descriptor; a list has ``num_tokens`` only.
@@ -327,7 +255,7 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: as :meth:`dispatch`.
         """
-        query_len = self._limits.query_len
+        query_len = self._keys.limits.query_len
         uniform = max_query_len == query_len and num_tokens == num_reqs * query_len
         step = self.dispatch(num_tokens, num_reqs=num_reqs, uniform_decode=uniform)
         return step.mode, step.descriptor.num_tokens if step.mode else None
@@ -342,7 +270,8 @@ class CudagraphDispatcher:
     ) -> Dispatch:
         """The first route's key that holds the batch, or NONE."""
         missed = DispatchReason.DISABLED
-        for route in self._uniform_routes if uniform else self._mixed_routes:
+        keys = self._keys
+        for route in keys.uniform_routes if uniform else keys.mixed_routes:
             if allowed is not None and route.mode not in allowed:
                 continue
             family = route.family(identity)
@@ -353,7 +282,7 @@ class CudagraphDispatcher:
             if rung is None:
                 missed = max(missed, DispatchReason.TOO_LARGE, key=_CLOSENESS)
             elif self._lazy or route.is_ready(rung):
-                if uniform and self._has_decode_routine and not route.uniform:
+                if uniform and keys.has_decode_routine and not route.uniform:
                     return rung.relaxed
                 return rung.exact if rung.sizes == sizes else rung.padded
             else:
@@ -378,13 +307,13 @@ class CudagraphDispatcher:
 
     def _holds_whole_requests(self, num_tokens: int) -> bool:
         """Whether a batch called uniform can be; where keys for uniform batches exist by mode, it has to be."""
-        if num_tokens % self._limits.query_len == 0:
+        if num_tokens % self._keys.limits.query_len == 0:
             return True
-        if not self._has_decode_routine:
+        if not self._keys.has_decode_routine:
             return False
         raise DispatchError(
             "a uniform decode batch holds whole requests",
-            expected=f"a multiple of {self._limits.query_len} tokens (uniform_decode_query_len)",
+            expected=f"a multiple of {self._keys.limits.query_len} tokens (uniform_decode_query_len)",
             found=f"{num_tokens} tokens",
             remedy="pass uniform_decode=False, or the count of all requests' tokens",
         )
