@@ -43,7 +43,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"^(?!graphpass\.|cgpass\.).*"),
     # Type variables, and names in signatures of private attributes.
-    (r"py:class", r"graphpass\.capture\.(runtime\._(Wrapper|Owned)|counts\.Notes)|graphpass\.regions\.stitch\.Stitching"),
+    (
+        r"py:class",
+        r"graphpass\.capture\.(runtime\._(Wrapper|Owned)|counts\.Notes)|graphpass\.regions\.stitch\.Stitching",
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.compat import trees
+from graphpass.engine.forward import fields_named
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.padded import PaddedInputs
@@ -95,7 +96,7 @@ class KeyCapturer:
         try:
             metadata = scope.prepare()
             context = model.parts.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
-            with context, model.parts.hooked(mode), model.parts.fields_named(metadata):
+            with context, model.parts.hooked(mode), fields_named(model.parts.attention, metadata):
                 result = model.compiled(**inputs.arguments)
         finally:
             scope.prepare = scope.keep_results = None

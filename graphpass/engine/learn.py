@@ -10,6 +10,7 @@ from typing import Any
 from graphpass.compat import sideeffects, trees
 from graphpass.engine.buffers import OutputBuffers, Sizes
 from graphpass.engine.firstrun import FirstRun, model_state_kept
+from graphpass.engine.forward import fields_named
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.padded import PaddedInputs
@@ -187,7 +188,7 @@ class ModelLearner:
         inputs = model.padded_at(sizes)
         metadata = model.prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)
         context = parts.context(metadata, inputs, CUDAGraphMode.NONE, None, num_tokens)
-        with model.runtime.scopes.opened() as scope, context, parts.fields_named(metadata):
+        with model.runtime.scopes.opened() as scope, context, fields_named(parts.attention, metadata):
             run = FirstRun(model.compiled, inputs, scope, model.modules, model.inputs.device)
             with run.undone(), parts.hooked(CUDAGraphMode.NONE):
                 run.run()

@@ -9,6 +9,7 @@ from graphpass.compat import trees
 from graphpass.engine.batch import Batch
 from graphpass.engine.buffers import Sizes
 from graphpass.engine.capture import CapturedStep
+from graphpass.engine.forward import fields_named
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.padded import PaddedInputs
@@ -56,7 +57,7 @@ class StepRunner:
         model.inputs.fill(batch.inputs, sizes, step.inputs.buffers)
         metadata = parts.metadata(batch.attention, descriptor, mode)
         entered = parts.context(metadata, step.inputs, mode, descriptor, batch.num_tokens, across_dp)
-        with entered as context, parts.hooked(mode), parts.fields_named(metadata):
+        with entered as context, parts.hooked(mode), fields_named(parts.attention, metadata):
             if step.plan is None:
                 with replay_settings():
                     results.store(model.compiled(**step.inputs.arguments), step.inputs.sizes)
@@ -99,7 +100,7 @@ class StepRunner:
             model.inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = parts.metadata(batch.attention, None, CUDAGraphMode.NONE)
             context = parts.context(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across_dp)
-            with context, parts.hooked(CUDAGraphMode.NONE), parts.fields_named(metadata):
+            with context, parts.hooked(CUDAGraphMode.NONE), fields_named(parts.attention, metadata):
                 results.store(model.compiled(**inputs.arguments), inputs.sizes)
         _copy_back(results, batch, sizes, inputs)
         return results.result(sizes)
