@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import logging
 from typing import Any
 
@@ -22,9 +21,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from graphpass.attentionlayers import by_token, refuse_unserved, register_attention
 from graphpass.compat import modules, operators
 from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, pieces_of
-from graphpass.errors import OptionError, ShapeError
+from graphpass.errors import OptionError
 
 __all__ = [
     "EQUAL_ATTENTION",
@@ -194,9 +194,8 @@ def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 def register_with_hugging_face() -> None:
     """Make both forms known to transformers. Once or often, it is the same."""
-    register = importlib.import_module("transformers").AttentionInterface.register
-    register(PACKED_ATTENTION, _packed_of_layer)
-    register(EQUAL_ATTENTION, _equal_of_layer)
+    register_attention(PACKED_ATTENTION, _packed_of_layer)
+    register_attention(EQUAL_ATTENTION, _equal_of_layer)
 
 
 def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = None) -> torch.nn.Module:
@@ -256,8 +255,7 @@ def _packed_of_layer(
             found=f"none from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
-    query, key, value = _one_row(module, query, key, value)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value, scale = _one_row(module, query, key, value, scaling)
     pieces = Pieces(query_bounds, cu_seq_lens_q, key_lengths)
     is_flash = getattr(module.config, _IS_FLASH)
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
@@ -282,34 +280,24 @@ def _equal_of_layer(
         ShapeError: a batch of other than one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
-    query, key, value = _one_row(module, query, key, value)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value, scale = _one_row(module, query, key, value, scaling)
     return equal_attention(query, key, value, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
 
 
 def _one_row(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[1, heads, tokens, head_dim] as [tokens, heads, head_dim]."""
-    if query.shape[0] != 1:
-        raise ShapeError(
-            f"attention of {type(module).__name__} takes the tokens of all images in one row",
-            expected="a batch of one row",
-            found=f"{query.shape[0]} rows",
-            remedy="use the tower through its adapter",
-        )
-    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    what = f"attention of {type(module).__name__} takes the tokens of all images in one row"
+    return by_token((query, key, value), scaling, what=what, remedy="use the tower through its adapter")
 
 
 def _refuse_other_attention(
     module: Any, attention_mask: torch.Tensor | None, dropout: float, is_causal: bool | None
 ) -> None:
-    asked = {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)}
-    unserved = [name for name, is_asked in asked.items() if is_asked]
-    if unserved:
-        raise OptionError(
-            f"attention within packed images does not do what {type(module).__name__} asks for",
-            expected="attention of all tokens of an image to each other",
-            found=", ".join(unserved),
-            remedy="call model.eval(); other attention needs an adapter of its own",
-        )
+    refuse_unserved(
+        module,
+        {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)},
+        what="attention within packed images",
+        expected="attention of all tokens of an image to each other",
+        remedy="call model.eval(); other attention needs an adapter of its own",
+    )

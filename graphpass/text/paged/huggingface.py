@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
-from graphpass.errors import OptionError, ShapeError
+from graphpass.attentionlayers import by_token, refuse_unserved, register_attention
 from graphpass.text.paged.op import NO_WINDOW
 
 __all__ = ["HUGGING_FACE_NAME", "register_with_hugging_face"]
@@ -20,7 +19,7 @@ def register_with_hugging_face() -> str:
 
     Once or often, it is the same.
     """
-    importlib.import_module("transformers").AttentionInterface.register(HUGGING_FACE_NAME, _hugging_face_attention)
+    register_attention(HUGGING_FACE_NAME, _hugging_face_attention)
     return HUGGING_FACE_NAME
 
 
@@ -59,28 +58,22 @@ def _hugging_face_attention(
         ShapeError: a batch of other than one row.
         OptionError: the layer asks for something that paged attention does not do.
     """
-    if query.shape[0] != 1:
-        raise ShapeError(
-            "paged attention takes the tokens of all requests in one row",
-            expected="input_ids and position_ids [1, tokens]",
-            found=f"a batch of {query.shape[0]} rows",
-            remedy="put the requests one behind the other; which tokens are whose is in the metadata",
-        )
-    asked = {"attention_mask": attention_mask, "dropout": dropout or None, **{n: kwargs.get(n) for n in _UNSERVED}}
-    unserved = [name for name, given in asked.items() if given is not None]
-    if not getattr(module, "is_causal", True):
-        unserved.append("is_causal=False")
-    if unserved:
-        raise OptionError(
-            f"paged attention does not do what {type(module).__name__} asks for",
-            expected="causal attention, with or without a sliding window",
-            found=", ".join(unserved),
-            remedy="leave masks and dropout out (model.eval()); other attention needs a backend of its own",
-        )
-    _, num_heads, num_tokens, head_dim = query.shape
-    out = query.new_empty(num_tokens, num_heads, head_dim)
-    scale = head_dim**-0.5 if scaling is None else scaling
+    query, key, value, scale = by_token(
+        (query, key, value),
+        scaling,
+        what="paged attention takes the tokens of all requests in one row: input_ids and position_ids [1, tokens]",
+        remedy="put the requests one behind the other; which tokens are whose is in the metadata",
+    )
+    asked = {"attention_mask": attention_mask is not None, "dropout": bool(dropout)}
+    unknown = {name: kwargs.get(name) is not None for name in _UNSERVED}
+    refuse_unserved(
+        module,
+        {**asked, **unknown, "is_causal=False": not getattr(module, "is_causal", True)},
+        what="paged attention",
+        expected="causal attention, with or without a sliding window",
+        remedy="leave masks and dropout out (model.eval()); other attention needs a backend of its own",
+    )
+    out = query.new_empty(query.shape)
     window = NO_WINDOW if sliding_window is None else sliding_window
-    by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    torch.ops.graphpass.paged_attention(*by_token, out, module.layer_idx, scale, window)
+    torch.ops.graphpass.paged_attention(query, key, value, out, module.layer_idx, scale, window)
     return out.unsqueeze(0), None
