@@ -18,9 +18,9 @@ from graphpass.callforms import CompiledModel
 from graphpass.capture.lookup import runtime_of, runtime_of_compiler
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import ReachedCall, ReachedCallable
-from graphpass.capture.surroundings import capture_progress
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
+from graphpass.ladder.progress import capture_progress
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.symbols import key_symbols
 from graphpass.report import Report

@@ -1,17 +1,14 @@
-"""What captures are done in: torch's state, and the bar that counts keys."""
+"""Settings of torch and Python that captures and replays run under."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
-from tqdm import tqdm
 
 __all__ = [
-    "capture_progress",
     "capture_settings",
     "frozen_objects",
     "replay_settings",
@@ -19,7 +16,6 @@ __all__ = [
     "without_collections",
 ]
 
-Key = TypeVar("Key")
 # Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
 _FROZEN_BY_PYTHON = 10_000
 
@@ -72,10 +68,3 @@ def frozen_objects() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
-
-
-def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:
-    """A bar over what is captured, on the first rank alone."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    is_first = not distributed or torch.distributed.get_rank() == 0
-    return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)

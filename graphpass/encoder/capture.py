@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.surroundings import capture_progress
 from graphpass.encoder.costs import EncoderCosts, measured_costs
 from graphpass.encoder.graphs import EncoderGraphs, eager_outputs
 from graphpass.encoder.options import EncoderOptions
@@ -27,6 +26,7 @@ from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, Po
 from graphpass.ladder.estimating import estimated
 from graphpass.ladder.limit import KeyPool, capture_within
 from graphpass.ladder.modelstate import ModelState
+from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.modes import CUDAGraphMode
 

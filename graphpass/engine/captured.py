@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from graphpass.capture.surroundings import capture_progress, replay_settings
+from graphpass.capture.surroundings import replay_settings
 from graphpass.engine.capture import CapturedStep, KeyCapturer
 from graphpass.engine.learn import ModelLearner
 from graphpass.engine.model import CompiledModel
@@ -13,6 +13,7 @@ from graphpass.engine.stats import keys_by_group
 from graphpass.ladder.estimate import Key, MemoryEstimate, PoolModel
 from graphpass.ladder.estimating import estimated
 from graphpass.ladder.limit import KeyPool, capture_within
+from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ranks.conversation import AgreedSteps
 
