@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphpass.capture.entry import GraphEntry
+from graphpass.capture.permit import MAX_STATIC_SETS
 from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.wrapper import MAX_STATIC_SETS
 from graphpass.keys import BatchDescriptor
 from graphpass.regions.regions import Region
 from graphpass.regions.rules import reshapes_in_place

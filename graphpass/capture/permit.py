@@ -1,0 +1,140 @@
+"""Whether a key may be captured now, and what is said where it may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphpass.capture.arguments import Call
+from graphpass.capture.entries import EntryTable
+from graphpass.capture.entry import GraphEntry
+from graphpass.capture.policy import CapturePolicy
+from graphpass.capture.records import RegionId
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.context import ForwardContext
+from graphpass.errors import CaptureError, StaticInputError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["MAX_STATIC_SETS", "CapturePermit"]
+
+_log = logging.getLogger("graphpass")
+MAX_STATIC_SETS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePermit:
+    """Decides for one wrapper whether a capture may take place.
+
+    Attributes:
+        region: the wrapper's region.
+        mode: the runtime mode at which it captures.
+        runtime: whose scope has to be open.
+        policy: what to do about moved inputs, and whether to capture while serving.
+        entries: the graphs that exist.
+    """
+
+    region: RegionId
+    mode: CUDAGraphMode
+    runtime: GraphRuntime
+    policy: CapturePolicy
+    entries: EntryTable
+
+    def baked(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
+        """Whether this key may be captured now, and which inputs the new graph may bake in.
+
+        An input that moved makes the key be captured once more, for the new set of static inputs; with more sets of one
+        module instance than :data:`MAX_STATIC_SETS`, what keeps moving is staged. Instances are not counted together:
+        none of 24 blocks has moved.
+
+        Raises:
+            CaptureError: capture is closed and the key has no graph for these arguments.
+            StaticInputError: capture is closed and a static input moved.
+        """
+        is_open = self.runtime.scopes.is_mine()
+        is_lazy = self.policy.lazy_capture and not is_open
+        inside = call.inside_static()
+        peers = [
+            entry
+            for entry in self.entries.at(descriptor)
+            if entry.spec == call.spec and call.static | inside >= set(entry.statics.positions)
+        ]
+        own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
+        moved = sorted({p for entry in own or peers for p in entry.statics.moved(call.leaves)})
+        if moved and not is_open and (self.policy.on_moved_input == "error" or not is_lazy):
+            raise self._moved(peers[0], call, moved[0])
+        if not is_open and not is_lazy:
+            raise self._not_captured(descriptor)
+        scope = self.runtime.scopes.current()
+        if scope is not None and scope.is_automatic:
+            _log.info("%s %s: captured without a context, since its size recurs", self.region, descriptor)
+        if is_lazy:
+            self._refuse_lazy_capture_across_ranks(context)
+            self.runtime.note(
+                f"{self.region} {descriptor}: captured while serving, as lazy_capture allows; a capture takes much "
+                "longer than a replay: capture the key inside `with runtime.capturing():`",
+                level=logging.WARNING,
+            )
+        return (
+            self._baked_of_moved(descriptor, call, moved, num_peers=len(peers), num_own=len(own))
+            if moved
+            else call.static
+        )
+
+    def _baked_of_moved(
+        self, descriptor: BatchDescriptor, call: Call, moved: Sequence[int], *, num_peers: int, num_own: int
+    ) -> frozenset[int]:
+        """What the next graph of a key may bake in, where static inputs moved since it was captured."""
+        names = ", ".join(call.names[p] for p in moved[:3])
+        if num_own < MAX_STATIC_SETS:
+            self.runtime.note(
+                f"{self.region} {descriptor}: static inputs moved ({names}), set {num_peers + 1} captured"
+            )
+            return call.static
+        inside = call.inside_static().intersection(moved)
+        if inside:
+            raise StaticInputError(
+                f"{call.names[min(inside)]!r} of {self.region} keeps moving inside a static input",
+                expected=f"at most {MAX_STATIC_SETS} places in it: a copy would hide that the two share memory",
+                found=f"{num_own} captured, and another one now",
+                remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
+            )
+        self.runtime.note(
+            f"{self.region} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on"
+        )
+        return call.static - set(moved)
+
+    def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
+        return StaticInputError(
+            f"static input {call.names[position]!r} of {self.region} moved",
+            expected=f"address {entry.statics.addresses[position] or 0:#x}, as captured",
+            found=f"{call.leaves[position].data_ptr():#x}",
+            remedy="refill it in place (`tensor.copy_(new)`), or capture the key for the new address inside "
+            "`with runtime.capturing():`; lazy_capture=True with on_moved_input='copy' captures it while serving",
+        )
+
+    def _refuse_lazy_capture_across_ranks(self, context: ForwardContext) -> None:
+        ranks = context.num_tokens_across_dp
+        if ranks is not None and len(ranks) > 1 and not self.runtime.scopes.is_mine():
+            raise CaptureError(
+                f"{self.region} would be captured lazily under data parallel",
+                expected="a capture of every key before the first batch, on all ranks alike",
+                found=f"lazy_capture with {len(ranks)} ranks",
+                remedy="capture inside `with runtime.capturing():` on every rank",
+            )
+
+    def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
+        captured = ", ".join(sorted(str(key) for key in self.entries.descriptors())) or "nothing"
+        found = f"captured at {self.mode}: {captured}"
+        if self.entries.at(descriptor):
+            found += "; this key with other arguments, or with inputs that share memory in another way"
+        older = self.runtime.recompiled_from(self.region, self.mode, descriptor)
+        if older is not None:
+            found += f"; {older} has this key, but torch.compile has compiled the function anew since"
+        return CaptureError(
+            f"{self.region} has no graph for {self.mode} {descriptor}, and capture is closed",
+            expected="a key that was captured",
+            found=found,
+            remedy="dispatch among captured keys, capture inside `with runtime.capturing():`, or set lazy_capture=True",
+        )
