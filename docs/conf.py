@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     # Type variables, and names in signatures of private attributes.
     (
         r"py:class",
-        r"graphpass\.capture\.(runtime\._(Wrapper|Owned)|counts\.Notes)|graphpass\.regions\.stitch\.Stitching",
+        r"graphpass\.capture\.(runtime\._(Wrapper|Owned)|counts\.Notes)|graphpass\.compat\.sideeffects\.SideEffect|graphpass\.regions\.stitch\.Stitching",
     ),
 ]
 

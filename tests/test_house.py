@@ -58,6 +58,9 @@ PUBLIC_NAMES = {
         "CaptureScope",
         "CompileSeconds",
         "Counts",
+        "ReachedCall",
+        "ReachedCallable",
+        "RegionId",
         "RuntimeStats",
     ],
     "graphpass.dispatch": [

@@ -2,8 +2,8 @@
 
 from graphpass.capture.counts import Counts
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import CallableRecord, CompileSeconds, RuntimeStats
-from graphpass.capture.scope import CaptureScope
+from graphpass.capture.records import CallableRecord, CompileSeconds, RegionId, RuntimeStats
+from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
 
 __all__ = [
     "CallableRecord",
@@ -11,5 +11,8 @@ __all__ = [
     "CaptureScope",
     "CompileSeconds",
     "Counts",
+    "ReachedCall",
+    "ReachedCallable",
+    "RegionId",
     "RuntimeStats",
 ]
