@@ -1,4 +1,4 @@
-"""A model through Dynamo: one compiled function for each form of a call, in the modes that it is served in."""
+"""Compiles a model with one function for each form of a call, and runs it without autograd."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["CompiledModel"]
 
 
 class CompiledModel:
-    """What :func:`graphpass.graphed` makes of a model.
+    """A model compiled by :func:`graphpass.graphed`.
 
-    A form is the number of positional arguments and the names of the others, in their order; what a plain function
-    takes either way counts as positional. Each form has a function of its own whose parameters are named like the
-    model's: by these names Dynamo tells the backend where inputs come from. Dynamo counts recompiles by code object, so
-    models of one class do not use up each other's limit.
+    The form of a call is the number of positional arguments and the names of the keyword arguments, in order. An
+    argument that a plain function accepts both ways counts as positional. Each form has its own generated function,
+    whose parameters have the names of the model's parameters, because Dynamo passes the backend these names as the
+    sources of inputs. Dynamo counts recompiles by code object, so models of one class have separate limits.
 
     Args:
-        model: what is compiled.
+        model: the module or function to compile.
         backend: the name under which torch.compile knows the backend.
-        given: the backend's options.
+        given: the options of the backend.
 
     Attributes:
-        model: the same.
-        given: the same.
-        runtime: the one among the options, else a new one.
-        forward: calls the model over graphs, without the hooks of the module itself.
+        model: the module or function.
+        given: the options, as passed.
+        runtime: the runtime from the options, else a new one.
+        forward: calls the model with graphs, without the module's own hooks.
     """
 
     def __init__(self, model: Callable[..., Any], backend: str, given: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class CompiledModel:
         self.forget_forms()
 
     def forget_forms(self) -> None:
-        """Compile the model anew when it is called next."""
+        """Drop the compiled functions, so that the next call compiles the model again."""
         self._forms.clear()
         self._names = _names_either_way(self._uncompiled())
 
@@ -69,10 +69,11 @@ class CompiledModel:
         self.forward = forward
 
     def serving(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-        """The modes that the model runs in.
+        """A context manager for the grad and inference modes in which the model runs.
 
-        A graph of one mode does not serve another, so inference mode is left, and what was captured outside of it
-        serves inside. Tensors made in inference mode can be written to in there alone: with them it stays.
+        A graph captured in one mode cannot be replayed in another. So inference mode is switched off for the call,
+        which then replays the graphs captured outside of it. It stays on if an argument or a parameter is an inference
+        tensor, because such tensors can be written to in inference mode only.
         """
         if torch.is_inference_mode_enabled():
             leaves = trees.flatten((args, dict(kwargs)))[0]
@@ -109,16 +110,16 @@ class CompiledModel:
     def _positional_first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The same call with as many positional arguments as it can have."""
-        given, others = list(args), dict(kwargs)
+        """The same call with as many arguments as possible passed by position."""
+        positional, others = list(args), dict(kwargs)
         for name in self._names[len(args) :]:
             if name not in others:
                 break
-            given.append(others.pop(name))
-        return tuple(given), others
+            positional.append(others.pop(name))
+        return tuple(positional), others
 
     def _report_no_graph(self, compiled: Callable[..., Any]) -> None:
-        """No callable of the runtime was entered: the model has nothing to compile, or Dynamo has given it up."""
+        """Report a call that entered no compiled graph: there was nothing to compile, or Dynamo no longer compiles."""
         functions = (inspect.unwrap(compiled), inspect.unwrap(self._uncompiled()))
         if not any(map(dynamo.is_at_recompile_limit, functions)):
             self.runtime.note("a call reached no graph: Dynamo found nothing to compile, or was off")
@@ -147,7 +148,7 @@ def _refuse_transforms() -> None:
 
 
 def _typed(error: BaseException) -> GraphpassError:
-    """The error of ours that Dynamo has wrapped, or a typed one for Dynamo's own."""
+    """The graphpass error that Dynamo wrapped, or a ``CaptureError`` for an error of Dynamo itself."""
     within: BaseException | None = error
     while within is not None:
         inner = getattr(within, "inner_exception", within)
@@ -163,9 +164,9 @@ def _typed(error: BaseException) -> GraphpassError:
 
 
 def _names_either_way(called: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters of a plain function that cannot tell how they were passed, up to the first that can.
+    """The leading parameters of a plain function that behave the same by position and by name.
 
-    A decorator can tell, and Python's C code may.
+    Empty for decorated functions and for C functions, which may distinguish the two.
     """
     if hasattr(called, "__wrapped__") or not hasattr(getattr(called, "__func__", called), "__code__"):
         return ()
@@ -177,7 +178,7 @@ def _names_either_way(called: Callable[..., Any]) -> tuple[str, ...]:
 def _function_of_form(
     model: Callable[..., Any], called: Callable[..., Any], num_positional: int, keywords: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function of positional parameters that calls the model in one form; ``called`` has the model's signature."""
+    """A function with positional parameters that calls the model in one form; ``called`` has the model's signature."""
     target = "graphed_model"
     positional = _parameter_names(called, num_positional)
     parameters = list(positional)
@@ -187,7 +188,7 @@ def _function_of_form(
     by_name = zip(keywords, parameters[num_positional:], strict=True)
     passed = [*positional, *(f"**{{{name!r}: {parameter}}}" for name, parameter in by_name)]
     call = f"{target}.forward" if isinstance(model, torch.nn.Module) else target
-    # The model is in a closure: Dynamo's guards keep a function's globals alive.
+    # The model is a closure variable, because Dynamo's guards keep a function's globals alive.
     source = (
         f"def of_model({target}):\n"
         f"    def call_model({', '.join(parameters)}):\n"
@@ -195,7 +196,7 @@ def _function_of_form(
         f"    return call_model\n"
     )
     filename = f"<graphed {zlib.crc32(source.encode()):08x}>"
-    # A function whose source cannot be found, Dynamo calls through a wrapper that takes *args, and the names are gone.
+    # Dynamo calls a function without source through a wrapper with *args, which would lose the parameter names.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     scope: dict[str, Any] = {"__name__": __name__}
     exec(compile(source, filename, "exec"), scope)
@@ -204,7 +205,7 @@ def _function_of_form(
 
 
 def _parameter_names(called: Callable[..., Any], count: int) -> list[str]:
-    """A name for each of the first ``count`` positional arguments."""
+    """Names for the first ``count`` positional arguments: the parameters' names, or generated ones."""
     names: list[str] = []
     with contextlib.suppress(ValueError, TypeError):  # a builtin has no signature
         for parameter in inspect.signature(called).parameters.values():

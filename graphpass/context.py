@@ -1,7 +1,7 @@
 """The forward context: one ContextVar that carries the runtime mode and the batch descriptor into the model.
 
-It is the only ambient value in graphpass. Setting is by token, so contexts nest, and every thread and every asyncio
-task sees its own. Read it inside opaque ops: ``ContextVar.get()`` in code that Dynamo traces does not trace.
+It is the only ambient value in graphpass. It is set and restored by token, so contexts nest, and each thread and each
+asyncio task has its own. Read it inside opaque ops, because Dynamo cannot trace ``ContextVar.get()``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ForwardContext:
-    """What one forward carries besides its inputs. Two contexts are the same forward only if they are one object.
+    """The state of one forward besides its inputs. Contexts are compared by identity.
 
     Attributes:
-        attn_metadata: whatever the model's attention reads; None inside captured regions of a PIECEWISE capture.
-        runtime_mode: NONE, PIECEWISE or FULL: the level of wrappers that captures or replays.
-        batch_descriptor: the key's padded shape; None only with NONE.
-        num_tokens: real token count of this rank, before padding.
+        attn_metadata: metadata that the model's attention reads; None inside captured regions of a PIECEWISE capture.
+        runtime_mode: NONE, PIECEWISE or FULL: which wrappers capture or replay.
+        batch_descriptor: the padded shape of the batch; may be None in mode NONE only.
+        num_tokens: number of tokens of this rank, before padding.
         num_tokens_across_dp: token counts of all data-parallel ranks.
-        slot_mapping: cache slots that attention writes to, one a token.
+        slot_mapping: the cache slot that attention writes for each token.
         is_padding: True for rows that are padding, shape (num_tokens,).
-        extra: anything else the caller's ops read.
-        capture: what is recording the code that runs under this context, None outside of a capture. Wrappers set it;
-            a wrapper that finds it set passes through, so that of nested wrappers the outer one wins.
-        owner: the callable whose auto dispatcher made this context, None for a context that a user set. Only that
-            callable, its wrappers and graphpass's own ops see such a context.
+        extra: further values for the caller's ops.
+        capture: the recorder of the capture in progress, None outside of a capture. Wrappers set it. A wrapper does not
+            capture if it is set already, so of nested wrappers only the outermost captures.
+        owner: the callable whose auto dispatcher created this context, None for a context that a user set. Only that
+            callable, its wrappers and graphpass's own ops see a context with an owner.
     """
 
     attn_metadata: Any
@@ -60,14 +60,14 @@ class ForwardContext:
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("graphpass_forward_context", default=None)
 current_context = _forward_context.get
-"""The forward context, or None outside of one, also one that an auto dispatcher made: one C call."""
+"""The current forward context, or None; includes contexts of an auto dispatcher. A single C call."""
 
 
 def get_forward_context() -> ForwardContext:
     """The forward context of the running forward.
 
     Raises:
-        ContextError: no context is set; :func:`is_forward_context_available` asks first.
+        ContextError: no context is set; check with :func:`is_forward_context_available`.
     """
     context = _forward_context.get()
     if context is None or context.owner is not None:
@@ -87,7 +87,7 @@ def is_forward_context_available() -> bool:
 
 
 class entered:  # noqa: N801 - a context manager, named like one
-    """Make an existing context the current one for the body of the ``with``; restored by token."""
+    """Make an existing context current for the body of the ``with``; the previous one is restored by token."""
 
     __slots__ = ("_context", "_token")
 
@@ -106,7 +106,7 @@ class entered:  # noqa: N801 - a context manager, named like one
 
 @contextmanager
 def without_context() -> Iterator[None]:
-    """No context is set in the body of the ``with``; restored by token."""
+    """Unset the context for the body of the ``with``; the previous one is restored by token."""
     token = _forward_context.set(None)
     try:
         yield
@@ -125,12 +125,12 @@ def set_forward_context(
     is_padding: Any = None,
     extra: Any = None,
 ) -> entered:
-    """A context manager: the forward context for the body of a ``with``.
+    """Set the forward context for the body of a ``with``.
 
-    It yields the frozen :class:`ForwardContext`. What was set before comes back afterwards, also after an exception.
+    Yields the frozen :class:`ForwardContext`. The previous context is restored at the end, also after an exception.
 
     Raises:
-        ContextError: ``runtime_mode`` is a pair, or PIECEWISE or FULL came without a descriptor.
+        ContextError: ``runtime_mode`` is a pair, or it is PIECEWISE or FULL and ``batch_descriptor`` is None.
     """
     if not isinstance(runtime_mode, CUDAGraphMode) or not runtime_mode.is_valid_runtime_mode():
         raise ContextError(

@@ -1,7 +1,7 @@
 """A model with CUDA graphs in three lines: the backend's own dispatch and padding, with defaults for serving.
 
-Dynamo runs the model's Python with the caller's own tensors; padding, replay and cutting happen inside the graphs'
-boundary. So a graphed model is the model, compiled: nothing here looks at its results, or changes its arguments.
+Dynamo runs the model's Python with the caller's tensors. The compiled graphs pad their inputs, replay, and cut their
+outputs. This module neither changes the model's arguments nor reads its results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from graphpass.report import Report
 __all__ = ["GraphedModel", "graphed", "precapture"]
 
 _BACKEND = "cgpass"
-"""A callable, its flat arguments, its flat outputs."""
 
 
 def graphed(
@@ -40,90 +39,90 @@ def graphed(
     mode: str | CUDAGraphMode = "FULL_AND_PIECEWISE",
     **options: Any,
 ) -> GraphedModel:
-    """Compile ``model`` with CUDA graphs: a call is padded to a captured size where that is proved safe, and replayed.
+    """Compile ``model`` with CUDA graphs: a call is padded to a captured size if that is proved safe, then replayed.
 
     Args:
-        model: a module or function; it runs under ``no_grad``, with any arguments that it takes.
-        capture_sizes: padded sizes to capture, or {key field: sizes}; chosen from the sizes seen where left out.
-        dynamic_dims: {argument: dimension}, or {argument: {dimension: key field}}: dimensions to pad. Other arguments
-            whose dimensions carry the same symbol are found.
-        padding: {argument: what fills its padding}: a value, ``"repeat"`` (the last real slice, the default), or
+        model: a module or function with any arguments; it runs under ``no_grad``.
+        capture_sizes: padded sizes to capture, or {key field: sizes}. By default chosen from the sizes of the calls.
+        dynamic_dims: the dimensions to pad, {argument: dimension} or {argument: {dimension: key field}}. Dimensions of
+            other arguments with the same symbol are padded too.
+        padding: {argument: rule for its padding}: a value, ``"repeat"`` (the last real slice, the default), or
             ``f(real, padded_shape) -> padded``.
         mode: ``FULL``, ``PIECEWISE``, or a pair.
-        options: the backend's others, see :func:`cgpass.options`.
+        options: further options of the backend, see :func:`cgpass.options`.
 
     Returns:
-        For a module, a module of its class that has the same parameters, buffers and attributes.
+        A callable with the model's signature. For a module, a module of the same class that shares its parameters,
+        buffers and attributes.
 
     Raises:
-        OptionError: an option cannot be used, or the backend is not registered.
+        OptionError: an option is invalid, or the backend is not registered.
     """
-    given = {"capture_sizes": capture_sizes, "dynamic_dims": dynamic_dims, "padding": padding}
-    return _graphed(model, {**options, "mode": mode, **{n: value for n, value in given.items() if value is not None}})
+    named = {"capture_sizes": capture_sizes, "dynamic_dims": dynamic_dims, "padding": padding}
+    return _graphed(model, {**options, "mode": mode, **{n: value for n, value in named.items() if value is not None}})
 
 
 class GraphedModel:
-    """See :func:`graphed`. Call it like the model.
+    """A model with CUDA graphs, from :func:`graphed`. Call it like the model.
 
-    For a module it is one: an object of a subclass of the module's class that shares the module's ``__dict__``. So
-    ``eval()``, ``to()``, ``state_dict()``, hooks and assignments are the model's. Only ``capture``, ``report``,
-    ``runtime``, ``close`` and ``forward`` mean something else here. A copy, pickled or not, has the same options, no
-    graphs, and a runtime of its own.
+    For a module, its class is a subclass of the module's class, and it shares the module's ``__dict__``. So ``eval()``,
+    ``to()``, ``state_dict()``, hooks and assignments act on the model. Only ``capture``, ``report``, ``runtime``,
+    ``close`` and ``forward`` are different. A copy, pickled or not, has the same options, no graphs, and a new runtime.
     """
 
     __slots__ = ()
     _graphed: CompiledModel
 
     def __init_subclass__(cls) -> None:
-        """Keep the model's class from treating the graphed one as a subclass that a user wrote."""
+        """Skip the ``__init_subclass__`` of the model's class, which is meant for subclasses that users write."""
 
     # -- what users call ------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for these arguments, over a graph where one fits."""
-        if torch.compiler.is_compiling():  # inside of another compiled model it is a part of that
+        """Call the model; a graph runs it where one fits."""
+        if torch.compiler.is_compiling():  # inside another compiled model: let that model trace it
             return self._graphed.model(*args, **kwargs)
         with self._graphed.serving(args, kwargs):
-            # The class's own way to be called: a module's hooks, around `forward`.
+            # `nn.Module.__call__` runs the module's hooks around `forward`.
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture the ``capture_sizes`` ahead, with a progress bar; see :func:`precapture`.
+        """Capture the ``capture_sizes`` now, with a progress bar; see :func:`precapture`.
 
         Args:
-            *args: an example call: of sizes at least 2 that differ from the model's other sizes.
-            **kwargs: the same.
+            *args: an example call. Its dynamic sizes must be at least 2 and differ from the model's other sizes.
+            **kwargs: keyword arguments of the example call.
 
         Raises:
-            CaptureError: nothing can be captured, or a key cannot be; it names the key.
+            CaptureError: there is nothing to capture, or a capture fails; the error names the key.
         """
         with self._graphed.serving(args, kwargs):
             precapture(self, *args, **kwargs)
 
     def report(self) -> Report:
-        """Regions with reasons, what may be padded and why, keys with counts, calls without a graph, bytes."""
+        """Regions with reasons, padding verdicts, keys with counts, calls without a graph, and bytes."""
         return self.runtime.report()
 
     @property
     def runtime(self) -> GraphRuntime:
-        """The owner of its graphs and statistics."""
+        """The runtime that owns the model's graphs, memory pool and statistics."""
         return self._graphed.runtime
 
     def close(self) -> None:
-        """Drop all graphs and give the pool back; it can be captured again."""
+        """Drop all graphs and free the memory pool. Later calls may capture again."""
         self.runtime.close()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``to()`` and its like go through: torch swaps no parameters that graphs refer to."""
+        """Used by ``to()``, ``half()`` and similar. torch cannot swap parameters of captured graphs."""
         if torch.__future__.get_swap_module_params_on_conversion():
             self.close()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
-    # -- the model, otherwise --------------------------------------------------------------------------------------
+    # -- everything else is the model's ----------------------------------------------------------------------------
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The model's ``forward``, over graphs; a module's hooks are called by what calls this."""
+        """The model's ``forward`` with graphs, without the module's hooks."""
         return self._graphed.forward
 
     @forward.setter
@@ -147,7 +146,7 @@ class GraphedModel:
 
 
 class _GraphedFunction(GraphedModel):
-    """A function with graphs."""
+    """A graphed function, in contrast to a graphed module."""
 
     __slots__ = ("__dict__", "__weakref__", "_graphed")
 
@@ -162,10 +161,10 @@ class _GraphedFunction(GraphedModel):
 
 
 def _graphed(model: Callable[..., Any], given: Mapping[str, Any]) -> GraphedModel:
-    """Make one; ``given`` are the backend's options.
+    """Create a graphed model; ``given`` are the backend's options.
 
     Raises:
-        OptionError: an option cannot be used, the backend is not registered, or the model has no parameters yet.
+        OptionError: an option is invalid, the backend is not registered, or a parameter of the model is uninitialized.
     """
     if isinstance(model, GraphedModel):
         model = model._graphed.model
@@ -184,17 +183,17 @@ def _graphed(model: Callable[..., Any], given: Mapping[str, Any]) -> GraphedMode
         return function
     kind: Any = type(model)
     names = {"__slots__": ("_graphed",), "__module__": kind.__module__, "__doc__": kind.__doc__}
-    made: Any = object.__new__(type(kind)(f"Graphed{kind.__name__}", (GraphedModel, kind), names))
-    made.__dict__ = model.__dict__
-    object.__setattr__(made, "_graphed", compiled)
-    return made  # type: ignore[no-any-return]
+    graphed_module: Any = object.__new__(type(kind)(f"Graphed{kind.__name__}", (GraphedModel, kind), names))
+    graphed_module.__dict__ = model.__dict__
+    object.__setattr__(graphed_module, "_graphed", compiled)
+    return graphed_module  # type: ignore[no-any-return]
 
 
 def _check_options(given: Mapping[str, Any]) -> None:
-    """Have the backend check its options now instead of at the first call.
+    """Validate the options now instead of at the first call.
 
     Raises:
-        OptionError: one cannot be used, or the backend is not registered.
+        OptionError: an option is invalid, or the backend is not registered.
     """
     backend = dynamo.registered_backend(_BACKEND)
     if backend is None:
@@ -207,23 +206,23 @@ def _check_options(given: Mapping[str, Any]) -> None:
     importlib.import_module(backend.__module__.partition(".")[0]).options(**given)
 
 
-# -- capturing ahead ---------------------------------------------------------------------------------------------------
+# -- capture before the first request ----------------------------------------------------------------------------------
 
 
 def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Capture the ``capture_sizes`` of a callable compiled with the backend, with a progress bar.
 
-    The callable is called with the example, and once more narrowed to size 1 where size 1 is asked for and its
-    dimension declared, both without graphs. Each graph that these calls reach is then captured at its sizes, from
-    inputs made there; without sizes and dimensions, at the example's own.
+    Runs the callable with the example, and again with the example narrowed to size 1 if size 1 is to be captured in a
+    declared dimension; both runs use no graphs. Each graph that these runs reach is then captured at its
+    ``capture_sizes`` with generated inputs, or at the example's sizes if neither sizes nor dimensions are declared.
 
     Args:
-        compiled: what torch.compile or :func:`graphed` returned.
-        *args: an example call: of sizes at least 2 that differ from the model's other sizes.
-        **kwargs: the same.
+        compiled: the result of torch.compile or :func:`graphed`.
+        *args: an example call. Its dynamic sizes must be at least 2 and differ from the model's other sizes.
+        **kwargs: keyword arguments of the example call.
 
     Raises:
-        CaptureError: the calls reach no graph, or a key cannot be captured; it names the key.
+        CaptureError: the calls reach no graph, or a capture fails; the error names the key.
         OptionError: the callable was not compiled with this backend.
     """
     runtime, options = _runtime_and_options(compiled)
@@ -262,15 +261,15 @@ def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwa
 
 
 def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any, ...]]:
-    """Each callable with the arguments of its first call."""
-    found: dict[ReachedCallable, tuple[Any, ...]] = {}
+    """Callable -> the arguments of its first call."""
+    first_arguments: dict[ReachedCallable, tuple[Any, ...]] = {}
     for call in reached:
-        found.setdefault(call.callable, call.args)
-    return found
+        first_arguments.setdefault(call.callable, call.args)
+    return first_arguments
 
 
 def _fields_of_size_one(options: Mapping[str, Any]) -> dict[str, dict[int, str]]:
-    """The declared dimensions, {argument: {dimension: key field}}, of those fields whose ladder has size 1."""
+    """The declared dimensions, {argument: {dimension: key field}}, of the key fields that have size 1 to capture."""
     sizes = options.get("capture_sizes") or {}
     ladders = sizes if isinstance(sizes, Mapping) else {"num_tokens": sizes}
     declared = options.get("dynamic_dims") or {}
@@ -281,9 +280,9 @@ def _fields_of_size_one(options: Mapping[str, Any]) -> dict[str, dict[int, str]]
 def _narrowed(
     reached: Sequence[ReachedCall], dims: Mapping[str, Mapping[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The example at size 1 in ``dims`` and in what shares a symbol with them; None where there is nothing to narrow.
+    """The example narrowed to size 1 in all dimensions that have a symbol of ``dims``; None if there are none.
 
-    The example's tensors reach a graph as they are, so they are known by identity.
+    A graph receives the example's tensors themselves, so they are compared by identity.
     """
     narrowed: dict[int, torch.Tensor] = {}
     for callable_, given in _distinct(reached).items():

@@ -14,13 +14,13 @@ class BatchDescriptor:
 
     Attributes:
         num_tokens: padded token count.
-        num_reqs: padded request count, or None where any count is served (PIECEWISE keys).
+        num_reqs: padded request count; None if the graph serves any count (PIECEWISE keys).
         uniform: every request has the same query length.
         has_lora: some request uses an adapter.
-        num_active_loras: captured number of adapters in use.
-        extra: sorted-as-given pairs (name, value) for whatever else the graph bakes in, such as a sequence length.
+        num_active_loras: number of active adapters for which the graph was captured.
+        extra: pairs (name, value) for other fixed values of the graph, such as a sequence length; their order counts.
 
-    Descriptors are dictionary keys on the hot path, so the hash is computed once, when the descriptor is made.
+    Descriptors are dictionary keys on the hot path, so the constructor computes the hash once.
     """
 
     num_tokens: int
@@ -48,11 +48,11 @@ class BatchDescriptor:
         return self._hash == other._hash and self._fields() == other._fields()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Hashes of strings differ between processes: rebuild instead of copying the stored hash.
+        # Hashes of strings differ between processes: unpickling must compute the hash again.
         return (BatchDescriptor, self._fields())
 
     def __str__(self) -> str:
-        """Short text for reports: only the fields that differ from their default."""
+        """Short text for reports: only the fields that differ from their defaults."""
         shown = [f"{self.num_tokens} tokens"]
         shown += [
             f"{f.name}={getattr(self, f.name)}"

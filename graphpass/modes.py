@@ -1,4 +1,4 @@
-"""Runtime modes: what a forward may replay, and how a mode for decode batches pairs with one for mixed batches."""
+"""CUDA graph modes: runtime modes, and pairs of a mode for decode batches and a mode for mixed batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["CUDAGraphMode"]
 
 
 class CUDAGraphMode(enum.Enum):
-    """What this forward may replay.
+    """Which graphs a forward may replay: none, one for each region, or one for the whole model.
 
     ``NONE``, ``PIECEWISE`` and ``FULL`` are runtime modes. ``FULL_DECODE_ONLY`` and ``FULL_AND_PIECEWISE`` are pairs
     (decode mode, mixed mode): uniform decode batches replay one full graph, mixed batches run ``NONE`` or
-    ``PIECEWISE``. Only runtime modes may stand in a forward context.
+    ``PIECEWISE``. A forward context has a runtime mode, never a pair.
     """
 
     NONE = 0
@@ -25,7 +25,7 @@ class CUDAGraphMode(enum.Enum):
 
     @classmethod
     def parse(cls, mode: str | CUDAGraphMode) -> CUDAGraphMode:
-        """The mode named by ``mode``, in any case.
+        """The mode with the name ``mode``, case-insensitive; a ``CUDAGraphMode`` is returned unchanged.
 
         Raises:
             OptionError: no mode has that name.
@@ -46,22 +46,22 @@ class CUDAGraphMode(enum.Enum):
         return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
 
     def mixed_mode(self) -> CUDAGraphMode:
-        """The runtime mode of batches that are not uniform decode."""
+        """The runtime mode of batches that are not uniform decode batches."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
     def is_valid_runtime_mode(self) -> bool:
-        """Whether a forward context may carry this mode: True for NONE, PIECEWISE and FULL."""
+        """Whether a forward context may have this mode: True for NONE, PIECEWISE and FULL."""
         return not isinstance(self.value, tuple)
 
     def separate_routine(self) -> bool:
-        """Whether decode batches and mixed batches have modes of their own."""
+        """Whether this mode is a pair, with separate modes for decode batches and mixed batches."""
         return isinstance(self.value, tuple)
 
     def has_mode(self, mode: CUDAGraphMode) -> bool:
-        """Whether a batch can run in the runtime mode ``mode`` under this mode.
+        """Whether some batch runs in the runtime mode ``mode`` under this mode.
 
         Raises:
-            OptionError: ``mode`` is a pair, which no batch runs in.
+            OptionError: ``mode`` is a pair, not a runtime mode.
         """
         if not mode.is_valid_runtime_mode():
             raise OptionError(
@@ -73,7 +73,7 @@ class CUDAGraphMode(enum.Enum):
         return mode in (self.decode_mode(), self.mixed_mode())
 
     def requires_piecewise_compilation(self) -> bool:
-        """Whether some batch replays region by region, so that the model has to be partitioned."""
+        """Whether some batch replays region by region, which requires that the model is partitioned."""
         return self.has_mode(CUDAGraphMode.PIECEWISE)
 
     def max_cudagraph_mode(self) -> CUDAGraphMode:
@@ -81,7 +81,7 @@ class CUDAGraphMode(enum.Enum):
         return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: int(mode.value))
 
     def without_piecewise(self) -> CUDAGraphMode:
-        """This mode where no region can be captured by itself: PIECEWISE becomes NONE, FULL stays."""
+        """This mode for a model whose regions cannot be captured one by one: PIECEWISE becomes NONE, FULL stays."""
         if self is CUDAGraphMode.PIECEWISE:
             return CUDAGraphMode.NONE
         if self is CUDAGraphMode.FULL_AND_PIECEWISE:

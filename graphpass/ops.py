@@ -1,4 +1,4 @@
-"""Operators of graphpass that models call: one sets padded rows to zero, so that none reaches a real row."""
+"""Operators for models: ``zero_padding`` sets padded rows to zero, so that they do not affect real rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _zero_padding(x: torch.Tensor, num_dims: int) -> torch.Tensor:
     if is_padding is None:
         return x.clone()
     rows = is_padding.view(x.shape[:num_dims])
-    return x.clone().masked_fill_(rows.view(*rows.shape, *[1] * (x.dim() - num_dims)), 0)  # in the layout of x
+    return x.clone().masked_fill_(rows.view(*rows.shape, *[1] * (x.dim() - num_dims)), 0)  # clone keeps the layout of x
 
 
 @_zero_padding.register_fake
@@ -25,15 +25,14 @@ def _(x: torch.Tensor, num_dims: int) -> torch.Tensor:
 
 
 def zero_padding(x: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
-    """``x`` with its padded rows set to zero, whatever they hold; NaN times zero is NaN, so a mask alone is not enough.
+    """A copy of ``x`` whose padded rows are zero. A mask is not enough, because NaN times zero is NaN.
 
-    Attention calls it on keys and values before they are used. Which rows are padding is the forward context's
-    ``is_padding``, read when the op runs; without one nothing is padding. The result is a new tensor.
+    Attention calls it on keys and values before it uses them. The op reads ``is_padding`` from the forward context when
+    it runs; without a context no row is padding.
 
     Args:
-        x: its first ``num_dims`` dimensions are those that ``is_padding`` is about: one of tokens, or requests and
-            tokens of each.
-        num_dims: how many.
+        x: a tensor whose first ``num_dims`` dimensions are the tokens, or the requests and the tokens of each.
+        num_dims: the number of leading dimensions that ``is_padding`` covers, 1 or 2.
     """
     result: torch.Tensor = _zero_padding(x, num_dims)
     return result

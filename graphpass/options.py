@@ -1,4 +1,4 @@
-"""The options of the backend, validated where they are made."""
+"""The options of the backend, validated by their constructor."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ DynamicDims = Mapping[str, Mapping[int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``torch.compile(model, backend="cgpass", options=...)`` understands.
+    """The options of ``torch.compile(model, backend="cgpass", options=...)``.
 
     Attributes:
-        mode: what the callable is built for, a runtime mode or a pair.
+        mode: the mode of the callable, a runtime mode or a pair.
         splitting_ops: ops that run eagerly between captured regions, by name, op object or callable.
-        capture_sizes: padded sizes that will be captured, {key field: sizes}; empty when unknown.
+        capture_sizes: padded sizes to capture, {key field: sizes}; empty if unknown.
         dynamic_dims: {input: {dimension: key field}}.
-        compiler: what compiles a captured region.
-        compile_sizes: sizes compiled each by itself, {key field: sizes}; one field at most.
-        compile_ranges: ranges of sizes compiled each by itself, {key field: ((least, greatest), ...)}; the same field.
-        policy: what wrappers return, when they capture, what they do about moved inputs.
-        on_fallback: what happens where a graph was asked for and cannot be had.
-        dispatch: who decides where no forward context is set: ``auto``, the callable by itself; ``context``, nobody:
-            such calls run without graphs. None stands for ``context`` where a runtime is given, else ``auto``.
-        padding: {input: what fills its padding}; an input that is not named repeats its last real slice.
-        padding_check: how far a declared size has to be proved before it is padded. ``prove``: a size that only
-            contents decide is padded and checked at run time, an unproved one is exact. ``strict``: that is an error,
-            and so is a call without a graph. ``declared``: declared sizes are padded and checked at run time.
-            ``off``: the same without the check.
-        max_graphs: most keys that one callable captures by itself; keys of ``capture_sizes`` do not count.
-        dump_dir: a directory for the partition's text, one file a graph.
-        runtime: owner of pool and statistics; None makes one for each ``torch.compile``.
+        compiler: the compiler for captured regions.
+        compile_sizes: sizes that get an artifact each, {key field: sizes}; at most one field.
+        compile_ranges: ranges of sizes that get an artifact each, {key field: ((least, greatest), ...)}; same field.
+        policy: how wrappers return outputs, when they capture, and how they treat moved inputs.
+        on_fallback: the reaction if a call should replay a graph but cannot.
+        dispatch: the choice of a graph for calls without a forward context. ``auto``: the callable chooses.
+            ``context``: such calls run without graphs. None means ``context`` if ``runtime`` is set, else ``auto``.
+        padding: {input: rule that fills its padding}; other inputs repeat their last real slice.
+        padding_check: the proof that a declared size needs before it is padded. ``prove``: sizes with the verdict
+            RUNTIME are padded and checked at run time, UNPROVED sizes run unpadded. ``strict``: an UNPROVED size or a
+            call without a graph is an error. ``declared``: declared sizes are padded and checked at run time. ``off``:
+            declared sizes are padded without a check.
+        max_graphs: the maximum number of keys that a callable captures besides those of ``capture_sizes``.
+        dump_dir: a directory for the text of partitions, one file for each graph.
+        runtime: the owner of the memory pool and statistics; None creates one for each ``torch.compile``.
     """
 
     mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -68,7 +68,7 @@ class Settings:
         """Validate a user's options.
 
         Raises:
-            OptionError: an unknown name, with the nearest known ones, or a value that cannot be used.
+            OptionError: an unknown name (the error lists the nearest known names), or an invalid value.
         """
         given = dict(given or {})
         known = _names()
@@ -103,29 +103,29 @@ class Settings:
             raise _bad_value("compile_sizes", "one key field in compile_sizes and compile_ranges", fields)
 
     def dispatches_itself(self) -> bool:
-        """Whether a call without a forward context dispatches by itself."""
+        """Whether the callable chooses a graph for calls without a forward context."""
         return self.dispatch == "auto" or (self.dispatch is None and self.runtime is None)
 
     def size_ranges(self) -> tuple[str, tuple[tuple[int, int], ...]] | None:
-        """The key field that is compiled by size, and its ranges, single sizes first; None when nothing is."""
+        """The key field with separate artifacts and its ranges, single sizes first; None if there is no such field."""
         for name in (*self.compile_sizes, *self.compile_ranges):
             single = tuple((size, size) for size in self.compile_sizes.get(name, ()))
             return name, single + self.compile_ranges.get(name, ())
         return None
 
     def runtime_modes(self) -> frozenset[CUDAGraphMode]:
-        """The runtime modes a context may carry to a callable built with these settings."""
+        """The runtime modes that a forward context may have for a callable with these settings."""
         return frozenset({self.mode.decode_mode(), self.mode.mixed_mode()}) - {CUDAGraphMode.NONE}
 
 
 def options(**given: Any) -> dict[str, Any]:
     """Validate the backend's options now instead of at the first compile, and return them as a dict.
 
-    See :class:`Settings` for what they mean; ``outputs``, ``on_moved_input`` and ``lazy_capture`` are those of
+    See :class:`Settings` for the options; ``outputs``, ``on_moved_input`` and ``lazy_capture`` are documented in
     :class:`graphpass.capture.CapturePolicy`.
 
     Raises:
-        OptionError: an unknown name or a value that cannot be used.
+        OptionError: an unknown name or an invalid value.
     """
     Settings.of(given)
     return given
@@ -163,12 +163,12 @@ def _sizes(option: str, value: Any) -> dict[str, tuple[int, ...]]:
 def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
     expected = "a list of pairs (least, greatest), both included, that do not overlap"
     ranges = {}
-    for name, given in _by_field(value).items():
-        if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence) or not given:
+    for name, of_field in _by_field(value).items():
+        if isinstance(of_field, (str, Mapping)) or not isinstance(of_field, Sequence) or not of_field:
             raise _bad_value("compile_ranges", expected, value)
-        if not all(isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_size, pair)) for pair in given):
+        if not all(isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_size, pair)) for pair in of_field):
             raise _bad_value("compile_ranges", expected, value)
-        pairs = sorted((least, greatest) for least, greatest in given)
+        pairs = sorted((least, greatest) for least, greatest in of_field)
         overlapping = any(one[1] >= following[0] for one, following in itertools.pairwise(pairs))
         if overlapping or any(least > greatest for least, greatest in pairs):
             raise _bad_value("compile_ranges", expected, value)
@@ -177,7 +177,7 @@ def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
 
 
 def _by_field(value: Any) -> dict[str, Any]:
-    return {str(name): given for name, given in value.items()} if isinstance(value, Mapping) else {"num_tokens": value}
+    return {str(name): sizes for name, sizes in value.items()} if isinstance(value, Mapping) else {"num_tokens": value}
 
 
 def _is_size(value: Any) -> bool:
@@ -188,8 +188,8 @@ def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
     if not isinstance(value, Mapping):
         raise _bad_value("dynamic_dims", "{input: dimension} or {input: {dimension: key field}}", value)
     dims = {}
-    for name, given in value.items():
-        of_input = {given: "num_tokens"} if isinstance(given, int) else given
+    for name, dims_of_input in value.items():
+        of_input = {dims_of_input: "num_tokens"} if isinstance(dims_of_input, int) else dims_of_input
         if not isinstance(of_input, Mapping) or not all(
             isinstance(dim, int) and isinstance(key_field, str) for dim, key_field in of_input.items()
         ):

@@ -1,4 +1,4 @@
-"""What fills the padding of an input."""
+"""Rules that fill the padding of an input."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def is_rule(rule: Any) -> bool:
 
 
 def checked_rule(name: str, rule: Any) -> PadRule:
-    """``rule`` if it is one.
+    """``rule``, if it is valid for input ``name``.
 
     Raises:
-        OptionError: it is none of the kinds of :data:`PadRule`.
+        OptionError: it is not a :data:`PadRule`.
     """
     if is_rule(rule):
         return rule  # type: ignore[no-any-return]

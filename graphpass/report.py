@@ -15,14 +15,14 @@ _WIDTH_COLUMNS = 140
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A titled table of text cells; every row has one cell a column."""
+    """A titled table of text cells; every row has one cell for each column."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def draw(self) -> RichTable:
-        """The table as rich draws it."""
+        """The table as an object that rich can print."""
         drawn = RichTable(title=self.title, title_justify="left", show_edge=False, pad_edge=False)
         for column in self.columns:
             drawn.add_column(column, overflow="fold")

@@ -1,4 +1,4 @@
-"""A region becomes a callable, once for each structure: through Inductor, AOTAutograd alone, or as it is."""
+"""Compiles each distinct region structure once: with Inductor, with AOTAutograd alone, or not at all."""
 
 from graphpass.compile.compilers import COMPILERS, compile_training
 from graphpass.compile.once import CompiledRegions, RegionCompiler, SizeRanges, traced_regions

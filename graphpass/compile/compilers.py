@@ -1,4 +1,4 @@
-"""The compilers a region can go through, under one signature."""
+"""The compilers for regions, with a common signature."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["COMPILERS", "compile_training", "compiler_named"]
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """One compiler.
+    """A compiler for regions.
 
     Attributes:
-        compile: takes a graph whose output is a flat tuple, which it may change, and fake tensors and symbolic sizes,
-            one a placeholder. Inductor's own CUDA graphs are off whatever the user set: the wrapper around the region
-            captures. A compiler that functionalizes also takes a function, which it calls with the aten graph.
-        opaque: its kernels bypass torch's dispatcher, so that a recorder has to treat a call as one op.
-        functionalizes: it rewrites what a region writes to its inputs, and relies on which of them share memory.
+        compile: takes a graph with a flat tuple as output, which it may change, and a fake tensor or symbolic size for
+            each placeholder. Inductor's CUDA graphs are always off, because the wrapper around the region captures. A
+            compiler that functionalizes takes a third argument, a function that it calls with the aten graph.
+        opaque: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op.
+        functionalizes: it rewrites writes to inputs, and its artifacts depend on which inputs share memory.
     """
 
     compile: Callable[..., Callable[..., Any]]
@@ -44,11 +44,11 @@ _COMPILERS: Mapping[str, Compiler] = MappingProxyType(
     }
 )
 COMPILERS = tuple(_COMPILERS)
-"""Names of the compilers a region can go through."""
+"""The names of the compilers."""
 
 
 def compiler_named(name: str) -> Compiler:
-    """The compiler of that name.
+    """The compiler with this name.
 
     Raises:
         OptionError: no such compiler.
@@ -61,5 +61,5 @@ def compiler_named(name: str) -> Compiler:
 
 
 def compile_training(graph_module: fx.GraphModule, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
-    """Compile a whole graph that autograd runs through: the compiler's ordinary work, never captured."""
+    """Compile a whole graph for training with autograd; it is never captured."""
     return compiler_named(compiler).compile(graph_module, example_inputs)

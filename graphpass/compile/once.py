@@ -1,4 +1,4 @@
-"""Compile-once: each structure goes through the compiler a single time, however many regions have it."""
+"""Compiles each region structure once, for any number of regions that have it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphpass.compile.traces import GraphTrace, RegionTrace, TraceFunction, Tra
 __all__ = ["CompiledRegions", "RegionCompiler", "SizeRanges", "traced_regions"]
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
-"""A symbol, and the ranges of its sizes, ends included, that get artifacts of their own; first come, first served."""
+"""A symbol, and the ranges of its sizes (ends included) that get separate artifacts; the first range that fits wins."""
 
 
 class _Region(Protocol):
@@ -39,9 +39,9 @@ class CompiledRegions:
     """The compiled regions of one graph.
 
     Attributes:
-        by_name: region name -> what runs it.
-        traces: region name -> what the trace function made of its aten graph; empty where there was none.
-        num_new: artifacts that had to be compiled; the others were there.
+        by_name: region name -> its compiled callable.
+        traces: region name -> the result of the trace function for its aten graph; empty without a trace function.
+        num_new: number of artifacts that were compiled; all others were reused.
         key_s: seconds spent on structural keys.
         compile_s: seconds spent in the compiler.
     """
@@ -54,7 +54,7 @@ class CompiledRegions:
 
 
 class RegionCompiler:
-    """Compiles regions and remembers what it compiled, for as long as some callable uses it."""
+    """Compiles regions and caches the artifacts for as long as a callable uses them."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], CompiledRegion] = weakref.WeakValueDictionary()
@@ -72,22 +72,21 @@ class RegionCompiler:
         Args:
             regions: regions whose nodes carry fake tensors and symbolic sizes.
             compiler: one of :data:`graphpass.compile.COMPILERS`.
-            size_ranges: sizes of one symbol that get artifacts of their own. A region without that symbol has none.
-            trace: called with the aten graph of each structure, which it must not change, and which has the region's
-                inputs and outputs; artifacts keep what it returns. What it raises is a reason to have no result. It is
-                the same function whenever regions are compiled.
+            size_ranges: sizes of one symbol that get separate artifacts, in regions with that symbol.
+            trace: called with the aten graph of each structure, which has the region's inputs and outputs. It must not
+                change the graph. Artifacts store its result; an exception becomes the ``problem`` of the trace. Pass
+                the same function in every call.
 
         Raises:
             OptionError: no such compiler.
         """
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
-        # All keys before the first compilation: what compiling one region adds to the guards is no part of another key.
-        # Regions that follow are compiled with it all the same, so that their artifacts assume it.
+        # Compute all keys before the first compilation, see Note [Guards of a compilation].
         structures = [structure_of(region.graph_module, compiler) for region in regions]
         known = [frozenset(symbolic.facts_of(structure.shape_env)) for structure in structures]
         keyed_s = time.perf_counter()
-        found: dict[str, CompiledRegion] = {}
+        by_name: dict[str, CompiledRegion] = {}
         traces: dict[str, RegionTrace] = {}
         num_new = 0
         for region, structure, facts in zip(regions, structures, known, strict=True):
@@ -99,56 +98,56 @@ class RegionCompiler:
                 num_new += artifact.num_artifacts()
             if trace is not None:
                 if artifact.trace is None:
-                    made = trace_alone(trace, region.graph_module, structure.symbols)
-                    artifact = self._known[key] = replace(artifact, trace=made)
+                    traced = trace_alone(trace, region.graph_module, structure.symbols)
+                    artifact = self._known[key] = replace(artifact, trace=traced)
                 assert artifact.trace is not None
                 traces[region.name] = artifact.trace.of_region(structure.symbols)
-            found[region.name] = artifact
+            by_name[region.name] = artifact
         seconds = (keyed_s - start_s, time.perf_counter() - keyed_s)
-        return CompiledRegions(MappingProxyType(found), MappingProxyType(traces), num_new, *seconds)
+        return CompiledRegions(MappingProxyType(by_name), MappingProxyType(traces), num_new, *seconds)
 
 
 def traced_regions(regions: Sequence[_Region], trace: TraceFunction) -> dict[str, RegionTrace]:
-    """What ``trace`` makes of the aten graphs of regions that nothing compiles, once for each structure.
+    """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure.
 
     Args:
-        regions: regions whose nodes carry fake tensors and symbolic sizes, also what no compiler could take: the result
-            says then why there is no aten graph.
+        regions: regions whose nodes carry fake tensors and symbolic sizes. For a region that cannot be traced, the
+            result has the problem instead.
         trace: as for :meth:`RegionCompiler.compile`.
     """
-    made: dict[Any, GraphTrace] = {}
-    found = {}
+    results_of: dict[Any, GraphTrace] = {}
+    traces = {}
     for region in regions:
         try:
             structure = structure_of(region.graph_module, "eager")
         except Exception as error:
-            found[region.name] = RegionTrace(None, f"its inputs or ops have no structure: {type(error).__name__}")
+            traces[region.name] = RegionTrace(None, f"its inputs or ops have no structure: {type(error).__name__}")
             continue
-        if structure.key not in made:
-            made[structure.key] = trace_alone(trace, region.graph_module, structure.symbols)
-        found[region.name] = made[structure.key].of_region(structure.symbols)
-    return found
+        if structure.key not in results_of:
+            results_of[structure.key] = trace_alone(trace, region.graph_module, structure.symbols)
+        traces[region.name] = results_of[structure.key].of_region(structure.symbols)
+    return traces
 
 
 def _ranges_of(structure: Structure, size_ranges: SizeRanges | None) -> tuple[Any, ...]:
-    """(number of the symbol in the key, ranges); empty for a region without the symbol."""
+    """(index of the symbol in the key, ranges); empty for a region without the symbol."""
     if size_ranges is None or size_ranges[0] not in structure.symbols:
         return ()
     return (structure.symbols.index(size_ranges[0]), tuple(size_ranges[1]))
 
 
 def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
-    """Let the graph guard on what the artifact assumed of its symbols; False where that does not hold."""
+    """Add the artifact's guards to the graph of ``structure``; False if one of them does not hold there."""
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 
 @dataclass(frozen=True, slots=True)
 class _Compilation:
-    """One region on its way to an artifact."""
+    """The compilation of one region."""
 
     region: _Region
     structure: Structure
-    known: frozenset[sympy.Basic]  # facts of the time when the key was made; what came later, the artifact assumes
+    known: frozenset[sympy.Basic]  # facts when the key was computed; later facts become guards of the artifact
     wanted: tuple[Any, ...]
     compiler: Compiler
     trace: TraceFunction | None
@@ -176,7 +175,7 @@ class _Compilation:
         )
 
     def _compiled(self, examples: Sequence[Any]) -> tuple[Callable[..., Any], GraphTrace | None]:
-        """The artifact for all sizes, and the trace of the graph that its compiler made."""
+        """The artifact for all sizes, and the trace of its aten graph if the compiler produced one."""
         graph_module = own_copy(self.region.graph_module)
         if self.trace is None or not self.compiler.functionalizes:
             return self.compiler.compile(graph_module, examples), None

@@ -1,4 +1,4 @@
-"""A compiled region: one callable that picks, call by call, an artifact which was compiled for such a call."""
+"""A compiled region: a callable that chooses an artifact for each call."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["CompiledRegion", "SizedArtifact", "WrittenInputs"]
 
 @dataclass(frozen=True, slots=True)
 class WrittenInputs:
-    """The inputs of a region that writes to some of them, for a compiler that functionalizes the writes.
+    """Finds calls for which a functionalizing compiler's artifact is wrong, for a region that writes to its inputs.
 
-    Such a compiler takes apart what overlaps, by the offsets it saw; at other offsets, or where nothing overlapped when
-    the region was compiled, its artifact is wrong without a word. So it is where it is written to an input with gaps (a
-    block of columns) at symbolic sizes: views of it that are returned get other strides. So artifacts serve inputs
-    that do neither, and all others run as they were traced.
+    Such a compiler resolves overlaps between inputs by the offsets at compile time. The artifact is silently wrong for
+    other offsets, and for inputs that overlap only at run time. It is also wrong for writes to an input with gaps (a
+    block of columns) at symbolic sizes, because returned views get other strides. Artifacts therefore run only if no
+    written input has gaps or overlaps another input; all other calls run the traced graph.
 
     Attributes:
         tensors: positions of the tensor inputs.
@@ -35,18 +35,18 @@ class WrittenInputs:
 
     @classmethod
     def of(cls, examples: Sequence[Any], written: Sequence[int]) -> WrittenInputs | None:
-        """Those of a region with inputs like ``examples``; None for one that writes to no input."""
+        """The record for a region with inputs like ``examples``; None if it writes to no input."""
         tensors = tuple(p for p, value in enumerate(examples) if isinstance(value, torch.Tensor))
         return cls(tensors, frozenset(written)) if written else None
 
     def defeat_compilers(self, args: Sequence[Any]) -> bool:
-        """Whether something written has gaps, or overlaps another input."""
+        """Whether a written input has gaps or overlaps another input."""
         with symbolic.quiet_shapes(symbolic.fake_mode_of(args)):
             dense = all(memory.is_dense(args[position]) for position in self.written)
         return not dense or self.overlap(args)
 
     def overlap(self, args: Sequence[Any]) -> bool:
-        """Whether something written lies in a storage where inputs overlap."""
+        """Whether a written input is in a storage in which inputs overlap."""
         groups: dict[int, list[int]] = {}
         for position in self.tensors:
             groups.setdefault(memory.memory_id(args[position]) or -position, []).append(position)
@@ -61,14 +61,15 @@ class WrittenInputs:
 def _any_overlap(tensors: list[torch.Tensor]) -> bool:
     """Whether two of these tensors, all in one storage, may have an element in common.
 
-    Asked of AOTAutograd, which acts on its answer, and once more: it takes rows of a strided matrix for apart.
+    AOTAutograd's own test counts, because it acts on it. A second test covers rows of a strided matrix, which the first
+    one takes for disjoint.
     """
     with symbolic.quiet_shapes(symbolic.fake_mode_of(tensors)):
         return memory.any_overlap(tensors) or any(itertools.starmap(_may_meet, itertools.combinations(tensors, 2)))
 
 
 def _may_meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """False where the byte ranges are apart, or both are blocks of columns of one matrix and the blocks are apart."""
+    """False if the byte ranges are disjoint, or if both are disjoint blocks of columns of one matrix."""
     if not one.numel() or not other.numel():
         return False
     (start, width, pitch), (other_start, other_width, other_pitch) = _columns(one), _columns(other)
@@ -81,7 +82,7 @@ def _may_meet(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _columns(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
-    """First byte, bytes that a row reaches, bytes from row to row: a tensor as rows that its widest stride parts."""
+    """(first byte, width of a row in bytes, distance of rows in bytes), where the widest stride separates the rows."""
     size = tensor.element_size()
     pairs = sorted(((d, s) for s, d in zip(tensor.shape, tensor.stride(), strict=True) if s > 1), reverse=True)
     inner = sum((s - 1) * d for d, s in pairs[1:])
@@ -89,7 +90,7 @@ def _columns(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def _reach(tensor: torch.Tensor) -> Any:
-    """Bytes from the first element to behind the last."""
+    """Bytes from the first element to the end of the last."""
     return (sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
 
 
@@ -98,11 +99,11 @@ class SizedArtifact:
     """An artifact for a single size or a range of sizes of one symbol.
 
     Attributes:
-        lowest: the least size that it serves.
-        highest: the greatest.
+        lowest: the smallest size that it serves.
+        highest: the largest size that it serves.
         function: the artifact.
-        symbol: what its guards call the size.
-        guards: what compiling it assumed of the size besides the range.
+        symbol: the symbol of the size in ``guards``.
+        guards: conditions on the size that the compilation added besides the range.
     """
 
     lowest: int
@@ -112,24 +113,24 @@ class SizedArtifact:
     guards: tuple[sympy.Basic, ...]
 
     def serves(self, size: int) -> bool:
-        """Whether it was compiled for this size."""
+        """Whether the artifact is valid for this size."""
         numbers = {self.symbol: sympy.Integer(size)}
         return self.lowest <= size <= self.highest and all(g.xreplace(numbers) == sympy.true for g in self.guards)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledRegion:
-    """A region as one callable: flat arguments in, a flat tuple out. Structurally identical regions share it.
+    """A region as a callable from flat arguments to a flat tuple. Structurally identical regions share it.
 
     Attributes:
         function: the artifact that serves every size.
-        opaque: whether its kernels bypass torch's dispatcher, so that a recorder has to treat a call as one op.
-        uncompiled: the region as it was traced, for inputs that no artifact serves.
-        written_inputs: what is asked of inputs for the artifacts; None where nothing is.
-        size_position: the input that is the size which ``sized`` goes by.
-        sized: artifacts for certain sizes; the first that serves a size goes before ``function``.
-        guards: what compiling assumed of the symbols, over the key's symbols.
-        trace: what a trace function made of the aten graph; None where nobody asked.
+        opaque: whether its kernels bypass torch's dispatcher, so a recorder must treat a call as one op.
+        uncompiled: the traced region, for inputs that no artifact serves.
+        written_inputs: the check that inputs must pass before an artifact runs; None if there is none.
+        size_position: the position of the input whose value selects from ``sized``.
+        sized: artifacts for certain sizes; the first that serves a size is used instead of ``function``.
+        guards: conditions that the compilation added, over the symbols of the structural key.
+        trace: the result of the trace function for the aten graph; None without a trace function.
     """
 
     function: Callable[..., Any]
@@ -144,12 +145,12 @@ class CompiledRegion:
 
     @classmethod
     def as_traced(cls, function: Callable[..., Any]) -> CompiledRegion:
-        """A region that no compiler has to touch, as it writes to inputs that have gaps or overlap."""
+        """A region that stays uncompiled because it writes to inputs that have gaps or overlap."""
         trace = GraphTrace(None, "it writes to inputs that have gaps or share memory")
         return cls(function, False, function, None, None, (), (), trace, {})
 
     def __call__(self, *args: Any) -> Any:
-        """Run the region."""
+        """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled(*args)
         if self.size_position is None:
@@ -161,7 +162,7 @@ class CompiledRegion:
         return chosen(*args)
 
     def num_artifacts(self) -> int:
-        """How many times it was compiled."""
+        """The number of artifacts, hence of compilations."""
         return 1 + len(self.sized)
 
     def _artifact_for(self, size: int) -> Callable[..., Any]:

@@ -1,7 +1,6 @@
-"""The inputs of a region once more, with some symbols fixed or kept within a range.
+"""A copy of a region's example inputs in which some symbols are fixed or bounded.
 
-They live in a shape environment of their own: what compiling for these sizes assumes is no guard of the graph, and is
-asked of the sizes themselves instead.
+The copy has a new shape environment. See Note [Guards of a compilation].
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class SpecializedInputs:
     """Example inputs for one compilation.
 
     Attributes:
-        values: fake tensors and sizes, one an input.
-        fake_mode: their mode.
+        values: one fake tensor or size for each input.
+        fake_mode: the fake mode of the tensors.
         symbols: symbol of the region -> its name in the new shape environment, or its fixed value.
     """
 
@@ -33,16 +32,16 @@ class SpecializedInputs:
     symbols: Mapping[sympy.Symbol, Any]
 
     def guards(self) -> tuple[sympy.Basic, ...]:
-        """What compiling has assumed of the symbols."""
+        """The guards that compilation has added to the new shape environment."""
         return symbolic.facts_of(self.fake_mode.shape_env)
 
 
 def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> SpecializedInputs | None:
-    """Inputs like ``examples`` whose symbols lie within ``bounds``; None for layouts that cannot be made anew.
+    """Inputs like ``examples`` with symbols within ``bounds``; None if a layout cannot be reproduced.
 
     Args:
         examples: a region's fake tensors and sizes.
-        bounds: symbol -> least and greatest size; equal ends fix it.
+        bounds: symbol -> (smallest, largest) size; equal bounds fix the symbol.
     """
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
@@ -66,7 +65,7 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
 
 
 def symbols_of(examples: Iterable[Any]) -> tuple[sympy.Symbol, ...]:
-    """The symbols of sizes, strides, offsets and storages, in the order of the examples."""
+    """The symbols in sizes, strides, offsets and storage sizes, in the order of the examples."""
     return tuple(dict.fromkeys(symbol for value in examples for symbol in _symbols_in(value)))
 
 
@@ -82,7 +81,7 @@ def _symbols_in(value: Any) -> list[sympy.Symbol]:
 def _like(
     tensor: torch.Tensor, env: Any, symbols: Mapping[sympy.Symbol, Any], storages: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """``tensor`` with its sizes over the new symbols; tensors that shared a storage share one again."""
+    """A copy of ``tensor`` over the new symbols; copies of tensors with a common storage have a common storage."""
 
     def sizes(values: Sequence[Any]) -> list[Any]:
         return [symbolic.size_of(env, symbolic.expression_of(value), symbols) for value in values]

@@ -1,9 +1,9 @@
-"""What makes two regions one: the structural key, equal for regions that one artifact can serve.
+"""The structural key of a region: regions with equal keys can share one artifact.
 
-Regions of identical decoder layers differ in names only. The key holds everything a compiler may rely on and nothing
-else: ops with their constants, the layout of every input and output, which inputs share memory, and what is known of
-each symbol. Symbols are renamed in the order in which they occur, so that a region over ``s0`` and one over ``s7`` are
-alike if the same is known of both.
+Regions of identical decoder layers differ in names only. The key has everything that a compiler may depend on and
+nothing else: ops with their constants, the layout of every input and output, which inputs share memory, and the facts
+about each symbol. Symbols are renamed in order of first use, so regions over ``s0`` and over ``s7`` have equal keys if
+the same facts hold for both symbols.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class StructuralKey:
     """The parts of a region's structure; equal keys share one artifact.
 
     Attributes:
-        compiler: what compiles it, and every ambient setting that it reads.
-        ops: one entry a node: kind, target and arguments, constants among them.
+        compiler: the compiler's name, and every ambient setting that it reads.
+        ops: kind, target and arguments of each node, constants included.
         inputs: dtype, shape, strides, offset, device and flags of each input.
         outputs: the same of each output.
         sharing: for each tensor input the first input whose storage it shares.
-        symbols: for each symbol its range, and the guards that hold over it.
+        symbols: for each symbol its range and the guards over it.
     """
 
     compiler: tuple[Any, ...]
@@ -44,10 +44,10 @@ class StructuralKey:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A region's key, and its own names for the key's symbols.
+    """A region's key, and the region's names of the key's symbols.
 
     Attributes:
-        key: equal for regions that are alike.
+        key: equal for regions that can share an artifact.
         symbols: the region's symbols in the order in which the key numbers them.
         shape_env: the shape environment of its symbols, None without symbols.
     """
@@ -62,7 +62,7 @@ class Structure:
         return tuple(expression.xreplace(names) for expression in expressions)
 
     def own(self, expressions: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
-        """What :meth:`canonical` gave, over this region's symbols."""
+        """``expressions`` from :meth:`canonical`, over this region's symbols."""
         names = {_canonical(symbol, number): symbol for number, symbol in enumerate(self.symbols)}
         return tuple(expression.xreplace(names) for expression in expressions)
 
@@ -72,14 +72,14 @@ def structure_of(graph_module: fx.GraphModule, compiler: str) -> Structure:
 
     Args:
         graph_module: the region.
-        compiler: what will compile it.
+        compiler: the name of the compiler.
     """
     return _Reader(graph_module).read(compiler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Itself:
-    """An object that is equal to itself only; holds it, so that no other object comes by its identity."""
+    """Compares an object by identity. The reference prevents that its address is reused while the key lives."""
 
     value: Any
 
@@ -91,7 +91,7 @@ class _Itself:
 
 
 class _Reader:
-    """Reads one region; owns the numbers of its nodes and symbols while it does."""
+    """Reads one region; owns the numbering of its nodes and symbols."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._owner = graph_module
@@ -118,23 +118,23 @@ class _Reader:
         return Structure(key, own, shape_env)
 
     def _ops(self, graph: fx.Graph) -> tuple[Any, ...]:
-        found: list[tuple[Any, ...]] = []
+        ops: list[tuple[Any, ...]] = []
         for number, node in enumerate(graph.nodes):
             self._numbers[node] = number
             if node.op == "get_attr":
-                found.append((node.op, self._attribute(str(node.target))))
+                ops.append((node.op, self._attribute(str(node.target))))
             elif node.op == "call_module":
-                found.append((node.op, _Itself(self._owner.get_submodule(str(node.target))), self._arguments(node)))
+                ops.append((node.op, _Itself(self._owner.get_submodule(str(node.target))), self._arguments(node)))
             elif node.op != "placeholder":
                 target = node.target if isinstance(node.target, str) else _Itself(node.target)
-                found.append((node.op, target, self._arguments(node)))
-        return tuple(found)
+                ops.append((node.op, target, self._arguments(node)))
+        return tuple(ops)
 
     def _arguments(self, node: fx.Node) -> Any:
         return (self._constant(node.args), self._constant(node.kwargs), repr(node.meta.get("custom")))
 
     def _attribute(self, path: str) -> Any:
-        """A subgraph of a higher-order op by its structure, anything else (a constant tensor) as itself."""
+        """The structure of a higher-order op's subgraph; any other attribute (a constant tensor) by identity."""
         value: Any = self._owner
         for name in path.split("."):
             value = getattr(value, name)
@@ -145,7 +145,7 @@ class _Reader:
         return inner._ops(value.graph)
 
     def _constant(self, value: Any) -> Any:
-        """A hashable stand-in, different for everything that may compile differently: 1, 1.0 and True, 0.0 and -0.0."""
+        """A hashable equivalent that differs for values that may compile differently: 1, 1.0 and True, 0.0 and -0.0."""
         if isinstance(value, fx.Node):
             return ("node", self._numbers[value])
         if isinstance(value, (tuple, list)):
@@ -186,7 +186,7 @@ class _Reader:
         ranges = tuple(symbolic.bounds_of(shape_env, symbol) for symbol in self._symbols)
         known = symbolic.facts_of(shape_env)
         other_names = dict(filter(None, map(self._other_name, known)))
-        # That a size differs from another region's says nothing about this one.
+        # Leave out that a size differs from a size of another region.
         facts = frozenset(
             renamed.xreplace(self._symbols)
             for fact in known
@@ -198,10 +198,10 @@ class _Reader:
         return (ranges, facts, unbacked)
 
     def _other_name(self, fact: sympy.Basic) -> tuple[sympy.Symbol, sympy.Symbol] | None:
-        """A symbol from outside the region, and the region's symbol that it equals; None for any other fact.
+        """(symbol from outside the region, equal symbol of the region) if the fact is their equality, else None.
 
-        Dynamo's second trace of a function gives each input's size a symbol and guards that they are equal. Without
-        this, the regions of that trace would have other keys than those of the first one.
+        In its second trace of a function, Dynamo creates a symbol for each input's size and guards that they are equal.
+        Without this renaming, the regions of that trace would have other keys than those of the first trace.
         """
         if not isinstance(fact, sympy.Eq):
             return None
@@ -211,13 +211,13 @@ class _Reader:
 
 
 def sharing_of(values: Sequence[Any]) -> tuple[int | None, ...]:
-    """For each tensor the position of the first one in the same storage; None for what is no tensor."""
+    """For each value the position of the first tensor in the same storage; None if the value is no tensor."""
     first: dict[int, int] = {}
-    found: list[int | None] = []
+    positions: list[int | None] = []
     for position, value in enumerate(values):
         storage = memory.storage_id(value) if isinstance(value, torch.Tensor) else None
-        found.append(None if storage is None else first.setdefault(storage, position))
-    return tuple(found)
+        positions.append(None if storage is None else first.setdefault(storage, position))
+    return tuple(positions)
 
 
 def _canonical(symbol: sympy.Symbol, number: int) -> sympy.Symbol:

@@ -1,7 +1,7 @@
-"""The aten graph of a region, shown to whoever asks, from the AOT step that compiles the region.
+"""Gives a trace function the aten graph of a region, from the AOT step that compiles the region.
 
-A second trace would double the time to compile a region. Where the compiler has no AOT step, the region is traced for
-this alone, over a shape environment that nobody else uses.
+A separate trace would double the time to compile a region. A region whose compiler has no AOT step is traced
+separately, in a new shape environment.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from graphpass.compile.specialize import inputs_within, symbols_of
 __all__ = ["GraphTrace", "RegionTrace", "TraceFunction", "TraceOnce", "own_copy", "trace_alone"]
 
 TraceFunction = Callable[[fx.GraphModule], Any]
-"""Reads an aten graph whose nodes carry ``meta["val"]``, which it must not change; what it returns is kept."""
+"""Reads an aten graph whose nodes have ``meta["val"]``, without changes to it; the result is stored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionTrace:
-    """What a trace function made of one region's aten graph.
+    """The result of a trace function for the aten graph of one region.
 
     Attributes:
-        result: what the function returned; shared by regions of one structure. None where there is nothing.
-        problem: why there is no result; None where there is one.
+        result: the function's return value, shared by regions of one structure; None if ``problem`` is set.
+        problem: why there is no result, or None.
         symbols: (symbol in the traced graph, the region's own symbol), one pair for each symbol of the inputs.
     """
 
@@ -40,13 +40,13 @@ class RegionTrace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphTrace:
-    """What a trace function made of the aten graph of one structure.
+    """The result of a trace function for the aten graph of one structure.
 
     Attributes:
-        result: what the function returned, or None.
+        result: the function's return value; None if ``problem`` is set.
         problem: why there is no result, or None.
-        symbols: the symbols of the traced graph in the order of the structure; a number where tracing fixed one, None
-            for one that no input has.
+        symbols: the traced graph's expression for each symbol of the structure, in order: a number if tracing fixed the
+            symbol, None if no input has it.
     """
 
     result: Any
@@ -54,18 +54,18 @@ class GraphTrace:
     symbols: tuple[sympy.Expr | None, ...] = ()
 
     def of_region(self, symbols: Sequence[sympy.Symbol]) -> RegionTrace:
-        """The same for a region of the structure, which calls its symbols by these names."""
+        """This trace for a region of the structure; ``symbols`` are the region's, in the order of the structure."""
         pairs = zip(self.symbols, symbols, strict=True) if self.problem is None else ()
         return RegionTrace(self.result, self.problem, tuple((one, own) for one, own in pairs if one is not None))
 
 
 class TraceOnce:
-    """What a compiler calls with the aten graph; never lets an error of the trace reach the compiler.
+    """A callback for the compiler that receives the aten graph; errors of the trace do not reach the compiler.
 
     Args:
-        trace: the function to call.
+        trace: the trace function.
         graph_module: the region, whose inputs and outputs the aten graph must have.
-        runs_as_it_is: no compiler drops the calls of the region whose results nothing uses.
+        runs_as_it_is: the region runs uncompiled, with the calls whose results are unused, which tracing may drop.
     """
 
     def __init__(self, trace: TraceFunction, graph_module: fx.GraphModule, *, runs_as_it_is: bool = False) -> None:
@@ -75,11 +75,11 @@ class TraceOnce:
         self._made: list[GraphTrace] = []
 
     def __call__(self, aten: fx.GraphModule) -> None:
-        """Take the aten graph."""
+        """Run the trace function on the aten graph."""
         self._made.append(self._result_of(aten))
 
     def result(self, symbols: Sequence[sympy.Expr | None]) -> GraphTrace:
-        """What came of it.
+        """The trace, or the problem if the compiler did not call back exactly once.
 
         Args:
             symbols: the symbols of the graph that was traced, in the order of the structure.
@@ -114,10 +114,10 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
     """
     try:
         if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(_inputs(graph_module))):
-            return GraphTrace(None, "it takes sizes that only a run can tell")
+            return GraphTrace(None, "it takes sizes that depend on data")
         inputs = inputs_within(_inputs(graph_module), {})
         if inputs is None:
-            return GraphTrace(None, "its inputs have layouts that cannot be made again")
+            return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
         show = TraceOnce(trace, graph_module, runs_as_it_is=True)
         with compilers.tracing_with(inputs.fake_mode):
             compilers.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
@@ -127,10 +127,10 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
 
 
 def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
-    """Why the aten graph does not stand for the region input by input and output by output; None where it does.
+    """Why the aten graph's inputs and outputs do not match the region's one by one; None if they do.
 
-    AOTAutograd merges inputs that overlap and drops repeated ones, and has outputs for writes that it cannot keep in
-    the graph.
+    AOTAutograd merges overlapping inputs, drops repeated inputs, and adds outputs for writes that it moves out of the
+    graph.
     """
     for name, values_of in (("input", _inputs), ("output", _outputs)):
         traced, expected = values_of(aten), values_of(region)
@@ -138,7 +138,7 @@ def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
             return f"its aten graph has {len(traced)} {name}s instead of {len(expected)}"
         for position, (one, other) in enumerate(zip(traced, expected, strict=True)):
             if _kind(one) != _kind(other):
-                return f"{name} {position} of its aten graph is another one"
+                return f"{name} {position} of its aten graph has another type"
     return None
 
 
@@ -156,20 +156,20 @@ def _outputs(graph_module: fx.GraphModule) -> list[Any]:
 
 
 def _unused_ops(graph_module: fx.GraphModule) -> frozenset[str]:
-    """The custom ops that are called for what they do, as nothing uses a result."""
+    """The names of custom ops that are called for their effects: nothing uses a result."""
     unused = (node.target for node in graph_module.graph.nodes if not node.users)
     names = {operators.operator_name(target) for target in unused}
     return frozenset(name for name in names if name is not None and not name.startswith(("aten::", "prims::")))
 
 
 def _ops_of(graph_module: fx.GraphModule) -> frozenset[str]:
-    """The names of the ops that a graph calls, also through higher-order ops."""
+    """The names of the ops that a graph calls, also as arguments of higher-order ops."""
     called = (target for node in graph_module.graph.nodes for target in (node.target, *node.args))
     return frozenset(name for target in called if (name := operators.operator_name(target)) is not None)
 
 
 def _kind(value: Any) -> Any:
-    """What a trace must keep of a value: dtype and number of dimensions of a tensor, and whether it is one."""
+    """The properties that a traced value must share with the original: type, and a tensor's dtype and rank."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.dim())
     return "number" if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else type(value)
@@ -181,7 +181,7 @@ def _summary(error: Exception) -> str:
 
 
 def own_copy(graph_module: fx.GraphModule, *, keep_shapes: bool = True) -> fx.GraphModule:
-    """A copy for the compiler to change, its values named by position: Inductor's caches go by such names too."""
+    """A copy that the compiler may change, with values named by position because Inductor's cache keys have names."""
     left_out = () if keep_shapes else ("example_value", "val", "unbacked_bindings")
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -61,7 +61,7 @@ def reads_outside(call: OpCall) -> PaddingReason | None:
             size = index.factors[dim][at]
             is_new = not index.new_fields.isdisjoint(call.sizes.fields_of(size))
             if is_new and not _exists(index.pad_at((dim, at)), of_dim):
-                return PaddingReason(f"its padding may name entries beyond the {product(of_dim)} there are", size=size)
+                return PaddingReason(f"its padding may index beyond the {product(of_dim)} entries", size=size)
     return None
 
 

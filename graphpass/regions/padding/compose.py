@@ -259,11 +259,11 @@ class _Walk:
     def _region(self, region: Region) -> None:
         inputs = tuple(self._values.get(name) for name in region.inputs)
         graph = self._run.graphs.get(region.name)
-        problem = "nobody traced it" if graph is None else graph.problem
+        problem = "it was not traced" if graph is None else graph.problem
         passed = None
         if problem is None:
             passed = self._run.pass_through(region, inputs, self._sizes)
-            problem = "it has sizes that its aten graph does not know" if passed is None else None
+            problem = "its inputs have sizes that its aten graph lacks" if passed is None else None
         if passed is None:
             passed = self._opaque(region, inputs, problem or "")
         self._findings |= passed.findings

@@ -1,4 +1,4 @@
-"""What the padding pass knows of a tensor: its size factors, its padding, and what reached its real entries."""
+"""The abstract value of a tensor in the padding pass: size factors, contents of padding, and findings."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Size: TypeAlias = int | sympy.Expr
 """A size: an int, or a sympy expression over the symbols of the graph."""
 
 Factors: TypeAlias = tuple[Size, ...]
-"""The factors of one dimension, outermost first; their product is the size. A dimension of size 1 has none."""
+"""The factors of one dimension, outermost first; their product is its size. A dimension of size 1 has no factors."""
 
 Place: TypeAlias = tuple[int, int]
-"""One factor of a tensor: its dimension, and its position among that dimension's factors."""
+"""A factor of a tensor: (dimension, position among the factors of that dimension)."""
 
 ALL_FINITE = "padding is finite, also in intermediate results"
 VISIBLE_ENTRY = "every real row of a softmax has a visible real entry"
@@ -40,7 +40,7 @@ LOW_SCORES = "attention scores are small beside the mask's -1e4"
 
 
 class Verdict(enum.Enum):
-    """Whether the padding of a size reaches real entries."""
+    """Whether real entries depend on the padding of a size. See Note [Padding verdicts]."""
 
     PROVED = "proved"
     RUNTIME = "decided by contents at run time"
@@ -48,26 +48,26 @@ class Verdict(enum.Enum):
 
 
 class Approximate(enum.Enum):
-    """A padding value that is not known exactly."""
+    """A padding value of which only the magnitude is known."""
 
     MASKED = "about -1e4 or less"
 
 
 Pad: TypeAlias = bool | int | float | Approximate
-"""The value that an entry of the padding is known to hold; never NaN."""
+"""The known value of entries in padding; never NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddingFinding:
-    """One way in which padding reaches real entries.
+    """A way in which real entries depend on padding.
 
     Attributes:
-        field: the key field whose padding does.
-        op: the operator through which it does, ``aten.mean.dim``.
-        why: what the operator does with the padding.
-        where: the user's line and its source text, empty where unknown.
-        target: what depends on the padding; empty inside a graph, until an output or a written input is reached.
-        verdict: RUNTIME where only contents decide, else UNPROVED.
+        field: the key field of the padding.
+        op: the operator that makes real entries depend on it, ``aten.mean.dim``.
+        why: the operator's effect, for the report.
+        where: the line of the user's code and its text; empty if unknown.
+        target: the output, written input or effect that depends on the padding; empty for values inside a graph.
+        verdict: RUNTIME if the contents of a call decide, else UNPROVED.
     """
 
     field: str
@@ -78,7 +78,7 @@ class PaddingFinding:
     verdict: Verdict = Verdict.UNPROVED
 
     def reaching(self, target: str) -> PaddingFinding:
-        """This finding, as it reaches ``target``."""
+        """This finding for ``target``."""
         return replace(self, target=target)
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class PaddingFinding:
 
 
 class IndexAlong(NamedTuple):
-    """Every entry of the tensor, real or padded, is its own index along one factor, plus an offset."""
+    """Every entry of the tensor, real or padding, equals its index along one factor plus ``offset``."""
 
     dim: int
     factor: int
@@ -102,20 +102,20 @@ class IndexAlong(NamedTuple):
 class PaddedValue:
     """The abstract value of a tensor.
 
-    An entry is *clean* if its index along each padded factor lies below that factor's real size. Unless there are
-    findings, each clean entry equals the entry of the same indices in the run at the real sizes.
+    An entry is *clean* if its index along each padded factor is below that factor's real size. Without findings, each
+    clean entry equals the entry with the same indices in the run at the real sizes. See Note [Padding verdicts].
 
     Attributes:
         factors: the factors of each dimension.
-        padding: (place, value) pairs, sorted by place: the value stands wherever the index along the factor at that
-            place is padding and the index along every *other* padded factor is real. Nothing is said where two
-            indices are padding at once.
-        index: set if the tensor's entries are their own indices along a factor.
-        constant: the value of every entry, if that is one known value. It implies padding along every factor.
-        dtype: the type of the entries; None in a rule's result stands for the type that the graph has.
-        findings: how padding reached clean entries.
-        new_fields: key fields along which padding may hold what no real entry holds, such as a count that goes on.
-            Other padding repeats real entries, so that its indices are valid.
+        padding: (place, value) pairs, sorted by place. The value is that of the entries whose index is in the padding
+            along the factor at that place and real along every *other* padded factor. Nothing is known of entries with
+            two indices in padding.
+        index: set if each entry equals its index along a factor plus an offset.
+        constant: the value of all entries, if it is known; then also the value of all padding.
+        dtype: the dtype; a rule may leave it None to use the dtype of the graph.
+        findings: the ways in which clean entries depend on padding; empty if they do not.
+        new_fields: key fields along which padding may have values that no real entry has.
+            See Note [Contents of padding].
     """
 
     factors: tuple[Factors, ...]
@@ -133,35 +133,35 @@ class PaddedValue:
 
     @property
     def pads(self) -> dict[Place, Pad]:
-        """Place -> the value of its padding, without what ``constant`` implies."""
+        """Place -> the value of its padding; does not include ``constant``."""
         return dict(self.padding)
 
     def pad_at(self, place: Place) -> Pad | None:
-        """The value of the padding along one factor, None where unknown."""
+        """The value of the padding along one factor; None if unknown."""
         if self.constant is not None:
             return self.constant
         return next((value for at, value in self.padding if at == place), None)
 
     def with_pads(self, pads: Mapping[Place, Pad | None]) -> PaddedValue:
-        """This value with ``pads`` instead of its padding; None stands for unknown."""
+        """This value with ``pads`` in place of its padding; None means unknown."""
         return replace(self, padding=sorted_pads(pads))
 
     def with_findings(self, findings: Iterable[PaddingFinding]) -> PaddedValue:
-        """This value with more findings."""
+        """This value with ``findings`` added."""
         added = frozenset(findings)
         return replace(self, findings=self.findings | added) if not added <= self.findings else self
 
 
 def sorted_pads(pads: Mapping[Place, Pad | None]) -> tuple[tuple[Place, Pad], ...]:
-    """The known entries of ``pads`` in the order in which :class:`PaddedValue` holds them."""
+    """The known entries of ``pads``, sorted for ``PaddedValue.padding``."""
     return tuple((place, value) for place, value in sorted(pads.items(), key=lambda item: item[0]) if value is not None)
 
 
 def is_low(pad: Pad | None) -> bool:
-    """Whether ``pad`` counts for nothing in a softmax: MASKED, or a number of at most -1e4."""
+    """Whether a score of ``pad`` has zero weight in a softmax: MASKED, or a number of at most -1e4."""
     return pad is Approximate.MASKED or (isinstance(pad, float) and pad <= -1e4)
 
 
 def is_number(pad: Pad | None) -> bool:
-    """Whether ``pad`` is an exact number."""
+    """Whether ``pad`` is an exact number, neither unknown nor approximate."""
     return pad is not None and not isinstance(pad, Approximate)

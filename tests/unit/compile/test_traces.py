@@ -226,4 +226,4 @@ def test_sizes_that_only_a_run_can_tell_are_a_reason() -> None:
         torch.testing.assert_close(traced.run(shrinks, x), shrinks(x))
     made, taken = traced.eager[0].values()
     assert "aten.masked_select.default" in made.result
-    assert (taken.result, taken.problem) == (None, "it takes sizes that only a run can tell")
+    assert (taken.result, taken.problem) == (None, "it takes sizes that depend on data")

@@ -1,4 +1,4 @@
-"""What padding does in each operator, by its kind."""
+"""Built-in padding rules, one module for each kind of operator."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BUILT_IN: dict[str, PaddingRule] = {
 
 
 def rule_of_tags(op: operators.OpOverload) -> PaddingRule | None:
-    """The rule that an operator's tags imply, None where they imply none."""
+    """The rule implied by an operator's tags (pointwise, random); None if there is none."""
     if torch.Tag.nondeterministic_seeded in op.tags:
         return randomness.random_numbers
     if torch.Tag.pointwise in op.tags:

@@ -1,4 +1,4 @@
-"""Attention kept whole: padded keys need a mask, or causal order."""
+"""Fused attention: padded keys need a mask or causal order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RULES"]
 
 
 def _attention(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; outputs besides the first serve the backward."""
+    """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
     call.no_padded_numbers()
     if call.argument("dropout_p", default=0.0) != 0.0:
         draws(call)
@@ -54,7 +54,7 @@ def _attention(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
 def _batches(
     call: OpCall, query: PaddedValue, key: PaddedValue, value: PaddedValue, mask: PaddedValue | None
 ) -> list[Factors]:
-    """The dimensions before the last two. Heads of keys and values may be fewer; they are not padded then."""
+    """The factors of the dimensions before the last two. Keys and values may have fewer heads if heads are unpadded."""
     batches: list[Factors] = []
     for at in range(query.rank - 2):
         met = query.factors[at]
@@ -72,7 +72,7 @@ def _check_rows(call: OpCall, mask: PaddedValue, queries: Factors) -> None:
 
 
 def _check_finite(call: OpCall, tensor: PaddedValue) -> None:
-    """Refuse keys and values whose padding is known to be infinite: a weight of zero times infinity is no number."""
+    """Refuse keys and values with infinite padding: a weight of zero times infinity is NaN."""
     for place in call.places(tensor, [tensor.rank - 2]):
         pad = tensor.pad_at(place)
         if isinstance(pad, float) and math.isinf(pad):
@@ -89,9 +89,9 @@ def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> 
         if hides:
             call.assumptions.update([ALL_FINITE, VISIBLE_ENTRY, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
             return
-        held = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
+        contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
         if not call.argument("is_causal", default=False):
-            raise call.refuse(f"attends to padded keys: the mask does not hide them{held}", at_fault)
+            raise call.refuse(f"attends to padded keys: the mask does not hide them{contents}", at_fault)
     if call.argument("is_causal", default=False) and queries == keys and call.sizes.starts_clean(keys):
         call.assumptions.add(ALL_FINITE)
         return

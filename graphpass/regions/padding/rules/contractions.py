@@ -1,4 +1,4 @@
-"""Matrix products: over a padded dimension only where one operand's padding is zero."""
+"""Matrix products: the summed dimension may be padded only if one operand has zeros in the padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RULES"]
 
 
 def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedValue, second_dim: int) -> bool:
-    """Check the dimensions over which two operands are multiplied and summed; whether they are padded.
+    """Check the summed dimensions of two operands. Returns whether they are padded.
 
     Raises:
         Unknown: padding may change the sum.
@@ -48,12 +48,12 @@ def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedVa
 
 
 def _rows(value: PaddedValue, dims: Sequence[int]) -> dict[Place, Pad]:
-    """Zero rows of an operand: their products are zero."""
+    """The padding of an operand in ``dims`` that is zero; the products of these rows are zero too."""
     return {place: 0 for place, pad in value.padding if place[0] in dims and is_number(pad) and pad == 0}
 
 
 def product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedValue:
-    """The matrix product of two operands of at least one dimension, batch dimensions broadcast."""
+    """The matrix product of two operands with at least one dimension each; batch dimensions are broadcast."""
     left, right = first.rank - 1, max(second.rank - 2, 0)
     summed_padding = _contract(call, first, left, second, right)
     batches: list[Factors] = []
@@ -84,20 +84,20 @@ def _matmul(call: OpCall) -> PaddedValue:
 
 
 def _added(call: OpCall) -> PaddedValue:
-    """``addmm`` and its kin: a product and a bias."""
+    """``addmm``, ``baddbmm``, ``addmv``: a matrix product plus a bias."""
     call.no_padded_numbers()
     bias = call.tensor("self")
-    made = product_of(call, call.tensor("mat1", "batch1", "mat"), call.tensor("mat2", "batch2", "vec"))
-    return _with_bias(call, made, bias)
+    matrix = product_of(call, call.tensor("mat1", "batch1", "mat"), call.tensor("mat2", "batch2", "vec"))
+    return _with_bias(call, matrix, bias)
 
 
-def _with_bias(call: OpCall, made: PaddedValue, bias: PaddedValue) -> PaddedValue:
-    offset = made.rank - bias.rank
-    factors = list(made.factors)
+def _with_bias(call: OpCall, matrix: PaddedValue, bias: PaddedValue) -> PaddedValue:
+    offset = matrix.rank - bias.rank
+    factors = list(matrix.factors)
     for dim, of_dim in enumerate(bias.factors, offset):
         factors[dim] = call.unify(factors[dim], of_dim)
     added = broadcast(call, bias, factors)
-    pads = {place: 0 for place, pad in made.padding if added.pad_at(place) == 0 and is_number(added.pad_at(place))}
+    pads = {place: 0 for place, pad in matrix.padding if added.pad_at(place) == 0 and is_number(added.pad_at(place))}
     return PaddedValue(tuple(factors)).with_pads(pads)
 
 
@@ -107,8 +107,8 @@ def _linear(call: OpCall) -> PaddedValue:
     call.unpadded(weight, range(weight.rank), "has a weight with")
     call.unpadded(value, [value.rank - 1], "sums products over")
     features = weight.factors[:1] if weight.rank > 1 else ()
-    made = PaddedValue((*value.factors[:-1], *features))
-    return _with_bias(call, made, bias) if isinstance(bias, PaddedValue) else made
+    matrix = PaddedValue((*value.factors[:-1], *features))
+    return _with_bias(call, matrix, bias) if isinstance(bias, PaddedValue) else matrix
 
 
 def _outer(call: OpCall) -> PaddedValue:
@@ -117,7 +117,7 @@ def _outer(call: OpCall) -> PaddedValue:
 
 
 def _scaled(call: OpCall) -> PaddedValue:
-    """Products of 8-bit numbers, each operand with a scale for the whole or for each row."""
+    """Products of 8-bit operands, with one scale for each operand or for each row."""
     first, second = call.tensor("self"), call.tensor("mat2")
     call.no_padded_numbers()
     call.unpadded(first, [1], "sums products over")
@@ -128,9 +128,9 @@ def _scaled(call: OpCall) -> PaddedValue:
             if call.places(value) and (name != "scale_a" or rows != first.factors[:1] or call.places(value, [1])):
                 raise call.refuse(f"{name} has other rows than its operand")
     bias = call.argument("bias")
-    made = PaddedValue((first.factors[0], second.factors[1]))
-    made = _with_bias(call, made, bias) if isinstance(bias, PaddedValue) else made
-    return made if isinstance(call.result, TensorShape) else call.fresh()
+    matrix = PaddedValue((first.factors[0], second.factors[1]))
+    matrix = _with_bias(call, matrix, bias) if isinstance(bias, PaddedValue) else matrix
+    return matrix if isinstance(call.result, TensorShape) else call.fresh()
 
 
 RULES: dict[str, PaddingRule] = {

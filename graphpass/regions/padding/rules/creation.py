@@ -1,4 +1,4 @@
-"""Tensors made from sizes: constants and indices."""
+"""Operators that create tensors from sizes: constants and indices."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _full(call: OpCall) -> PaddedValue:
 
 
 def _like(call: OpCall) -> PaddedValue:
-    """A constant with the factors of another tensor."""
+    """A constant tensor with the factors of another tensor."""
     fill = {"zeros_like": 0, "ones_like": 1}.get(call.name)
-    made = _filled(call, call.argument("fill_value", "value") if fill is None else fill)
-    return replace(made, factors=call.tensor("self", "a").factors)
+    constant = _filled(call, call.argument("fill_value", "value") if fill is None else fill)
+    return replace(constant, factors=call.tensor("self", "a").factors)
 
 
 def _zeros(call: OpCall) -> PaddedValue:
@@ -45,7 +45,7 @@ def _ones(call: OpCall) -> PaddedValue:
 
 
 def _empty(call: OpCall) -> PaddedValue:
-    """Memory that was not written: any entry may hold anything, in both runs."""
+    """Uninitialized memory: the contents are arbitrary in both runs."""
     return call.fresh()
 
 
@@ -54,17 +54,17 @@ def _arange(call: OpCall) -> PaddedValue:
     for number in (start, step):
         if call.padded(number):
             raise call.refuse(f"the padded size {number} is where its numbers start or how they step", number)
-    made = call.fresh()
-    whole = type(start) is int and type(step) is int and step == 1 and made.factors != ((),)
-    return replace(made, index=IndexAlong(0, 0, start)) if whole else made
+    value = call.fresh()
+    whole = type(start) is int and type(step) is int and step == 1 and value.factors != ((),)
+    return replace(value, index=IndexAlong(0, 0, start)) if whole else value
 
 
 def _eye(call: OpCall) -> PaddedValue:
-    """An identity matrix: its padded columns are zero in real rows, its padded rows in real columns."""
-    made = call.fresh()
-    if made.factors[0] != made.factors[1]:
-        return made
-    return made.with_pads(dict.fromkeys(call.places(made), 0))
+    """An identity matrix: padding columns are zero in real rows, and padding rows in real columns."""
+    value = call.fresh()
+    if value.factors[0] != value.factors[1]:
+        return value
+    return value.with_pads(dict.fromkeys(call.places(value), 0))
 
 
 def _scalar(call: OpCall) -> PaddedValue:

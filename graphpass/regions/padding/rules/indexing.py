@@ -1,4 +1,4 @@
-"""Entries picked by index: along a padded dimension only by indices known to be real, else contents decide."""
+"""Reads by index: along a padded dimension the indices must be known to be real, else the verdict is RUNTIME."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RULES", "index_factors", "stays_real"]
 
 
 def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
-    """Whether each clean index names a real entry of a dimension, the same in both runs."""
+    """Whether each clean index selects the same, real entry of a dimension in both runs."""
     if not call.sizes.ordered:
         return is_whole(index, of_dim)
     if index.constant is not None:
@@ -29,14 +29,14 @@ def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
 
 
 def is_whole(index: PaddedValue, of_dim: Factors) -> bool:
-    """Whether the indices are exactly those of a dimension, in order along one factor."""
+    """Whether the indices are 0, 1, 2, ... along one factor, over exactly one dimension."""
     if index.index is None or index.index.offset != 0 or len(of_dim) != 1:
         return False
     return index.factors[index.index.dim] == of_dim
 
 
 def by_contents(call: OpCall, what: str, size: Size) -> PaddingReason:
-    """The reason that only the contents of a call tell whether padding is read or written."""
+    """A RUNTIME reason: only the contents of a call decide whether padding is read or written."""
     return PaddingReason(what, verdict=Verdict.RUNTIME, size=size)
 
 
@@ -55,7 +55,7 @@ def index_factors(call: OpCall, indices: Sequence[PaddedValue]) -> tuple[Factors
 
 
 def _index(call: OpCall) -> PaddedValue:
-    """``x[i, j]`` with index tensors: they are broadcast, and replace the dimensions that they index."""
+    """``x[i, j]`` with index tensors; the broadcast indices replace the indexed dimensions."""
     call.no_padded_numbers()
     value = call.tensor("self")
     indices: Sequence[PaddedValue | None] = call.argument("indices")
@@ -80,7 +80,7 @@ def _index(call: OpCall) -> PaddedValue:
                 pads[along, index.index.factor] = value.pad_at((dim, 0))
         if call.sizes.any_padded(value.factors[dim]) and not stays_real(call, index, value.factors[dim]):
             size = _first_padded(call, value.factors[dim])
-            reasons.append(by_contents(call, f"data names entries of the padded dimension {dim}", size))
+            reasons.append(by_contents(call, f"data selects entries of the padded dimension {dim}", size))
     result = result.with_pads({place: pad for place, pad in pads.items() if _is_place(call, result, place)})
     for reason in reasons:
         result = call.reached(result, reason)
@@ -88,7 +88,7 @@ def _index(call: OpCall) -> PaddedValue:
 
 
 def _stands_alone(hit: dict[int, PaddedValue], dim: int, along: int, rank: int) -> bool:
-    """Whether, along one dimension of the broadcast indices, none but the index of ``dim`` moves."""
+    """Whether only the index of ``dim`` varies along dimension ``along`` of the broadcast indices."""
     others = (index for other, index in hit.items() if other != dim)
     return all(along - rank + index.rank < 0 or not index.factors[along - rank + index.rank] for index in others)
 
@@ -108,15 +108,15 @@ def _embedding(call: OpCall) -> PaddedValue:
     result = PaddedValue((*indices.factors, weight.factors[1]))
     if call.sizes.any_padded(weight.factors[0]) and not stays_real(call, indices, weight.factors[0]):
         size = _first_padded(call, weight.factors[0])
-        return call.reached(result, by_contents(call, "data names rows of a padded table", size))
+        return call.reached(result, by_contents(call, "data selects rows of a padded table", size))
     return result
 
 
 def _along(call: OpCall, value: PaddedValue, index: PaddedValue, dim: int, result: PaddedValue) -> PaddedValue:
-    """``result`` of entries picked along one dimension."""
+    """``result``, with findings if the entries selected along one dimension may be padding."""
     of_dim = value.factors[dim] if value.rank else ()
     if call.sizes.any_padded(of_dim) and not stays_real(call, index, of_dim):
-        why = f"data names entries of the padded dimension {dim}"
+        why = f"data selects entries of the padded dimension {dim}"
         return call.reached(result, by_contents(call, why, _first_padded(call, of_dim)))
     return result
 
@@ -131,7 +131,7 @@ def _index_select(call: OpCall) -> PaddedValue:
 
 
 def _gather(call: OpCall) -> PaddedValue:
-    """Along other dimensions than the one gathered, entry i comes from entry i."""
+    """In all dimensions except the gathered one, entry i comes from entry i."""
     value, index = call.tensor("self"), call.tensor("index", "indices")
     call.no_padded_numbers()
     dim = call.argument("dim")
@@ -143,9 +143,9 @@ def _gather(call: OpCall) -> PaddedValue:
 
 
 def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
-    """Refuse an index whose entries do not stand beside the entries of ``value`` that they name.
+    """Refuse an index that is not aligned with ``value`` in ``dims``: entry i must select from entry i.
 
-    An index may be shorter than the tensor along a dimension: then it names its first entries.
+    An index may be shorter than the tensor along a dimension; it then selects from the first entries.
     """
     for dim in dims:
         ours, theirs = value.factors[dim], index.factors[dim]
@@ -158,7 +158,7 @@ def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Se
 
 
 def _bucketize(call: OpCall) -> PaddedValue:
-    """Each entry is looked up in a table that is not padded."""
+    """Each entry is looked up in a table, which must be unpadded."""
     entries = call.argument("self", "input", "elements")
     table: Any = call.argument("boundaries", "test_elements")
     call.no_padded_numbers()

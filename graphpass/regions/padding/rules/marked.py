@@ -1,4 +1,4 @@
-"""``graphpass::zero_padding``: the forward context says which rows are padding."""
+"""``graphpass::zero_padding``, which zeroes the rows that the forward context marks as padding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MARKED_ROWS = "the forward context marks the padded rows"
 
 
 def zero_padding_rows(call: OpCall) -> PaddedValue:
-    """The rows that the forward context marks become zero, and it marks the padding of one key field.
+    """The padding of one key field becomes zero: the forward context marks these rows.
 
-    With several padded fields nothing here says in which order the context counts rows.
+    Refused for several padded fields, because the order in which the context counts rows is unknown here.
     """
     x, num_dims = call.tensor("x"), call.argument("num_dims")
     rows = tuple(size for of_dim in x.factors[:num_dims] for size in of_dim)

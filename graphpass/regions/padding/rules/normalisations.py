@@ -1,4 +1,4 @@
-"""Normalisations: row by row over features, or over the batch in training."""
+"""Normalisations: over the features of each row, or over the batch in training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _over_groups(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
 
 
 def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """``batch_norm``: with running statistics row by row, in training over all rows and positions of a channel."""
+    """``batch_norm``: rows are independent with running statistics; in training, all rows of a channel are combined."""
     value = call.tensor("input")
     call.no_padded_numbers()
     channels = value.factors[1]
@@ -60,20 +60,20 @@ def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
             raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
     results = call.result if isinstance(call.result, tuple) else (call.result,)
     of_channels = PaddedValue((channels,))
-    made: list[PaddedValue | None] = [PaddedValue(value.factors)]
+    values: list[PaddedValue | None] = [PaddedValue(value.factors)]
     for shape in results[1:]:
         is_statistic = isinstance(shape, TensorShape) and call.fresh(shape).factors != ((0,),)
-        made.append(of_channels if is_statistic else call.fresh(shape) if isinstance(shape, TensorShape) else None)
+        values.append(of_channels if is_statistic else call.fresh(shape) if isinstance(shape, TensorShape) else None)
     if _trains(call):
         for place in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
             size = value.factors[place[0]][place[1]]
             reason = PaddingReason(f"its statistics run over the padded dimension {place[0]}", size=size)
-            made = [call.reached(result, reason) if result is not None else None for result in made]
-    return tuple(made) if isinstance(call.result, tuple) else PaddedValue(value.factors)
+            values = [call.reached(result, reason) if result is not None else None for result in values]
+    return tuple(values) if isinstance(call.result, tuple) else PaddedValue(value.factors)
 
 
 def _trains(call: OpCall) -> bool:
-    """Whether the statistics are those of the batch."""
+    """Whether the operator computes the statistics from the batch."""
     if "_with_update" in call.name or call.argument("running_mean") is None:
         return True
     if call.name.endswith(("_no_update", "_no_training")):

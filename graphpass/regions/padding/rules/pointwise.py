@@ -31,7 +31,7 @@ __all__ = ["RULES", "broadcast", "cast", "entry_by_entry"]
 
 
 def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """A pointwise operator: the factors agree, and known padding gives known padding."""
+    """A pointwise operator: the operands' factors must agree; the padding of the result is computed from theirs."""
     call.no_padded_numbers()
     tensors = {name: value for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
     rank = len(call.shapes[0].sizes)
@@ -49,7 +49,7 @@ def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]
 
 
 def _common_factors(call: OpCall, values: Sequence[PaddedValue], rank: int) -> tuple[Factors, ...]:
-    """The factors of the result. A tensor of one known value fits any; it is asked last."""
+    """The factors of the result. Constant tensors fit any factors, so they are unified last."""
     factors: list[Factors] = [()] * rank
     for value in sorted(values, key=lambda value: value.constant is not None):
         for dim, of_dim in enumerate(value.factors, rank - value.rank):
@@ -63,7 +63,7 @@ def _common_factors(call: OpCall, values: Sequence[PaddedValue], rank: int) -> t
 
 
 def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> PaddedValue:
-    """``value`` as a tensor of ``factors``, which its own agree with."""
+    """``value`` broadcast to ``factors``, with which its factors must be compatible."""
     offset = len(factors) - value.rank
     pads: dict[Place, Pad | None] = {}
     for (dim, at), pad in value.padding:
@@ -72,26 +72,26 @@ def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> P
             pads[dim + offset, at] = pad
     index = value.index
     if index is not None:
-        kept = factors[index.dim + offset] == value.factors[index.dim]
-        index = index._replace(dim=index.dim + offset) if kept else None
+        same = factors[index.dim + offset] == value.factors[index.dim]
+        index = index._replace(dim=index.dim + offset) if same else None
     return replace(value, factors=tuple(factors), index=index).with_pads(pads)
 
 
 def cast(call: OpCall) -> PaddedValue:
-    """A copy, perhaps of another type."""
+    """A copy, possibly with another dtype."""
     call.no_padded_numbers()
     return call.tensor("self", "a", "input")
 
 
 def _copy(call: OpCall) -> PaddedValue | tuple[PaddedValue, ...]:
-    """``copy`` and ``copy_``: the entries of the source, broadcast to the tensor that they replace."""
+    """``copy`` and ``copy_``: the source, broadcast to the shape of the tensor that it overwrites."""
     target, source = call.tensor("self"), call.tensor("src")
     factors = list(target.factors)
     for dim, of_dim in enumerate(source.factors, target.rank - source.rank):
         if source.constant is None:
             factors[dim] = call.unify(factors[dim], of_dim)
-    made = broadcast(call, source, factors)
-    return (made, made) if call.name == "copy_" else made
+    copied = broadcast(call, source, factors)
+    return (copied, copied) if call.name == "copy_" else copied
 
 
 # --- the value of the padding
@@ -109,7 +109,7 @@ def _pad(call: OpCall, values: Mapping[str, PaddedValue], place: Place) -> Pad |
 
 
 def _operand(call: OpCall, pads: Mapping[str, Pad | None], *names: str) -> Pad | None:
-    """What is known of one operand at a place of padding: of a tensor its pad, else the number itself."""
+    """The known value of an operand in the padding: the pad of a tensor, or the number."""
     for name in names:
         if name in pads:
             return pads[name]
@@ -142,7 +142,7 @@ def _same(first: Pad, second: Pad | None) -> bool:
 
 
 def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
-    """The result where one operand decides it, whatever the others are."""
+    """The result if one operand alone determines it."""
     first = _operand(call, pads, "self", "a", "input", "x")
     second = _operand(call, pads, "other", "b", "min")
     name = call.name
@@ -179,7 +179,7 @@ def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: 
 
 
 def _lowered(call: OpCall, first: Pad | None, second: Pad | None, *, both: bool) -> Pad | None:
-    """Scores plus a mask: an entry far below all others stays far below them, unless a known number raises it."""
+    """Scores plus a mask: a very low entry stays very low unless a known number raises it."""
     low, other = (first, second) if is_low(first) else (second, first)
     if call.argument("alpha", default=1) != 1 or not is_low(low) or (not both and low is not first):
         return None
@@ -214,7 +214,7 @@ def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
 
 
 def _shifted_index(call: OpCall, values: Mapping[str, PaddedValue]) -> IndexAlong | None:
-    """Indices plus a whole number are indices with another offset."""
+    """Indices plus an integer are indices with another offset."""
     first, second = (_index_or_number(call, values, names) for names in (("self", "a"), ("other", "b")))
     if call.name not in ("add", "sub") or call.argument("alpha", default=1) != 1:
         return None
@@ -246,10 +246,10 @@ _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "
 
 
 def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[Place, Pad]:
-    """Two indices compared along factors of one size: a padded index is larger than any real one.
+    """The comparison of two indices along factors of the same size: an index in padding exceeds all real ones.
 
-    Where the first operand's index is padding and the second's is real, first minus second is at least one plus the
-    difference of the offsets; the other way round, by symmetry.
+    If the first operand's index is in padding and the second's is real, first minus second is at least one plus the
+    difference of the offsets; likewise with the operands exchanged.
     """
     if call.name not in _COMPARISONS or len(values) != 2:
         return {}
@@ -259,12 +259,12 @@ def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[P
     a, b = first.index, second.index
     if first.factors[a.dim][a.factor] != second.factors[b.dim][b.factor]:
         return {}
-    found: dict[Place, Pad] = {}
+    pads: dict[Place, Pad] = {}
     for larger, smaller, name in ((a, b, call.name), (b, a, _MIRRORED[call.name])):
         decided, answer = _COMPARISONS[name]
         if decided(1 + larger.offset - smaller.offset):
-            found[larger.dim, larger.factor] = answer
-    return found
+            pads[larger.dim, larger.factor] = answer
+    return pads
 
 
 RULES: dict[str, PaddingRule] = {

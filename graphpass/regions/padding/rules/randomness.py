@@ -1,4 +1,4 @@
-"""Random numbers: a padded tensor draws others than the real one, and moves the generator further."""
+"""Random numbers: a padded tensor gets other numbers than the real one, and advances the generator further."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["RULES", "draws", "random_numbers"]
 
 
 def draws(call: OpCall) -> None:
-    """Note that the call draws random numbers, if their count depends on padding."""
+    """Add a finding if the number of random numbers that the call draws depends on padding."""
     tensors = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]
     padded = any(call.padded(size) for shape in call.shapes for size in shape.sizes)
     if padded or any(call.places(value) for value in tensors):
-        found = call.findings_for(PaddingReason("it draws random numbers for padded entries"))
-        call.everywhere.update(finding.reaching("random numbers") for finding in found)
+        findings = call.findings_for(PaddingReason("it draws random numbers for padded entries"))
+        call.everywhere.update(finding.reaching("random numbers") for finding in findings)
 
 
 def random_numbers(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """An operator whose results are random."""
+    """Rule for an operator whose results are random."""
     draws(call)
     results = tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in _results(call))
     return results if isinstance(call.result, tuple) else results[0]  # type: ignore[return-value]
@@ -31,7 +31,7 @@ def _results(call: OpCall) -> tuple[object, ...]:
 
 
 def _dropout(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """Dropout; without training, or with probability zero, a copy."""
+    """Dropout; a copy outside of training or with probability zero."""
     value = call.tensor("input", "self")
     trains = call.argument("train", "training", default=True)
     if trains is not False and call.argument("p", default=0.5) != 0:

@@ -1,4 +1,4 @@
-"""Operators that combine the entries along dimensions: allowed over padding that changes nothing."""
+"""Operators that combine entries along dimensions; a padded dimension must have neutral padding."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _NEUTRAL: dict[str, Neutral] = {
 
 
 def reduced_dims(call: OpCall, value: PaddedValue) -> list[int]:
-    """The dimensions that the call combines, counted from the front; all of them where it names none."""
+    """The non-negative dimensions that the call combines; all dimensions if it names none."""
     dims = call.argument("dim", "dims", "axis")
     if dims is None or dims == ():
         return list(range(value.rank))
@@ -79,10 +79,10 @@ def reduced_dims(call: OpCall, value: PaddedValue) -> list[int]:
 
 
 def require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int]) -> list[Place]:
-    """The padded factors among ``dims``, all neutral for the call.
+    """The places of the padded factors in ``dims``, after a check that their padding is neutral for the call.
 
     Raises:
-        Unknown: the padding along one is not known to be neutral, or two are padded at once.
+        Unknown: some padding is not known to be neutral, or two factors are padded.
     """
     places = call.places(value, dims)
     neutral = _NEUTRAL.get(call.name)
@@ -106,7 +106,7 @@ def _assume(call: OpCall, pad: Pad | None) -> None:
 
 
 def _reduction(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """A result without the combined dimensions. Padding along others stays known where one value gives that value."""
+    """The result without the combined dimensions; other padding stays known if equal entries reduce to it."""
     value = call.tensor("self", "inp", "x", "a", "input")
     call.no_padded_numbers()
     dims = reduced_dims(call, value)
@@ -124,7 +124,7 @@ def _reduction(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
 
 
 def _of_equal_entries(name: str, pad: Pad) -> Pad | None:
-    """What a reduction makes of entries that all hold ``pad``."""
+    """The result of a reduction of entries that all equal ``pad``; None if it depends on their number."""
     if name in ("amax", "amin", "mean", "max", "min"):
         return pad if is_number(pad) else None
     if name in ("any", "all"):
@@ -135,7 +135,7 @@ def _of_equal_entries(name: str, pad: Pad) -> Pad | None:
 
 
 def _statistics(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """Reductions to which no padding is neutral; without dimensions or over unpadded ones they go row by row."""
+    """Reductions for which no padding is neutral: the combined dimensions must be unpadded."""
     value = call.tensor("self", "inp", "x", "a", "input")
     call.unpadded(value, reduced_dims(call, value), f"{call.name} over")
     return _reduction(call)
@@ -146,7 +146,7 @@ def _max(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
 
 
 def _norm(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """Zeros are neutral to a norm of positive order."""
+    """Norms: zero padding is neutral for a positive order."""
     order = call.argument("ord", "p", default=2)
     if order is not None and not (isinstance(order, (int, float)) and order > 0):
         return _statistics(call)
@@ -154,7 +154,7 @@ def _norm(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
 
 
 def _softmax(call: OpCall) -> PaddedValue:
-    """Along a masked dimension the padding of the result is zero, but for the logarithm's."""
+    """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
     value = call.tensor("self")
     call.no_padded_numbers()
     places = require_neutral(call, value, reduced_dims(call, value))
@@ -163,7 +163,7 @@ def _softmax(call: OpCall) -> PaddedValue:
 
 
 def _scan(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """A forward scan: an entry depends on those before it, all real where it is real."""
+    """Forward scans: an entry depends on earlier entries only, which are real if it is real."""
     value = call.tensor("self")
     call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
@@ -178,7 +178,7 @@ def _scan(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
 
 
 def _sorted(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """Sorting within unpadded dimensions, row by row."""
+    """Sorting along an unpadded dimension, independently for each row."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dim", default=-1), value.rank)
     call.unpadded(value, [dim] if value.rank else [], f"{call.name} over")

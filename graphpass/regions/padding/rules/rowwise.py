@@ -1,4 +1,4 @@
-"""Other operators that work within some dimensions, row by row along all others."""
+"""Other operators that mix entries within some dimensions only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["RULES"]
 
 
 def _within(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """The named dimensions, one or several, are not padded; the result may have others in their place."""
+    """The dimensions within which the operator works must be unpadded; their sizes may change in the result."""
     value = call.tensor("self", "input", "a")
     call.no_padded_numbers()
     dims = _dims(call, value)
     call.unpadded(value, dims, f"{call.name.strip('_')} over")
     results = call.result if isinstance(call.result, tuple) else (call.result,)
-    made = tuple(
+    values = tuple(
         PaddedValue(
             tuple(
                 of_fresh if dim in dims else value.factors[dim]
@@ -30,7 +30,7 @@ def _within(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
         else None
         for shape in results
     )
-    return made if isinstance(call.result, tuple) else made[0]  # type: ignore[return-value]
+    return values if isinstance(call.result, tuple) else values[0]  # type: ignore[return-value]
 
 
 def _dims(call: OpCall, value: PaddedValue) -> list[int]:

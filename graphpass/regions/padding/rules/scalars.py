@@ -1,4 +1,4 @@
-"""Padding values: their cast to another type, and an operator's result for them."""
+"""Arithmetic on padding values: casts, and the results of pointwise operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Entry", "cast_pad", "evaluated"]
 
 
 def cast_pad(pad: Pad | None, dtype: torch.dtype) -> Pad | None:
-    """``pad`` as an entry of ``dtype``; None where that says nothing."""
+    """``pad`` cast to ``dtype``; None if the value becomes unknown."""
     if pad is None or (isinstance(pad, float) and math.isnan(pad)):
         return None
     if isinstance(pad, Approximate):
@@ -40,17 +40,17 @@ def _rounded(number: float, dtype: torch.dtype) -> float | None:
 
 
 class Entry(tuple[str, torch.dtype, bool]):
-    """One entry of a tensor for :func:`evaluated`: its number as text, its type, whether the tensor has dimensions."""
+    """A tensor entry as argument of :func:`evaluated`: (number as text, dtype, whether the tensor has dimensions)."""
 
     __slots__ = ()
 
     @staticmethod
     def of(number: bool | int | float, dtype: torch.dtype, *, has_dims: bool) -> Entry:
-        """The entry that holds ``number``."""
+        """The entry with the value ``number``."""
         return Entry((repr(number), dtype, has_dims))
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of this one entry."""
+        """A tensor with this entry alone."""
         text, dtype, has_dims = self
         number: bool | float = text == "True" if text in ("True", "False") else float(text)
         exact = int(text) if dtype not in (torch.bool,) and not dtype.is_floating_point else number
@@ -58,7 +58,7 @@ class Entry(tuple[str, torch.dtype, bool]):
 
 
 def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
-    """What a pointwise operator makes of one entry of each tensor; None where it cannot be told.
+    """The result of a pointwise operator for one entry of each tensor; None if it cannot be computed.
 
     Args:
         op: the operator's qualified name.

@@ -1,4 +1,4 @@
-"""Entries written by index: where the index or the source is padded along the written dimension, contents decide."""
+"""Writes by index: RUNTIME if the index or the source is padded along the written dimension."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _first_padded(call: OpCall, *factors: Factors) -> Size | None:
 
 
 def _scatter(call: OpCall) -> PaddedValue:
-    """``scatter``: along other dimensions than the written one, entry i goes to entry i."""
+    """``scatter``: in all dimensions except the written one, entry i goes to entry i."""
     value, index = call.tensor("self"), call.tensor("index")
     call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
@@ -36,11 +36,11 @@ def _scatter(call: OpCall) -> PaddedValue:
     size = _first_padded(call, value.factors[dim], index.factors[dim]) if value.rank else None
     if size is None:
         return _written(call, value)
-    return _written(call, value, by_contents(call, f"data names where dimension {dim} is written", size))
+    return _written(call, value, by_contents(call, f"data selects which entries of dimension {dim} are written", size))
 
 
 def _index_add(call: OpCall) -> PaddedValue:
-    """``index_add`` and its kin: rows of the source go to rows that a list names."""
+    """``index_add``, ``index_copy``, ``index_fill``, ``index_reduce``: an index tensor selects the rows to write."""
     value, index = call.tensor("self"), call.tensor("index")
     call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
@@ -57,11 +57,11 @@ def _index_add(call: OpCall) -> PaddedValue:
     result = PaddedValue(tuple(factors))
     if size is None:
         return result
-    return _written(call, result, by_contents(call, f"data names where dimension {dim} is written", size))
+    return _written(call, result, by_contents(call, f"data selects which entries of dimension {dim} are written", size))
 
 
 def _index_put(call: OpCall) -> PaddedValue:
-    """``x[i, j] = values``: row by row along factors that an index walks through in order, else contents decide."""
+    """``x[i, j] = values``: aligned along factors whose index is 0, 1, 2, ...; RUNTIME along other padded factors."""
     value, values = call.tensor("self"), call.tensor("values")
     call.no_padded_numbers()
     indices: Sequence[PaddedValue | None] = call.argument("indices")
@@ -90,7 +90,7 @@ def _index_put(call: OpCall) -> PaddedValue:
     size = _first_padded(call, tuple(at_fault))
     if size is None:
         return _written(call, value)
-    return _written(call, value, by_contents(call, "data names the entries that are written", size))
+    return _written(call, value, by_contents(call, "data selects the entries that are written", size))
 
 
 def _is_index(index: PaddedValue) -> bool:
@@ -98,7 +98,7 @@ def _is_index(index: PaddedValue) -> bool:
 
 
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:
-    """``x[mask] = number``: entry by entry where the mask leads the dimensions."""
+    """``x[mask] = number``, for a mask over the leading dimensions: entry by entry."""
     if len(masks) > 1 or call.argument("indices")[0] is None:
         raise call.refuse("masks pick the entries that are written")
     if any(values.factors) and (call.places(values) or call.places(value) or call.places(masks[0])):

@@ -1,4 +1,4 @@
-"""Operators that move entries without computing: views, permutations, expansions, triangles."""
+"""Operators that rearrange entries: views, permutations, expansions, triangles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RULES", "permuted", "regrouped", "without_dims"]
 
 
 def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> PaddedValue:
-    """``value`` viewed with other sizes.
+    """``value`` viewed with the sizes ``shape``.
 
     Raises:
         Unknown: the view cuts through a padded factor.
@@ -26,19 +26,19 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
     factors: list[Factors] = []
     places: dict[Place, Place] = {}
     for dim, size in enumerate(shape):
-        taken = walk.take(call.sizes.renamed(size))
-        if taken is None:
+        of_dim = walk.take(call.sizes.renamed(size))
+        if of_dim is None:
             raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
-        kept: list[Size] = []
-        for found, was in taken:
+        merged: list[Size] = []
+        for factor, was in of_dim:
             if was is not None:
-                places[was] = (dim, len(kept))
-                kept.append(found)
-            elif kept and not call.padded(kept[-1]):
-                kept[-1] = product((kept[-1], found))
+                places[was] = (dim, len(merged))
+                merged.append(factor)
+            elif merged and not call.padded(merged[-1]):
+                merged[-1] = product((merged[-1], factor))
             else:
-                kept.append(found)
-        factors.append(tuple(kept))
+                merged.append(factor)
+        factors.append(tuple(merged))
     if not walk.finished():
         raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
     result = PaddedValue(tuple(factors))
@@ -60,7 +60,7 @@ def _view(call: OpCall) -> PaddedValue:
 
 
 def _view_as_type(call: OpCall) -> PaddedValue:
-    """``view``: with sizes, or with another type of the same width."""
+    """``view`` with other sizes, or with another dtype of the same width."""
     if "dtype" not in call.arguments:
         return _view(call)
     value = call.tensor("self")
@@ -125,10 +125,10 @@ def _expand(call: OpCall) -> PaddedValue:
 
 
 def without_dims(value: PaddedValue, dims: Sequence[int], *, keepdim: bool) -> PaddedValue:
-    """``value`` without ``dims``, or with them of size 1."""
-    kept = [dim for dim in range(value.rank) if keepdim or dim not in dims]
-    to = {dim: position for position, dim in enumerate(kept)}
-    factors = tuple(() if dim in dims else value.factors[dim] for dim in kept)
+    """``value`` without ``dims``, or with size 1 in them if ``keepdim``."""
+    remaining = [dim for dim in range(value.rank) if keepdim or dim not in dims]
+    to = {dim: position for position, dim in enumerate(remaining)}
+    factors = tuple(() if dim in dims else value.factors[dim] for dim in remaining)
     pads = {(to[dim], at): pad for (dim, at), pad in value.padding if dim in to and dim not in dims}
     index = value.index
     if index is not None:
@@ -137,7 +137,7 @@ def without_dims(value: PaddedValue, dims: Sequence[int], *, keepdim: bool) -> P
 
 
 def _repeat(call: OpCall) -> PaddedValue:
-    """Repetition puts a factor before those of each dimension."""
+    """``repeat``: each dimension gets the number of repetitions as its outermost factor."""
     value, repeats = call.tensor("self"), call.argument("repeats", "dims")
     factors = ((),) * (len(call.shape.sizes) - value.rank) + value.factors
     offset = len(factors) - value.rank

@@ -1,4 +1,4 @@
-"""Operators that cut a dimension, or put tensors one behind the other along it."""
+"""Operators that cut a dimension or concatenate tensors along it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["RULES", "cut", "selected"]
 
 
 def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step: Any = 1) -> PaddedValue:
-    """Every ``step``-th entry of a dimension from ``start``, ``size`` of them in the padded run.
+    """A slice of dimension ``dim`` from ``start`` with ``step``; it has ``size`` entries in the padded run.
 
     Raises:
-        Unknown: the entries are counted from a padded end, or the dimension's clean entries are no prefix.
+        Unknown: the slice is counted from a padded end, or the clean entries of the dimension are not its first ones.
     """
     of_dim = value.factors[dim]
     whole = product(of_dim)
@@ -40,7 +40,7 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
     pads = {place: pad for place, pad in value.padding if place[0] != dim}
     index = value.index
     if index is not None and index.dim == dim:
-        # Entry i is entry start + i: still its own index along the shorter dimension, from a higher offset.
+        # Entry i of the slice is entry start + i, so it equals its index plus a larger offset.
         shifts = isinstance(start, int) and step == 1 and len(of_dim) == 1 and len(factors[dim]) == 1
         index = index._replace(factor=0, offset=index.offset + start) if shifts else None
     if value.constant is None and isinstance(start, int) and step == 1 and padded and size == as_size(whole - start):
@@ -50,10 +50,10 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
 
 
 def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:
-    """One entry of a dimension, which disappears.
+    """``value`` at one entry of dimension ``dim``, which is removed.
 
     Raises:
-        Unknown: the entry is counted from a padded end, or named by a padded size.
+        Unknown: the entry is counted from a padded end, or its index is a padded size.
     """
     of_dim = value.factors[dim]
     if call.padded(index):
@@ -86,7 +86,7 @@ def _select(call: OpCall) -> PaddedValue:
 
 
 def _split(call: OpCall) -> tuple[PaddedValue, ...]:
-    """Pieces are slices; a piece that starts behind a padded one is refused alone."""
+    """Each piece is a slice; only pieces that start after a padded piece are refused."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dim", default=0), value.rank)
     if call.name == "unbind":
@@ -132,15 +132,15 @@ def _cat(call: OpCall) -> PaddedValue:
 def _pads_of_joined(
     call: OpCall, parts: Sequence[PaddedValue], factors: tuple[Factors, ...], dim: int
 ) -> dict[Place, Pad | None]:
-    """Padding along the joined dimension is the last part's; along others, what all parts agree on."""
+    """The padding of the last part along the joined dimension; along others, padding that is equal in all parts."""
     pads: dict[Place, Pad | None] = {}
     for place in call.places(PaddedValue(factors)):
         if place[0] == dim:
             pads[place] = parts[-1].pad_at((dim, 0))
             continue
         aligned = [broadcast(call, part, (*factors[:dim], part.factors[dim], *factors[dim + 1 :])) for part in parts]
-        held = {repr(part.pad_at(place)) for part in aligned}
-        pads[place] = aligned[0].pad_at(place) if len(held) == 1 else None
+        contents = {repr(part.pad_at(place)) for part in aligned}
+        pads[place] = aligned[0].pad_at(place) if len(contents) == 1 else None
     return pads
 
 
@@ -173,17 +173,17 @@ def _constant_pad(call: OpCall) -> PaddedValue:
 
 
 def _check_behind(call: OpCall, value: PaddedValue, dim: int, right: Any, fill: object) -> None:
-    """Behind padding, new entries stand elsewhere than in the run at real sizes: all must hold the fill."""
+    """Require that padding equals the fill, because entries added after it have other positions in the real run."""
     of_dim = value.factors[dim]
     if not call.sizes.starts_clean(of_dim):
         raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
-    held = value.pad_at((dim, 0))
-    if not (isinstance(right, int) and right <= 0) and (not is_number(held) or held != fill):
+    pad = value.pad_at((dim, 0))
+    if not (isinstance(right, int) and right <= 0) and (not is_number(pad) or pad != fill):
         raise call.refuse(f"puts {fill} behind the padding of dimension {dim}", of_dim[0])
 
 
 def _scattered(call: OpCall) -> PaddedValue:
-    """``slice_scatter`` and ``select_scatter``: part of a dimension is replaced."""
+    """``slice_scatter`` and ``select_scatter``, which replace a part of a dimension."""
     value, source = call.tensor("self"), call.tensor("src")
     dim = call.dim(call.argument("dim", default=0), value.rank)
     if call.name == "select_scatter":
@@ -196,12 +196,12 @@ def _scattered(call: OpCall) -> PaddedValue:
         if at != dim:
             factors[at] = call.unify(value.factors[at], source.factors[at])
     places = call.places(PaddedValue(tuple(factors)), [at for at in range(value.rank) if at != dim])
-    kept = {place: value.pad_at(place) for place in places if repr(value.pad_at(place)) == repr(source.pad_at(place))}
-    return PaddedValue(tuple(factors)).with_pads(kept)
+    common = {place: value.pad_at(place) for place in places if repr(value.pad_at(place)) == repr(source.pad_at(place))}
+    return PaddedValue(tuple(factors)).with_pads(common)
 
 
 def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: int) -> None:
-    """Refuse a replaced slice whose end lies elsewhere than in the run at real sizes."""
+    """Refuse a replaced slice that ends at another entry than in the run at the real sizes."""
     start, end, step = (
         call.argument(name, default=other) for name, other in (("start", 0), ("end", None), ("step", 1))
     )

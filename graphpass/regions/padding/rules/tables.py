@@ -1,4 +1,4 @@
-"""Tables of rules by operator name."""
+"""Helpers for tables of padding rules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["aten", "prims"]
 
 
 def aten(rule: PaddingRule, names: str) -> dict[str, PaddingRule]:
-    """The aten operators of these names, separated by blanks, all with one rule."""
+    """A table that maps each aten operator in ``names`` (separated by blanks) to ``rule``."""
     return {f"aten::{name}": rule for name in names.split()}
 
 
 def prims(rule: PaddingRule, names: str) -> dict[str, PaddingRule]:
-    """The same for torch's primitive operators, into which compilers decompose others."""
+    """A table like :func:`aten` for the ``prims`` operators, into which compilers decompose others."""
     return {f"prims::{name}": rule for name in names.split()}

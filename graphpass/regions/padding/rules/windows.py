@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resampling: positions mix, so only the batch (and channels of a pool) may be padded."""
+"""Convolutions, pooling and resampling: they mix positions, so only the batch (and a pool's channels) may be padded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _convolution(call: OpCall) -> PaddedValue:
             call.unpadded(other, range(other.rank), f"has a {name} with")
     batch = 1 if value.rank == weight.rank else 0
     call.unpadded(value, range(batch, value.rank), "moves a window over")
-    made = call.fresh()
-    return PaddedValue((*value.factors[:batch], *made.factors[batch:]))
+    result = call.fresh()
+    return PaddedValue((*value.factors[:batch], *result.factors[batch:]))
 
 
 def _pool(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
-    """The last dimensions are positions, as many as the operator's name or its window says."""
+    """Pooling and resampling over the last dimensions, whose number is in the operator's name or in its window."""
     value = call.tensor("self", "input")
     call.no_padded_numbers()
     named = re.search(r"([123])d", call.name)
@@ -36,13 +36,13 @@ def _pool(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
         raise call.refuse("its window is not known")
     rows = value.rank - positions
     call.unpadded(value, range(rows, value.rank), "moves a window over")
-    made = tuple(
+    results = tuple(
         PaddedValue((*value.factors[:rows], *call.fresh(shape).factors[rows:]))
         if isinstance(shape, TensorShape)
         else None
         for shape in (call.result if isinstance(call.result, tuple) else (call.result,))
     )
-    return made if isinstance(call.result, tuple) else made[0]  # type: ignore[return-value]
+    return results if isinstance(call.result, tuple) else results[0]  # type: ignore[return-value]
 
 
 def _grid_sample(call: OpCall) -> PaddedValue:
@@ -55,7 +55,7 @@ def _grid_sample(call: OpCall) -> PaddedValue:
 
 
 def _rearranged(call: OpCall) -> PaddedValue:
-    """Windows or channels moved to other dimensions of one row: all but the first dimension are new."""
+    """Operators that move entries within a row: all dimensions but the batch are new."""
     value = call.tensor("self", "input")
     call.no_padded_numbers()
     within = {"col2im": 2, "channel_shuffle": value.rank - 1}.get(call.name, 3)
