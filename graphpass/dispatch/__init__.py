@@ -1,4 +1,4 @@
-"""Decisions: which graphs exist and which of them serves a batch. No tensor anywhere."""
+"""Decides which graphs exist and which of them serves a batch. Uses no torch."""
 
 from graphpass.dispatch.choose import SizePlan
 

@@ -1,14 +1,14 @@
-"""Choosing sizes: the ladder that pads observed traffic least.
+"""Chooses the capture sizes that minimize the cost of observed traffic.
 
-A batch is padded to the next rung, so a ladder cuts the ascending observed sizes into segments, each of which runs at
-its last size. The work of one segment is its weight times the cost of that size, and the cheapest cut into at most k
-segments is a dynamic programme over the segments' ends. Two observations make it exact and fast:
+A batch is padded to the next rung. So a ladder divides the ascending observed sizes into segments, and each segment
+runs at its last size. The work of a segment is its weight times the cost of that size. The cheapest division into at
+most k segments is a dynamic programme over the segments' ends. Two observations make it exact and fast:
 
-- *Only some sizes can be rungs.* If a larger size costs less, both run better at the larger one, so an optimal ladder
-  has rungs of ascending cost only. Sizes that never came, and sizes as expensive as the next, only add graphs.
-- *Cuts move one way.* With costs that ascend, the best last cut of a longer prefix never lies before that of a shorter
-  one (the work of segments satisfies the quadrangle inequality). Each prefix is searched between the cuts of its
-  neighbours: k n log n steps in all, whatever the cost was.
+- *Only some sizes can be rungs.* If a larger size costs less, both sizes should run at the larger one, so an optimal
+  ladder has rungs of ascending cost only. Sizes without traffic, and sizes as expensive as the next, only add graphs.
+- *Cuts move one way.* With ascending costs, the best last cut of a longer prefix is never before that of a shorter
+  prefix (the work of segments satisfies the quadrangle inequality). Each prefix is searched between the cuts of its
+  neighbours, which takes k n log n steps in total for any cost function.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["SizePlan", "plan_sizes"]
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """Sizes to capture, and what observed traffic costs over them.
+    """Sizes to capture, and the cost of observed traffic with them.
 
     Attributes:
-        sizes: ascending; ``capture_sizes``, or ``token_budgets`` of an encoder.
-        expected_cost: of one batch, in units of the cost: the mean over the traffic.
-        waste: the share of it that is padding, 0 to 1: what graphs for all observed sizes would save. A batch that is
-            cheapest at a larger observed size than its own has none there.
+        sizes: ascending; for use as ``capture_sizes``, or as ``token_budgets`` of an encoder.
+        expected_cost: the mean cost of a batch over the traffic, in the unit of the cost function.
+        waste: the share of ``expected_cost`` that graphs for all observed sizes would save, 0 to 1. A batch that is
+            cheapest at an observed size above its own wastes nothing there.
     """
 
     sizes: tuple[int, ...]
@@ -46,21 +46,21 @@ class SizePlan:
 def plan_sizes(
     histogram: Mapping[int, float], max_graphs: int, *, cost: Callable[[int], float] | None = None
 ) -> SizePlan:
-    """The sizes to capture so that observed traffic costs least, exactly.
+    """The sizes to capture that give observed traffic the least cost; the result is exact.
 
-    Every batch runs at the smallest planned size that holds it, as the dispatcher decides. Planned sizes are observed
-    ones, and the largest is always among them. Where a larger size never costs less, no other sizes do better; for a
-    cost that falls somewhere, list sizes to consider with weight 0. Of ladders that cost the same the one with fewer
-    sizes is taken, then the one with the smaller sizes, compared from the largest down.
-    Sums are those of float64: nothing is rounded as long as weights and costs are integers and the work, with every
-    batch at the largest cost, stays below 2**53.
+    Each batch runs at the smallest planned size that is at least its own, as the dispatcher does. All planned sizes are
+    observed sizes, and the largest observed size is always planned. If the cost never falls with the size, no other
+    sizes are better; if it falls somewhere, add further candidates with weight 0. Among ladders of equal cost, the one
+    with fewer sizes wins, then the one with smaller sizes, compared from the largest down.
+    Sums are float64. They are exact if weights and costs are integers and the work with every batch at the largest cost
+    is below 2**53.
 
     Args:
-        histogram: observed size (tokens of a batch, say) → how often it came, as a count or a share. Weight 0: it
-            never came, but may be planned, and as the largest is covered.
+        histogram: observed size (tokens of a batch, for example) → its weight, a count or a share. A size of weight 0
+            has no traffic but may be planned; the largest size is always covered.
         max_graphs: the most sizes to plan.
-        cost: the work of one replay at a size, in any unit, such as measured milliseconds; asked once for each
-            observed size. None: the size itself.
+        cost: the cost of one replay at a size in any unit, such as measured milliseconds; called once for each size in
+            the histogram. None: the size itself.
 
     Raises:
         OptionError: the histogram is empty, or has weights of 0 only; a size is no integer of at least 1; a weight or
@@ -75,7 +75,7 @@ def plan_sizes(
         )
     sizes, weights = _observed(histogram)
     costs = _costs(sizes, (lambda size: size) if cost is None else cost)
-    # Powers of two change no digit, and sums of what is below 1 do not overflow.
+    # Scaling by powers of two is exact, and sums of values below 1 do not overflow.
     costs, cost_exponent = _scaled(costs)
     weights, _ = _scaled(weights)
 
@@ -91,7 +91,7 @@ def plan_sizes(
 
 
 def _counts(value: object) -> bool:
-    """Whether it is an integer of at least 1."""
+    """Whether ``value`` is an integer of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -134,10 +134,10 @@ def _costs(sizes: Iterable[int], cost: Callable[[int], float]) -> NDArray[np.flo
 
 
 def _finite(named: Iterable[tuple[str, object]], remedy: str) -> NDArray[np.float64]:
-    """The values as floats.
+    """The values as a float64 array.
 
     Raises:
-        OptionError: one is no number, negative, infinite or NaN.
+        OptionError: a value is no number, negative, infinite or NaN.
     """
     numbers = []
     for name, value in named:
@@ -154,7 +154,7 @@ def _finite(named: Iterable[tuple[str, object]], remedy: str) -> NDArray[np.floa
 
 
 def _scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
-    """The values by a power of two, the largest of them in [0.5, 1) unless it is 0, and its exponent."""
+    """The values divided by a power of two so that the largest is in [0.5, 1) or 0, and the exponent."""
     _, exponent = math.frexp(values.max())
     return np.ldexp(values, -exponent), exponent
 
@@ -162,42 +162,42 @@ def _scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 def _possible_rungs(
     weights: NDArray[np.float64], costs: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """DictSlots of the sizes that an optimal ladder of fewest rungs may have, and the weight each takes from below too.
+    """Positions of the sizes that an optimal ladder of fewest rungs may have, and the weight that each would serve.
 
-    Their costs ascend strictly, and all weights but the last one's are positive: another rung always saves something.
+    Their costs ascend strictly, and all weights but the last are positive, so each further rung saves work.
     """
     cheapest_above = np.minimum.accumulate(costs[::-1])[::-1]
     ends = np.flatnonzero(costs == cheapest_above)
-    # A rung without traffic of its own is better off one lower. Before equal costs are merged: of two that cost the
-    # same the larger one is worth having only for traffic in between.
+    # A rung without traffic at its size can move down by one size. This comes before equal costs are merged: of two
+    # sizes of equal cost, the larger one is useful only for traffic between them.
     ends = _with_last(ends, _served(weights, ends) > 0)
     ends = _with_last(ends, np.diff(costs[ends], append=np.inf) > 0)
     return ends, _served(weights, ends)
 
 
 def _served(weights: NDArray[np.float64], ends: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The weight of each segment that ends there."""
+    """The weight of each segment, for the segments that end at ``ends``."""
     return np.add.reduceat(weights, np.concatenate(([0], ends[:-1] + 1)))
 
 
 def _with_last(ends: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Those of ``ends`` that are kept, and the last one."""
+    """The ``ends`` selected by the mask, and always the last one."""
     return np.append(ends[:-1][kept[:-1]], ends[-1])
 
 
 def _cheapest_ends(weights: NDArray[np.float64], costs: NDArray[np.float64], num_rungs: int) -> NDArray[np.int64]:
-    """The places, ascending, where exactly ``num_rungs`` segments end that cover everything at the least work.
+    """The ends, ascending, of the ``num_rungs`` segments that cover all sizes with the least work.
 
     Args:
-        weights: of each size; positive but for the last.
-        costs: of each size, ascending.
+        weights: the weight of each size; all but the last are positive.
+        costs: the cost of each size, ascending.
         num_rungs: at most the number of sizes.
     """
     num_sizes = len(weights)
     if num_rungs == num_sizes:
         return np.arange(num_sizes)
     up_to = np.concatenate(([0.0], np.cumsum(weights)))
-    # Of the first n sizes: the least work of one rung, then of two, and so on.
+    # The least work of each prefix with one rung, then with two, and so on.
     least = up_to * np.concatenate(([0.0], costs))
     cuts = []
     for fewest in range(2, num_rungs + 1):
@@ -212,21 +212,21 @@ def _cheapest_ends(weights: NDArray[np.float64], costs: NDArray[np.float64], num
 def _with_another_rung(
     before: NDArray[np.float64], up_to: NDArray[np.float64], costs: NDArray[np.float64], fewest: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The least work of each prefix with one rung more, and how many sizes then lie below its last segment.
+    """The least work of each prefix with one more rung, and the number of sizes before its last segment.
 
     Args:
         before: the least work of each prefix, by its number of sizes, with ``fewest - 1`` rungs.
         up_to: the weight of each prefix.
-        costs: of the sizes, ascending.
-        fewest: rungs of the result; shorter prefixes have no meaning there, and are never read.
+        costs: the cost of each size, ascending.
+        fewest: the number of rungs of the result; entries of shorter prefixes are undefined and never read.
     """
     num_sizes, num_rows = len(costs), len(costs) - fewest + 1
     least, cuts = np.zeros_like(before), np.zeros(num_sizes + 1, dtype=np.int64)
     stride = 1 << num_rows.bit_length()
-    # Row r is the prefix of fewest - 1 + r sizes. Row 0 and what is beyond the last row bound the others' cuts.
+    # Row r is the prefix of fewest - 1 + r sizes. Row 0 and the row after the last bound the cuts of the others.
     bounds = np.full(stride + 1, num_sizes - 1)
     bounds[0] = fewest - 1
-    while stride := stride // 2:  # every second row that is left, between neighbours that are known
+    while stride := stride // 2:  # every second remaining row, between neighbours with known cuts
         rows = np.arange(stride, num_rows + 1, 2 * stride)
         prefixes = rows + (fewest - 1)
         lowest, highest = bounds[rows - stride], np.minimum(bounds[rows + stride], prefixes - 1)
@@ -237,5 +237,5 @@ def _with_another_rung(
         work = before[tried] + above * np.repeat(costs[prefixes - 1], lengths)
         least[prefixes] = np.minimum.reduceat(work, starts)
         cheapest = np.flatnonzero(work == np.repeat(least[prefixes], lengths))
-        bounds[rows] = cuts[prefixes] = tried[cheapest[np.searchsorted(cheapest, starts)]]  # the lowest of equals
+        bounds[rows] = cuts[prefixes] = tried[cheapest[np.searchsorted(cheapest, starts)]]  # the lowest of equal cuts
     return least, cuts

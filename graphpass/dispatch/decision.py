@@ -1,4 +1,4 @@
-"""What a dispatcher answers: a mode, a padded shape and the reason for both."""
+"""The result of a dispatch: a mode, a padded shape, and the reason for both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Dispatch", "DispatchReason"]
 
 
 class DispatchReason(enum.Enum):
-    """Why a batch got the mode that it got. The value is a short label, for counters."""
+    """Why a batch runs in its mode. The value is a short label for counters."""
 
     EXACT = "exact"
     PADDED = "padded"
@@ -48,12 +48,12 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """One decision.
+    """The decision for one batch.
 
     Attributes:
-        mode: NONE, PIECEWISE or FULL: what goes into the forward context.
+        mode: NONE, PIECEWISE or FULL, for the forward context.
         descriptor: a key of the dispatcher for PIECEWISE and FULL; the unpadded shape for NONE.
-        reason: why.
+        reason: why this mode and this descriptor.
     """
 
     mode: CUDAGraphMode

@@ -1,11 +1,10 @@
-"""Size grids: the named ladders of a dispatcher, and the descriptor that stands for each of their combinations.
+"""Size grids: the named ladders of a dispatcher, and the descriptor for each combination of their sizes.
 
-A list of token counts is a grid with the one field ``num_tokens``. With several fields, ``num_tokens`` of a descriptor
-is the product of its fields, unless it is a field itself (then the others do not multiply: a bucketed maximum length
-beside a token count). ``num_reqs`` stands in the descriptor's own attribute; every other field stands in ``extra``.
-
-PIECEWISE keys carry no ``num_reqs``. As a factor of the product it can be read back by division, so the key still
-names one shape; beside a ``num_tokens`` field it is no factor and stands in ``extra``.
+A list of token counts is a grid with the single field ``num_tokens``. With several fields, a descriptor's
+``num_tokens`` is the product of its fields, unless ``num_tokens`` is a field itself (a bucketed maximum length besides
+a token count, for example). The field ``num_reqs`` is the descriptor's attribute; all other fields are in ``extra``.
+PIECEWISE keys have no ``num_reqs``: if it is a factor of the product, division gives it back, so the key still names
+one shape; besides a ``num_tokens`` field it is in ``extra``.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ Extra = tuple[tuple[str, Hashable], ...]
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Bounds on generated keys.
+    """Bounds of the generated keys.
 
     Attributes:
-        max_num_reqs: most requests of a batch.
-        query_len: tokens of one request in a uniform decode batch.
-        max_num_tokens: largest batch that will come, or None for no bound.
+        max_num_reqs: the largest number of requests in a batch.
+        query_len: tokens per request in a uniform decode batch.
+        max_num_tokens: tokens of the largest expected batch; None for no bound.
     """
 
     max_num_reqs: int
@@ -49,7 +48,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class SizeGrid:
-    """Field names and, for each, the sizes asked for, in the order of the caller's mapping."""
+    """Field name -> requested sizes, in the order of the caller's mapping."""
 
     sizes: Mapping[str, tuple[int, ...]]
 
@@ -58,7 +57,7 @@ class SizeGrid:
         """The grid of a list of token counts or of named ladders; the caller's collections are copied.
 
         Raises:
-            DispatchError: there is no field, or a size is no integer of at least 1.
+            DispatchError: the mapping is empty, or a size is no integer of at least 1.
         """
         if not isinstance(capture_sizes, Mapping):
             return SizeGrid({"num_tokens": tuple(positive_int(size, "a capture size") for size in capture_sizes)})
@@ -77,7 +76,7 @@ class SizeGrid:
         )
 
     def counts_tokens_only(self) -> bool:
-        """Whether token counts are the only field."""
+        """Whether ``num_tokens`` is the only field."""
         return tuple(self.sizes) == ("num_tokens",)
 
     def mixed_keys(self, mode: CUDAGraphMode, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
@@ -99,8 +98,8 @@ class SizeGrid:
     def decode_keys(self, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
         """The FULL keys of uniform decode batches, for one number of adapters.
 
-        Token counts follow :func:`decode_sizes`. Without a ``num_tokens`` field they are the combinations that hold
-        whole requests.
+        Token counts are from :func:`decode_sizes`. Without a ``num_tokens`` field, the keys are the combinations whose
+        token count is a multiple of the query length.
 
         Raises:
             DispatchError: ``max_num_tokens`` leaves no size.
@@ -122,7 +121,7 @@ class SizeGrid:
             ladders["num_tokens"] = capture_sizes_within(ladders["num_tokens"], limits.max_num_tokens, limits.query_len)
         if counted and decode:
             ladders["num_tokens"] = decode_sizes(ladders["num_tokens"], limits.max_num_reqs, limits.query_len)
-            ladders.pop("num_reqs", None)  # a uniform batch's token count says how many requests it has
+            ladders.pop("num_reqs", None)  # the token count of a uniform batch determines the number of its requests
         for values in product(*ladders.values()):
             sizes = dict(zip(ladders, values, strict=True))
             num_tokens = self.num_tokens(sizes)
@@ -131,7 +130,7 @@ class SizeGrid:
 
     @staticmethod
     def num_tokens(sizes: Mapping[str, int]) -> int:
-        """The token count of one combination of sizes: its ``num_tokens`` field, or else the product."""
+        """The token count of one combination of sizes: its ``num_tokens`` field if there is one, else the product."""
         return sizes["num_tokens"] if "num_tokens" in sizes else math.prod(sizes.values())
 
     def describe(
@@ -149,10 +148,10 @@ class SizeGrid:
         )
 
     def fields(self, descriptor: BatchDescriptor) -> dict[str, int]:
-        """The size of every field, read back from a descriptor.
+        """Field name -> size, from a descriptor.
 
         Raises:
-            DispatchError: the descriptor does not name a field, or names it with something that is no count.
+            DispatchError: a field is missing in the descriptor, or its value is no count.
         """
         named = _named(descriptor.extra)
         named["num_tokens"] = descriptor.num_tokens
@@ -165,22 +164,26 @@ class SizeGrid:
         return {name: self._count(named, name) for name in self.sizes}
 
     def read(self, num_tokens: int | None, num_reqs: int | None, extra: Extra) -> tuple[dict[str, int], Extra]:
-        """Split what a batch says into the size of every field and the rest of ``extra``, ordered by name.
+        """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name).
 
         Raises:
-            DispatchError: a field is missing or no count, or ``extra`` is not made of pairs with different names.
+            DispatchError: a field is missing or no count, or ``extra`` is not a tuple of pairs with different names.
         """
-        given = _named(extra)
-        named = dict(given)
+        pairs = _named(extra)
+        named = dict(pairs)
         if num_tokens is not None:
             named["num_tokens"] = num_tokens
         if num_reqs is not None:
             named["num_reqs"] = num_reqs
         sizes = {name: self._count(named, name) for name in self.sizes}
-        return sizes, tuple(sorted((pair for pair in given.items() if pair[0] not in sizes), key=lambda pair: pair[0]))
+        return sizes, tuple(sorted((pair for pair in pairs.items() if pair[0] not in sizes), key=lambda pair: pair[0]))
 
     def _count(self, named: Mapping[str, object], name: str) -> int:
-        """The count called ``name`` among those given."""
+        """The count with this name.
+
+        Raises:
+            DispatchError: it is missing, or no integer of at least 0.
+        """
         try:
             count = operator.index(named[name])  # type: ignore[arg-type]  # numpy integers are counts too
         except (KeyError, TypeError):
@@ -197,7 +200,11 @@ class SizeGrid:
 
 
 def _named(extra: Extra) -> dict[str, Hashable]:
-    """``extra`` by name."""
+    """``extra`` as a dict.
+
+    Raises:
+        DispatchError: it is not a tuple of (name, hashable value) pairs with different names.
+    """
     try:
         named = dict(extra)
         well_formed = len(named) == len(extra) and all(isinstance(name, str) for name in named)

@@ -1,4 +1,4 @@
-"""Adapter counts that keys are made for."""
+"""The numbers of LoRA adapters for which keys exist."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["LoraKeys"]
 
 @dataclass(frozen=True, slots=True)
 class LoraKeys:
-    """Which numbers of active LoRA adapters get graphs of their own.
+    """The numbers of active LoRA adapters that get separate graphs.
 
     Attributes:
-        max_loras: most adapters that one batch can use. ``max_loras + 1`` is a valid count as well: engines count the
-            rows that use no adapter as one more.
-        per_count: one key for each power of two up to ``max_loras`` and one for ``max_loras + 1``; a batch takes the
-            next captured count. Otherwise one key serves any number of adapters; it carries ``max_loras + 1``, the
-            count to capture it with.
-        without: batches that use no adapter have keys of their own; otherwise they run with the smallest adapter key.
+        max_loras: the largest number of adapters in a batch. ``max_loras + 1`` is a valid count too, because engines
+            count rows without an adapter as one more.
+        per_count: if True, one key for each power of two up to ``max_loras`` and one for ``max_loras + 1``; a batch
+            uses the next larger count. If False, one key serves any number of adapters; its count is
+            ``max_loras + 1``, with which it is captured.
+        without: whether batches without adapters have separate keys; if not, they use the key with the smallest count.
     """
 
     max_loras: int
@@ -35,11 +35,11 @@ class LoraKeys:
         return (*(count for count in powers if count <= self.max_loras), self.max_loras + 1)
 
     def key_counts(self) -> tuple[int, ...]:
-        """Every count that keys carry, ascending; 0 stands for no adapter."""
+        """All counts in keys, ascending; 0 means no adapter."""
         return (0, *self.adapter_counts()) if self.without else self.adapter_counts()
 
     def count_table(self) -> tuple[int, ...]:
-        """The key's count for each batch count from 0 to ``max_loras + 1``."""
+        """Number of adapters in a batch (index, 0 to ``max_loras + 1``) -> count of its key."""
         counts = self.key_counts()
         ladder = Ladder(counts)
         return tuple(counts[ladder.index_above(count)] for count in range(self.max_loras + 2))

@@ -1,8 +1,8 @@
-"""Keys of a graph that nobody dispatches: from the sizes of a call to a key, and when that key is worth a graph.
+"""Keys for calls without a dispatcher: the key for the sizes of a call, and when the key gets a graph.
 
-A field whose padding is known to be harmless rounds up in a ladder; every other field is taken as it is. The first call
-of a key runs without a graph and warms it, the next one captures, later ones replay. Nothing is evicted: beyond a
-number of graphs, further keys run without one.
+A field whose padding is proved harmless is rounded up in a ladder; all other fields are exact. The first call of a key
+runs without a graph as warm-up, the next call captures, later calls replay. No graph is evicted: above a maximum number
+of graphs, further keys run without one.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from graphpass.keys import BatchDescriptor
 
 __all__ = ["KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
 
-# Keys are counted for as long as they may recur; traffic of ever new sizes must not fill the memory.
+# Bound of the number of remembered keys: traffic with ever new sizes must not fill the memory.
 _MAX_COUNTED = 4096
 _CALLS_OF_COUNTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class KeyField:
-    """One size that tells the keys of a graph apart.
+    """A size that distinguishes the keys of a graph.
 
     Attributes:
-        name: as the user calls it, or where it is read: ``input_ids[0]``. Fields of one name are one size, read at
-            several places: they are padded together, and only where they are equal.
-        ladder: sizes that the user asked for; None for powers of two and the steps halfway between them.
-        is_padded: round up; other fields are exact.
-        is_number: an int of the program that is no tensor's size. One that only counts up never recurs, so such a key
-            needs more calls before it is captured.
+        name: the user's name for it, or the place where it is read: ``input_ids[0]``. Fields with the same name are the
+            same size at several places: they are padded together, and only if they are equal.
+        ladder: the sizes that the user declared; None for powers of two and the steps halfway between them.
+        is_padded: whether the size is rounded up; other fields are exact.
+        is_number: whether it is an int argument that is no tensor's size. A counter never has the same value twice, so
+            keys with such fields need more calls before they are captured.
     """
 
     name: str
@@ -42,7 +42,7 @@ class KeyField:
 
 
 class KeyStep(enum.Enum):
-    """What to do with a call of a key."""
+    """How a call of a key runs."""
 
     WARM = "warm"
     CAPTURE = "capture"
@@ -52,15 +52,15 @@ class KeyStep(enum.Enum):
 
 @dataclass(slots=True)
 class RecurringKey:
-    """One key: its sizes, and what has become of it.
+    """The state of one key.
 
     Attributes:
         descriptor: its name in counts and reports.
         sizes: the size of each field.
-        is_declared: every field's size is one that the user asked for; such keys are not limited in number.
-        calls: calls so far.
-        is_captured: it has a graph.
-        reason: why it gets no graph; None while it may get one.
+        is_declared: the user declared the sizes of all fields; such keys do not count towards ``max_graphs``.
+        calls: number of calls so far.
+        is_captured: whether it has a graph.
+        reason: why it gets no graph; None if it may get one.
     """
 
     descriptor: BatchDescriptor
@@ -72,7 +72,7 @@ class RecurringKey:
 
 
 def step_above(size: int) -> int:
-    """The step of the default ladder that holds ``size``: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ..."""
+    """The smallest step of the default ladder (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ...) that is at least ``size``."""
     power = 1
     while power < size:
         if power >= 2 and power + power // 2 >= size:
@@ -85,11 +85,11 @@ class RecurringKeys:
     """The keys of one graph.
 
     Args:
-        fields: its sizes, in the order in which calls give them.
-        admits: whether the graph serves these sizes of all fields.
-        max_graphs: most graphs for keys that the user did not ask for.
-        at_once: capture a key of declared sizes in its first call.
-        fixed: sizes that the user named and the graph has fixed, {key field: size}; part of every key.
+        fields: the fields, in the order of the sizes of a call.
+        admits: returns whether the graph can run with these sizes of all fields.
+        max_graphs: the maximum number of graphs for keys that the user did not declare.
+        at_once: whether a key of declared sizes is captured in its first call.
+        fixed: {key field: size} of declared sizes that are constant in the graph; part of every key.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class RecurringKeys:
         self._calls_needed = _CALLS_OF_COUNTERS if any(field.is_number for field in fields) else 1
 
     def key_of(self, real: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
-        """The key that serves a call of these sizes: padded where that is allowed and the graph admits it.
+        """The key for a call with these sizes, padded where padding is allowed and the graph admits the padded size.
 
         Args:
             real: the size of each field.
-            as_is: the call's own tensors cannot be padded; such calls have keys apart.
+            as_is: the call's tensors cannot be padded; such calls have separate keys.
         """
         if as_is:
             return self._key(real, as_is=True)
@@ -137,7 +137,7 @@ class RecurringKeys:
         return key
 
     def step(self, key: RecurringKey) -> KeyStep:
-        """What to do with this call of the key; counts the call."""
+        """Count a call of the key and decide how it runs."""
         key.calls += 1
         if key.is_captured:
             return KeyStep.REPLAY
@@ -153,19 +153,19 @@ class RecurringKeys:
         return key.reason
 
     def captured(self, key: RecurringKey) -> None:
-        """Count a graph for the key: one for each set of static inputs."""
+        """Record a new graph of the key; a key has one graph for each set of static inputs."""
         key.is_captured = True
         if not key.is_declared:
             self.num_graphs += 1
 
     def recount(self) -> None:
-        """Some graphs were dropped: a key's next call captures what is missing, and its graphs are counted anew."""
+        """Reset the graph counts after some graphs were dropped; the next call of a key captures missing graphs."""
         self.num_graphs = 0
         for key in self._keys.values():
             key.is_captured = False
 
     def forget(self) -> None:
-        """Every graph is gone; keys may be captured again."""
+        """Reset all keys after all graphs were dropped; they may be captured again."""
         self.num_graphs = 0
         self._keys.clear()
 
@@ -174,7 +174,7 @@ class RecurringKeys:
         return [key for key in self._keys.values() if key.is_captured]
 
     def ladder_keys(self, example: tuple[int, ...]) -> list[RecurringKey]:
-        """The keys that the user asked for, largest first; other fields have the size of the example's key."""
+        """The declared keys, largest first; fields without declared sizes have the size of the example's key."""
         names = dict(zip((field.name for field in self.fields), zip(self.fields, example, strict=True), strict=True))
         rungs = [field.ladder.rungs if field.ladder is not None else (size,) for field, size in names.values()]
         combinations = [dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*rungs)]
@@ -183,7 +183,7 @@ class RecurringKeys:
         return [self._key(sizes) for sizes in sorted(padded, key=_volume, reverse=True)]
 
     def differs(self, real: Sequence[int]) -> bool:
-        """Whether fields of one name have different sizes in a call."""
+        """Whether fields with the same name have different sizes in a call."""
         return any(len({real[index] for index in indices}) > 1 for indices in self._padded_groups)
 
     def _descriptor(self, sizes: Sequence[int], as_is: bool) -> BatchDescriptor:
@@ -204,7 +204,7 @@ class RecurringKeys:
         return padded
 
     def _largest_admitted(self, sizes: tuple[int, ...], indices: Sequence[int]) -> tuple[int, ...]:
-        """``sizes`` with these fields at the largest size up to the ladder's step that the graph admits."""
+        """``sizes`` with the fields at ``indices`` raised to the largest size, up to their step, that is admitted."""
         real = sizes[indices[0]]
         for size in range(_step(self.fields[indices[0]], real), real, -1):
             padded = tuple([size if index in indices else other for index, other in enumerate(sizes)])

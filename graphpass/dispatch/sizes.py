@@ -1,4 +1,4 @@
-"""Ladders: the sizes that graphs exist for, and rounding a real size up to the next of them."""
+"""Ladders: ascending capture sizes, and rounding a size up to the next of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from graphpass.errors import DispatchError
 
 __all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "least_padded_to", "positive_int"]
 
-# Memory bound of a ladder's direct table; a wider ladder is searched above the part that the table covers.
+# Entries of the direct table for each rung, which bounds its memory; larger sizes use a binary search.
 _SLOTS_PER_RUNG = 1024
 
 
 class Ladder:
-    """Ascending sizes (rungs) with the step from any value up to the next rung by one table read.
+    """Ascending sizes (rungs); a table look-up finds the next rung for a size.
 
     Args:
         rungs: sizes of at least 1 in any order; duplicates count once.
@@ -34,14 +34,14 @@ class Ladder:
         return len(self.rungs)
 
     def index_above(self, size: int) -> int:
-        """Index of the smallest rung that is at least ``size`` (not negative); ``len(self)`` when there is none."""
+        """Index of the smallest rung that is at least ``size`` (0 or larger); ``len(self)`` if there is none."""
         if size < len(self._next_rung):
             return self._next_rung[size]
         return bisect_left(self.rungs, size)
 
 
 def least_padded_to(rung: int, rungs: Iterable[int]) -> int:
-    """The smallest size that is padded to ``rung``."""
+    """The smallest size that is padded to ``rung``, one above the next lower rung."""
     return 1 + max((smaller for smaller in rungs if smaller < rung), default=0)
 
 
@@ -49,7 +49,7 @@ def positive_int(value: object, name: str) -> int:
     """``value`` as an int of at least 1.
 
     Raises:
-        DispatchError: it is no integer, or smaller than 1; ``name`` says which argument it was.
+        DispatchError: ``value`` is no integer, or below 1; the error calls it ``name``.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # whatever has __index__: numpy integers too
@@ -66,36 +66,36 @@ def positive_int(value: object, name: str) -> int:
 
 
 def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:
-    """The token counts to capture: ascending, each once, the largest requested one kept, on a stride or not.
+    """The token counts to capture, ascending and without duplicates.
 
     Args:
         sizes: requested token counts.
-        max_num_tokens: the largest batch that will come; sizes beyond it, rounded up to whole requests of
+        max_num_tokens: tokens of the largest expected batch. Sizes above it, rounded up to whole requests of
             ``query_len`` tokens, would never be replayed and are left out. None: no bound.
-        query_len: tokens of one request in a uniform decode batch.
+        query_len: tokens per request in a uniform decode batch.
 
     Raises:
         DispatchError: no size is left.
     """
-    kept = tuple(sorted(set(sizes)))
+    within = tuple(sorted(set(sizes)))
     if max_num_tokens is not None:
         bound = round_up(max_num_tokens, query_len)
-        kept = tuple(size for size in kept if size <= bound)
-    if not kept:
+        within = tuple(size for size in within if size <= bound)
+    if not within:
         raise DispatchError(
             "there is no size to capture",
             expected="a size of at least 1" + ("" if max_num_tokens is None else f" and at most {max_num_tokens}"),
             found=repr(list(sizes)),
             remedy="list the sizes to capture, raise max_num_tokens, or use mode NONE",
         )
-    return kept
+    return within
 
 
 def decode_sizes(sizes: Sequence[int], max_num_reqs: int, query_len: int) -> tuple[int, ...]:
     """Token counts of the uniform decode keys, ascending multiples of ``query_len``.
 
-    Every capture size is rounded up to whole requests, and the largest decode batch (``max_num_reqs`` requests) is
-    added; what is larger than that batch, or than the largest capture size rounded up, is left out.
+    Capture sizes are rounded up to whole requests, and the largest decode batch (``max_num_reqs`` requests) is added.
+    Counts above that batch, or above the largest rounded capture size, are left out.
     """
     largest = min(max_num_reqs * query_len, round_up(max(sizes), query_len))
     rounded = {round_up(size, query_len) for size in sizes} | {max_num_reqs * query_len}

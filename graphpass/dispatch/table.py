@@ -1,8 +1,8 @@
-"""Key tables: from a real shape to the smallest key that holds it, in a time that does not grow with the keys.
+"""Key tables: look up the smallest key for a real shape, in time independent of the number of keys.
 
-Keys of one mode and kind form a :class:`Route`. Within it, keys with the same adapters and the same ``extra`` beside
-the ladder fields form a :class:`KeyFamily`, found by one dictionary read. A family rounds each field up in the ladder
-of its own keys; the steps address one cell of a grid that holds the smallest key for every corner.
+The keys of one mode and kind form a :class:`Route`. Its keys with the same number of adapters and the same other pairs
+in ``extra`` form a :class:`KeyFamily`, which one dictionary look-up finds. A family rounds each field up in the ladder
+of its keys; the resulting indices address one cell of a grid, which has the smallest key for these sizes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ __all__ = ["KeyFamily", "Route", "Rung"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rung:
-    """One key with everything a dispatch needs to know of it, ready made. Rungs are compared by identity.
+    """One key with all precomputed values for dispatch. Rungs are compared by identity.
 
     Attributes:
         descriptor: the key's padded shape.
         sizes: padded size of every ladder field.
-        capacity: requests the key holds; ``sys.maxsize`` where any number is served.
-        exact, padded, relaxed: the decision for this key with that reason.
+        capacity: the largest number of requests; ``sys.maxsize`` if any number is served.
+        exact: the decision for this key with the reason EXACT.
+        padded: the decision with the reason PADDED.
+        relaxed: the decision with the reason RELAXED.
     """
 
     descriptor: BatchDescriptor
@@ -55,10 +57,10 @@ class Rung:
 
 
 class KeyFamily:
-    """Keys that differ in their sizes only: answers which is the smallest one that holds a batch.
+    """Keys that differ in their sizes only; finds the smallest key that can serve a batch.
 
-    Smaller means fewer tokens, then fewer requests. The grid has one cell for each combination of the sizes in use,
-    which for keys made from ladders is one cell a key.
+    Keys are compared by tokens, then by requests. The grid has one cell for each combination of sizes. That is one cell
+    for each key if the keys come from ladders.
 
     Args:
         rungs: the keys, at least one, in any order.
@@ -82,7 +84,7 @@ class KeyFamily:
         self._cells = self._smallest_by_cell(strides[-1])
 
     def _smallest_by_cell(self, num_cells: int) -> list[int]:
-        """For each cell the position of the smallest key at or above it in every field; ``len(rungs)`` for none."""
+        """For each cell the position of the smallest key at least as large in every field; ``len(rungs)`` for none."""
         cells = [self._none] * num_cells
         for position in reversed(range(len(self._rungs))):
             sizes = self._rungs[position].sizes
@@ -95,7 +97,7 @@ class KeyFamily:
         return cells
 
     def smallest(self, sizes: tuple[int, ...], num_reqs: int) -> Rung | None:
-        """The smallest key that holds ``num_reqs`` requests of these sizes, or None when none does."""
+        """The smallest key for ``num_reqs`` requests of these sizes; None if there is none."""
         cell = 0
         for (step_to, num_steps, stride), size in zip(self._axes, sizes):  # noqa: B905  # hot path
             step = step_to(size)
@@ -109,7 +111,7 @@ class KeyFamily:
         return rung if num_reqs <= rung.capacity else self._smallest_from(position, sizes, num_reqs)
 
     def _smallest_from(self, position: int, sizes: tuple[int, ...], num_reqs: int) -> Rung | None:
-        """The same answer where the request count, not the sizes, decides: more requests than the sizes suggest."""
+        """The result of ``smallest`` by search, if the key in the cell has too little capacity for the requests."""
         start = max(position, bisect_left(self._largest_capacities, num_reqs))
         for rung in self._rungs[start:]:
             if num_reqs <= rung.capacity and all(map(operator.le, sizes, rung.sizes)):
@@ -118,11 +120,11 @@ class KeyFamily:
 
 
 class Route:
-    """The keys of one runtime mode that serve one kind of batch, and which of them are captured.
+    """The keys of one runtime mode for one kind of batch, and which of them are captured.
 
     Args:
         mode: PIECEWISE or FULL.
-        uniform: the keys are for uniform decode batches.
+        uniform: whether the keys are for uniform decode batches.
     """
 
     __slots__ = ("_captured", "_families", "_known", "_rungs", "_stale", "mode", "uniform")
@@ -137,7 +139,7 @@ class Route:
         self._captured: set[Rung] = set()
 
     def add(self, descriptor: BatchDescriptor, sizes: Mapping[str, int]) -> None:
-        """Add a key; one that is there already keeps its state. Its family is rebuilt at the next dispatch."""
+        """Add a key; an existing key keeps its state. The next dispatch rebuilds the key's family."""
         if descriptor in self._known:
             return
         rest = tuple(sorted((pair for pair in descriptor.extra if pair[0] not in sizes), key=lambda pair: pair[0]))
@@ -150,7 +152,7 @@ class Route:
         return len(self._known)
 
     def family(self, identity: tuple[int, Extra]) -> KeyFamily | None:
-        """The keys with this number of adapters and this ``extra`` beside the ladder fields."""
+        """The keys with this number of adapters and these other pairs in ``extra``."""
         if self._stale:
             self._rebuild()
         return self._families.get(identity)
@@ -165,7 +167,7 @@ class Route:
         return list(self._known)
 
     def mark_captured(self, descriptor: BatchDescriptor) -> bool:
-        """Note that the key's graph exists; False when there is no such key."""
+        """Record that the key's graph exists. Returns False if the route has no such key."""
         rung = self._known.get(descriptor)
         if rung is None:
             return False
@@ -177,9 +179,9 @@ class Route:
         return self._known.get(descriptor) in self._captured
 
     def is_ready(self, rung: Rung) -> bool:
-        """Whether the graph of one of this route's rungs exists."""
+        """Whether the graph of this rung exists."""
         return rung in self._captured
 
     def forget_captured(self) -> None:
-        """No key is captured any more."""
+        """Mark all keys as not captured."""
         self._captured.clear()
