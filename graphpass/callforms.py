@@ -34,22 +34,22 @@ class CompiledModel:
     Args:
         model: the module or function to compile.
         backend: the name under which torch.compile knows the backend.
-        given: the options of the backend.
+        user_options: the options of the backend, as the user passed them.
 
     Attributes:
         model: the module or function.
-        given: the options, as passed.
+        user_options: the same.
         runtime: the runtime from the options, else a new one.
         forward: calls the model with graphs, without the module's own hooks.
     """
 
-    def __init__(self, model: Callable[..., Any], backend: str, given: Mapping[str, Any]) -> None:
-        self.model, self.given = model, given
-        self.runtime: GraphRuntime = given.get("runtime") or GraphRuntime()
+    def __init__(self, model: Callable[..., Any], backend: str, user_options: Mapping[str, Any]) -> None:
+        self.model, self.user_options = model, user_options
+        self.runtime: GraphRuntime = user_options.get("runtime") or GraphRuntime()
         self._backend = backend
-        self._options = {"dispatch": "auto", **given, "runtime": self.runtime}
-        self._is_dynamic = True if {"capture_sizes", "dynamic_dims"} & given.keys() else None
-        self._fallbacks = Fallbacks(self.runtime, given.get("on_fallback", "warn"))
+        self._options = {"dispatch": "auto", **user_options, "runtime": self.runtime}
+        self._is_dynamic = True if {"capture_sizes", "dynamic_dims"} & user_options.keys() else None
+        self._fallbacks = Fallbacks(self.runtime, user_options.get("on_fallback", "warn"))
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
         self._is_of_inference_mode = any(map(torch.is_inference, tensors))
         self._forms: dict[tuple[Any, ...], Callable[..., Any]] = {}

@@ -136,13 +136,13 @@ class GraphedModel:
         return getattr(self._graphed.model, name)
 
     def __copy__(self) -> GraphedModel:
-        return _graphed(copy.copy(self._graphed.model), self._graphed.given)
+        return _graphed(copy.copy(self._graphed.model), self._graphed.user_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModel:
-        return _graphed(copy.deepcopy(self._graphed.model, memo), copy.deepcopy(self._graphed.given, memo))
+        return _graphed(copy.deepcopy(self._graphed.model, memo), copy.deepcopy(self._graphed.user_options, memo))
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return (_graphed, (self._graphed.model, self._graphed.given))
+        return (_graphed, (self._graphed.model, self._graphed.user_options))
 
 
 class _GraphedFunction(GraphedModel):
@@ -248,7 +248,7 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 def _runtime_and_options(compiled: Any) -> tuple[GraphRuntime, Mapping[str, Any]]:
     if isinstance(compiled, GraphedModel):
-        return compiled.runtime, compiled._graphed.given
+        return compiled.runtime, compiled._graphed.user_options
     compilers = dynamo.compilers_of(compiled)
     runtime = runtime_of_compiler(compilers[0]) if compilers else runtime_of(compiled)
     return runtime, dynamo.backend_options(compilers[0]) if compilers else {}

@@ -64,15 +64,15 @@ class Settings:
     runtime: GraphRuntime | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Settings:
+    def of(cls, options: Mapping[str, Any] | None) -> Settings:
         """Validate a user's options.
 
         Raises:
             OptionError: an unknown name (the error lists the nearest known names), or an invalid value.
         """
-        given = dict(given or {})
+        options = dict(options or {})
         known = _names()
-        for name in given:
+        for name in options:
             if name not in known:
                 close = nearest(name, known)
                 raise OptionError(
@@ -81,8 +81,8 @@ class Settings:
                     found=repr(name),
                     remedy=f"did you mean {close}?" if close else "leave it out",
                 )
-        policy = CapturePolicy(**{name: given.pop(name) for name in _POLICY_NAMES if name in given})
-        parsed = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in given.items()}
+        policy = CapturePolicy(**{name: options.pop(name) for name in _POLICY_NAMES if name in options})
+        parsed = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in options.items()}
         return cls(policy=policy, **parsed)
 
     def __post_init__(self) -> None:

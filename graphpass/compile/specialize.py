@@ -74,8 +74,8 @@ def _symbols_in(value: Any) -> list[sympy.Symbol]:
     if isinstance(value, torch.Tensor):
         numbers = [*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()]
     expressions = [symbolic.expression_of(number) for number in numbers]
-    found = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
-    return sorted(found, key=str)
+    symbols = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
+    return sorted(symbols, key=str)
 
 
 def _like(

@@ -72,11 +72,11 @@ class TraceOnce:
         self._trace = trace
         self._region = graph_module
         self._unused = _unused_ops(graph_module) if runs_as_it_is else frozenset()
-        self._made: list[GraphTrace] = []
+        self._traces: list[GraphTrace] = []
 
     def __call__(self, aten: fx.GraphModule) -> None:
         """Run the trace function on the aten graph."""
-        self._made.append(self._result_of(aten))
+        self._traces.append(self._result_of(aten))
 
     def result(self, symbols: Sequence[sympy.Expr | None]) -> GraphTrace:
         """The trace, or the problem if the compiler did not call back exactly once.
@@ -84,10 +84,10 @@ class TraceOnce:
         Args:
             symbols: the symbols of the graph that was traced, in the order of the structure.
         """
-        if len(self._made) != 1:
-            return GraphTrace(None, f"its compiler made {len(self._made)} graphs of it instead of one")
-        (made,) = self._made
-        return replace(made, symbols=tuple(symbols)) if made.problem is None else made
+        if len(self._traces) != 1:
+            return GraphTrace(None, f"its compiler produced {len(self._traces)} aten graphs instead of one")
+        (trace,) = self._traces
+        return replace(trace, symbols=tuple(symbols)) if trace.problem is None else trace
 
     def _result_of(self, aten: fx.GraphModule) -> GraphTrace:
         try:

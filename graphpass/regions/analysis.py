@@ -82,11 +82,11 @@ def facts_of(node: fx.Node) -> GraphFacts:
 
 def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
     """The symbols in a value: in sizes, strides and offsets of its tensors, and in its symbolic numbers."""
-    found: set[sympy.Symbol] = set()
+    symbols: set[sympy.Symbol] = set()
     for number in _numbers_in(value):
         if not isinstance(number, int):
-            found |= symbolic.expression_of(number).free_symbols  # type: ignore[union-attr]
-    return frozenset(found)
+            symbols |= symbolic.expression_of(number).free_symbols  # type: ignore[union-attr]
+    return frozenset(symbols)
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:
@@ -104,13 +104,13 @@ def _numbers_in(value: Any) -> Iterator[Any]:
 
 def symbol_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
     """Symbol -> the first placeholder whose value is that symbol alone, in the order of the placeholders."""
-    found: dict[sympy.Symbol, fx.Node] = {}
+    placeholders: dict[sympy.Symbol, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and isinstance(value_of(node), torch.SymInt):
             expression = symbolic.expression_of(value_of(node))
             if isinstance(expression, sympy.Symbol):
-                found.setdefault(expression, node)
-    return found
+                placeholders.setdefault(expression, node)
+    return placeholders
 
 
 def is_recomputed(node: fx.Node) -> bool:

@@ -43,7 +43,7 @@ def new_fields(call: OpCall, tensors: Sequence[PaddedValue], value: PaddedValue)
         return present
     if call.name in _COUNTS:
         return present
-    inherited = frozenset[str]().union(*(given.new_fields for given in tensors))
+    inherited = frozenset[str]().union(*(tensor.new_fields for tensor in tensors))
     if call.name in _RUNNING:
         dim = call.dim(call.argument("dim"), value.rank)
         inherited |= {field for size in value.factors[dim] for field in sizes.fields_of(size)}

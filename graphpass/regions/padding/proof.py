@@ -148,12 +148,12 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
         accepted = []
         for verdict in (Verdict.PROVED, Verdict.RUNTIME):
             for field in (field for field in order if field not in accepted):
-                _, found = attempt(padded([*accepted, field]))
-                if _worst(found) in (Verdict.PROVED, verdict):
+                _, findings_of_attempt = attempt(padded([*accepted, field]))
+                if _worst(findings_of_attempt) in (Verdict.PROVED, verdict):
                     accepted.append(field)
                     verdicts[field] = verdict
                 if verdict is Verdict.RUNTIME or field in accepted:
-                    refused.update(dict.fromkeys(found))
+                    refused.update(dict.fromkeys(findings_of_attempt))
         run, _ = attempt(padded(accepted))
     for field in order:
         verdicts.setdefault(field, Verdict.PROVED if field in accepted else Verdict.UNPROVED)

@@ -69,8 +69,8 @@ def _index(call: OpCall) -> PaddedValue:
     at = dims[0] if adjacent else 0
     rest = [dim for dim in range(value.rank) if dim not in hit]
     to = {dim: position + (len(picked) if position >= at else 0) for position, dim in enumerate(rest)}
-    kept = [value.factors[dim] for dim in rest]
-    result = PaddedValue((*kept[:at], *picked, *kept[at:]))
+    rest_factors = [value.factors[dim] for dim in rest]
+    result = PaddedValue((*rest_factors[:at], *picked, *rest_factors[at:]))
     pads: dict[Place, Pad | None] = {(to[dim], factor): pad for (dim, factor), pad in value.padding if dim in to}
     reasons = []
     for dim, index in hit.items():

@@ -71,8 +71,8 @@ def _index_put(call: OpCall) -> PaddedValue:
     picked = index_factors(call, list(hit.values()))
     dims = sorted(hit)
     at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
-    kept = [value.factors[dim] for dim in range(value.rank) if dim not in hit]
-    target = (*kept[:at], *picked, *kept[at:])
+    rest_factors = [value.factors[dim] for dim in range(value.rank) if dim not in hit]
+    target = (*rest_factors[:at], *picked, *rest_factors[at:])
     for dim, of_dim in enumerate(values.factors, len(target) - values.rank):
         if call.sizes.unified(target[dim], of_dim) != target[dim]:
             raise call.refuse(
