@@ -43,10 +43,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"^(?!graphpass\.|cgpass\.).*"),
     # Type variables, and names in signatures of private attributes.
-    (
-        r"py:class",
-        r"graphpass\.capture\.(runtime\._(Wrapper|Owned)|counts\.Notes)|graphpass\.compat\.sideeffects\.SideEffect|graphpass\.regions\.stitch\.Stitching",
-    ),
+    (r"py:class", r"graphpass\.capture\.runtime\._(Wrapper|Owned)"),
+    (r"py:class", r"graphpass\.compat\.sideeffects\.SideEffect|graphpass\.regions\.stitch\.Stitching"),
 ]
 
 

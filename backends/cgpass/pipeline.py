@@ -17,7 +17,7 @@ from cgpass.retraces import Retraces, TraceKey
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.records import CallableRecord, CompileSeconds
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import dynamo, modules, sideeffects
+from graphpass.compat import dynamo, nnmodules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
 from graphpass.options import Settings
@@ -147,7 +147,7 @@ def _needs_autograd(example_inputs: Sequence[Any]) -> bool:
 
 def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
     for value in example_inputs:
-        if isinstance(value, torch.Tensor) and modules.is_wrapper_subclass(value):
+        if isinstance(value, torch.Tensor) and nnmodules.is_wrapper_subclass(value):
             raise DeviceError(
                 "tensor subclasses cannot be captured",
                 expected="plain tensors and parameters",

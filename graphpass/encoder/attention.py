@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from graphpass.attentionlayers import by_token, refuse_unserved, register_attention
-from graphpass.compat import modules, operators
+from graphpass.compat import nnmodules, operators
 from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, pieces_of
 from graphpass.errors import OptionError
 
@@ -210,7 +210,7 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
     """
     register_with_hugging_face()
     weight = next(module.parameters())
-    kept = [*module.parameters(), *module.buffers(), *modules.hooks_of(module)]
+    kept = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]
     own = copy.deepcopy(module, memo={id(shared): shared for shared in kept})
     for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
         config._attn_implementation = name

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from graphpass.compat import memory
+from graphpass.compat import memory, nnmodules
 from graphpass.errors import CaptureError, ShapeError
 
 __all__ = ["AmbientState", "DictSlots", "Layouts", "ModelState", "SharesWeights", "modules_of"]
@@ -164,7 +164,7 @@ class _Extent:
 
     @classmethod
     def of(cls, modules: Sequence[torch.nn.Module], tensors: list[Any]) -> _Extent:
-        children = tuple(module._modules for module in modules)
+        children = tuple(map(nnmodules.child_dict, modules))
         addresses = [tensor.data_ptr() for tensor in tensors]
         return cls(children, sum(map(len, children)), tensors, addresses, list(range(len(tensors))))
 
@@ -209,11 +209,12 @@ class ModelState:
         for module in reversed(modules):
             slots += [
                 (owner, name, tensor)
-                for owner in (module._parameters, module._buffers)
+                for owner in nnmodules.tensor_dicts(module)
                 for name, tensor in owner.items()
                 if tensor is not None and id(tensor) in missing
             ]
-            slots += [(module._modules, name, child) for name, child in module._modules.items()]
+            children = nnmodules.child_dict(module)
+            slots += [(children, name, child) for name, child in children.items()]
         found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
         if missing != found:
             return None
@@ -230,7 +231,7 @@ class ModelState:
         slots = DictSlots.of(
             (owner, name, value)
             for module in modules
-            for owner in (module._parameters, module._buffers, module._modules)
+            for owner in (*nnmodules.tensor_dicts(module), nnmodules.child_dict(module))
             for name, value in owner.items()
         )
         tensors = list({id(value): value for value in slots.values if isinstance(value, torch.Tensor)}.values())

@@ -11,7 +11,7 @@ import torch
 
 from graphpass.capture.regioncalls import call_compiled
 from graphpass.capture.surroundings import capture_settings
-from graphpass.compat import dynamo, modules
+from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention
 from graphpass.ladder.modelstate import ModelState, SharesWeights
@@ -99,7 +99,7 @@ class Blocks(SharesWeights):
 
 def _may_see_all_rows(module: torch.nn.Module) -> bool:
     is_known = type(module).__module__.startswith(("torch.", "transformers."))
-    return not is_known or modules.has_hooks(module)
+    return not is_known or nnmodules.has_hooks(module)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpass.compat import modules
+from graphpass.compat import nnmodules
 from graphpass.errors import EncoderConfigError
 
 __all__ = ["check_option", "refuse_changed", "unserved_tower"]
@@ -51,7 +51,7 @@ def refuse_changed(tower: Any, stock: type) -> None:
     if getattr(type(tower), "forward", None) is not getattr(stock, "forward", None) or "forward" in vars(tower):
         raise unserved_tower(tower, f"the forward of {stock.__name__}", "another one")
     for name, module in (("the tower", tower), ("its encoder", getattr(tower, "encoder", None))):
-        if module is not None and modules.has_hooks(module):
+        if module is not None and nnmodules.has_hooks(module):
             raise unserved_tower(tower, "hooks on blocks and other parts only", f"a hook, or a forward, on {name}")
     attention = getattr(tower.config, "_attn_implementation", None)
     if attention is not None and not attention.startswith(_STOCK_ATTENTION):

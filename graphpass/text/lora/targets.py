@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from graphpass.compat.modules import has_hooks
+from graphpass.compat import nnmodules
 from graphpass.errors import OptionError, nearest
 
 __all__ = ["targeted_layers"]
@@ -45,7 +45,7 @@ def targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn.
 
 
 def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
-    is_hooked = has_hooks(layer)
+    is_hooked = nnmodules.has_hooks(layer)
     if type(layer) is nn.Linear and not is_hooked:
         return layer
     raise OptionError(

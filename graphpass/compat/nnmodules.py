@@ -8,6 +8,16 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
+def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module keeps its own parameters and buffers: the dicts themselves, no copies."""
+    return module._parameters, module._buffers
+
+
+def child_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """The dict in which a module keeps its direct submodules: the dict itself, no copy."""
+    return module._modules
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether calling, saving or loading a module does more than its class says: what another one would not do.
 
