@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,31 +54,25 @@ def backend(
         DeviceError: inputs on two GPUs, or tensor subclasses.
     """
     if mode is not None:
-        raise OptionError(
-            "torch.compile's mode= is for Inductor presets",
-            expected="options=cgpass.options(mode=...)",
-            found=f"mode={mode!r}",
-            remedy="leave mode= out; cgpass captures graphs itself",
-        )
+        raise _no_presets(mode)
     settings = Settings.of(options)
     runtime = settings.runtime or runtime_of_compiler(dynamo.calling_compiler())
     _refuse_subclasses(example_inputs)
     name = runtime.next_callable_name()
     if _needs_autograd(example_inputs):
         return _training(name, graph_module, example_inputs, runtime, settings)
-    ends_early = dynamo.graph_break_reason(graph_module)
-    whole = _own_copy(graph_module)
-    dynamo.specialize_wrapped_floats(whole)
-    side_effects = sideeffects.side_effects_of_compilation()
-    key = TraceKey.of(whole, settings, ends_early, side_effects)
-    taken = _drop_unread_inputs(whole)
+    return _captured(name, _Traced.of(graph_module, settings), runtime, settings)
+
+
+def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Settings) -> GraphedCallable:
+    """Partition, compile and wrap a graph; the callable of an earlier, equal trace where there is one."""
     start_s = time.perf_counter()
-    parts = partition(whole, settings.splitting_ops)
+    parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
-    sizes = KeySizes.of(parts, whole, settings)
+    sizes = KeySizes.of(parts, traced.whole, settings)
     # A graph whose sizes are all fixed has no padding to prove; a manager asks other questions of it.
     trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
-    dynamo.forget_arguments(whole.graph)
+    dynamo.forget_arguments(traced.whole.graph)
     compiled = runtime.owned(RegionCompiler).compile(
         [region for region in parts.regions if region.kind == "captured"],
         settings.compiler,
@@ -85,7 +80,7 @@ def backend(
         trace=trace,
     )
     retraces = runtime.owned(Retraces)
-    known = retraces.serving(key, compiled.by_name)
+    known = retraces.serving(traced.key, compiled.by_name)
     if known is not None:
         runtime.retraced(known.name)
         return known
@@ -99,32 +94,73 @@ def backend(
             regions=tuple((r.name, r.kind, r.why, len(r.graph_module.graph.nodes)) for r in parts.regions),
             artifacts=compiled.num_new,
             frame=dynamo.frame_id(),
-            reason=ends_early,
+            reason=traced.ends_early,
             seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s),
             admits=sizes.admits if sizes.symbols else None,
             padding=() if proof is None else padding_rows(proof),
         )
     )
-    unmatched = sizes.unmatched_names()
-    if unmatched is not None:
-        runtime.note(f"{name}: {unmatched}", level=logging.WARNING)
-    for problem in sizes.problems():
-        runtime.note(f"{name}: {problem}")
+    _note_problems(name, sizes, runtime)
     made = GraphedCallable(
         name,
         parts,
         compiled.by_name,
         runtime,
         settings,
-        taken=taken,
-        ends_early=ends_early,
-        returns_flat=_returns_flat(whole),
-        side_effects=side_effects,
+        taken=traced.taken,
+        ends_early=traced.ends_early,
+        returns_flat=_returns_flat(traced.whole),
+        side_effects=traced.side_effects,
         traces=traces,
         auto=auto,
     )
-    retraces.add(key, made)
+    retraces.add(traced.key, made)
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A graph of Dynamo, ready to be partitioned.
+
+    Attributes:
+        whole: a copy without the tensor inputs that nothing reads.
+        taken: positions of the remaining inputs among Dynamo's.
+        ends_early: why the graph ends before the function does, or None.
+        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
+        key: equal for traces that one callable can serve, or None.
+    """
+
+    whole: fx.GraphModule
+    taken: list[int]
+    ends_early: str | None
+    side_effects: tuple[sideeffects.SideEffect, ...]
+    key: TraceKey | None
+
+    @classmethod
+    def of(cls, graph_module: fx.GraphModule, settings: Settings) -> _Traced:
+        ends_early = dynamo.graph_break_reason(graph_module)
+        whole = _own_copy(graph_module)
+        dynamo.specialize_wrapped_floats(whole)
+        side_effects = sideeffects.side_effects_of_compilation()
+        key = TraceKey.of(whole, settings, ends_early, side_effects)
+        return cls(whole, _drop_unread_inputs(whole), ends_early, side_effects, key)
+
+
+def _no_presets(mode: str) -> OptionError:
+    return OptionError(
+        "torch.compile's mode= is for Inductor presets",
+        expected="options=cgpass.options(mode=...)",
+        found=f"mode={mode!r}",
+        remedy="leave mode= out; cgpass captures graphs itself",
+    )
+
+
+def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
+    unmatched = sizes.unmatched_names()
+    if unmatched is not None:
+        runtime.note(f"{name}: {unmatched}", level=logging.WARNING)
+    for problem in sizes.problems():
+        runtime.note(f"{name}: {problem}")
 
 
 def _training(

@@ -137,15 +137,7 @@ class Recorder:
             build_result=trees.builder_of(body.returned_spec),
             graph=graph,
             statics=StaticSet.of(leaves, sources.static),
-            checks=InputChecks(
-                name=self.name,
-                key=context.batch_descriptor,
-                names=dict(enumerate(self.call.names)),
-                constants=sources.constants,
-                layouts=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
-                viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
-                pool_inputs=sources.pool,
-            ),
+            checks=self._checks(context, sources, plan),
             staging=staging,
             outputs=plan,
             reads=log.reads(),
@@ -155,6 +147,19 @@ class Recorder:
             owner_ids=self.call.owner_ids(),
         )
         return entry, outputs
+
+    def _checks(self, context: ForwardContext, sources: _Sources, plan: OutputPlan) -> InputChecks:
+        """What later calls are compared with."""
+        leaves = self.call.leaves
+        return InputChecks(
+            name=self.name,
+            key=context.batch_descriptor,
+            names=dict(enumerate(self.call.names)),
+            constants=sources.constants,
+            layouts=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
+            viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
+            pool_inputs=sources.pool,
+        )
 
     def _graph_inputs(self, staging: Staging) -> list[Any]:
         """What the region reads while it is recorded; of a parameter an alias, which keeps it not alive."""
