@@ -1,7 +1,7 @@
-"""A set of graphs at sizes: what the engine and the encoder share.
+"""A ladder: one graph for each of several padded sizes. The engine and the encoder share this package.
 
-How inputs are padded into buffers of a size, whether the model is still the captured one, and what captures take of a
-device's memory: read, estimated, and limited.
+It pads inputs into buffers, checks that the model has not changed since the capture, and measures, estimates and limits
+the device memory of captures.
 """
 
 from graphpass.ladder.estimate import GroupEstimate, MemoryEstimate

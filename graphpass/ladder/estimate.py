@@ -1,7 +1,8 @@
-"""What capturing a ladder takes of a device's memory, estimated from a few of its keys.
+"""Estimates the device memory that the capture of a ladder needs, from captures of a few of its keys.
 
-Keys share the pool, so its bytes do not add up: the largest key makes room for the others. What adds up is what a graph
-keeps. :class:`PoolModel` says so in three numbers a key, from samples that are captured in a pool of their own.
+All keys share one graph pool, so the pool is smaller than the sum of its keys: later graphs reuse memory of earlier
+ones. Only the bytes that each graph keeps add up. :class:`PoolModel` has three numbers for each key, fitted to sample
+captures in throwaway pools.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ __all__ = [
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]
 Groups = Mapping[str, Sequence[Key]]
-"""Keys of a kind under the name of the kind, in the order of capture."""
+"""{name of a group: its keys}, both in the order of capture."""
 _MOST_SAMPLES_A_MODE = 3
-# The largest keys are the slowest ones, and giving the pool back takes time, too: that keeps it below a quarter.
+# Samples are the slowest keys, and releasing their pool takes time. One sample for six keys keeps an estimate below a
+# quarter of the time of the capture.
 _KEYS_A_SAMPLE = 6
 
 
@@ -41,7 +43,7 @@ _KEYS_A_SAMPLE = 6
 
 
 def _size_of(key: Key) -> int:
-    """What a key's memory goes by: its tokens, times what else it counts (the longest sequence)."""
+    """The size that a key's memory depends on: its tokens times its integer extras (such as the longest sequence)."""
     size = key[1].num_tokens
     for _, value in key[1].extra:
         if isinstance(value, int) and value > 1:
@@ -50,9 +52,10 @@ def _size_of(key: Key) -> int:
 
 
 def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
-    """Which keys of each group to measure, largest first: its largest, then its smallest, then the one in the middle.
+    """The keys of each group to capture as samples, from the largest to the smallest.
 
-    At most three a mode, and one in six: a group of fewer keys is known from its largest alone.
+    The first sample is the largest key, the second the smallest, the third the median. A mode has at most three
+    samples. A group has one sample for every six keys, and at least its largest key.
     """
     modes = [group_keys[0][0] for group_keys in groups.values()]
     chosen = {}
@@ -67,12 +70,12 @@ def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One key as it was measured, after those before it in the same pool.
+    """The measured memory of one captured key. Earlier samples of the same pool are still in it.
 
     Attributes:
-        key: what was captured.
-        growth: by its capture.
-        kept_bytes: of the pool that its graph keeps for itself.
+        key: the captured key.
+        growth: growth of the device's memory during the capture.
+        kept_bytes: bytes of the pool that later captures cannot reuse.
     """
 
     key: Key
@@ -82,14 +85,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured of a ladder.
+    """All measurements for the estimate of a ladder.
 
     Attributes:
-        groups: the samples of each group, in a pool of the group's own, the largest key first.
-        driver_bytes: what the driver takes for all keys of each group.
-        together: the largest key of each group, in one pool; empty where there is one group.
-        around: what is taken before the first key, and given back behind the last.
-        opening: what a pool takes once, and torch for the matrix products of warm-ups.
+        groups: the samples of each group, captured in a separate pool for each group, the largest key first.
+        driver_bytes: driver memory for all keys of each group.
+        together: the largest key of each group, captured in one pool; empty if there is only one group.
+        around: memory that is allocated before the first key and released after the last one.
+        opening: memory that each pool allocates once, and torch's workspaces for the matrix products of warm-ups.
     """
 
     groups: Mapping[str, Sequence[Sample]]
@@ -104,13 +107,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """How the pool grows from key to key.
+    """Predicts how each captured key grows the pool.
 
     Attributes:
-        needs: bytes that a key takes in an empty pool; later keys may use what it does not keep.
-        kept: bytes that it keeps.
-        extra: bytes that it takes although there is room: blocks of a size of its own.
-        opening: bytes that the pool takes once, whatever is captured.
+        needs: {key: bytes of an empty pool after its capture}. Later keys can reuse them except for ``kept``.
+        kept: {key: bytes that no later key can reuse}.
+        extra: {key: additional growth in a pool with enough free bytes, because no free block has the needed size}.
+        opening: bytes that a pool allocates once, for any capture.
     """
 
     needs: Mapping[Key, int]
@@ -119,12 +122,18 @@ class PoolModel:
     opening: int = 0
 
     def after(self, pool_bytes: int, captured: Iterable[Key], key: Key) -> int:
-        """Bytes of a pool, ``pool_bytes`` large with these keys in it, once ``key`` is captured, too."""
+        """Size of the pool after the capture of ``key``, in bytes.
+
+        Args:
+            pool_bytes: size before the capture.
+            captured: keys in the pool before the capture.
+            key: the key to capture.
+        """
         kept = sum(self.kept.get(other, 0) for other in captured)
         return max(pool_bytes, self.opening + kept + self.needs.get(key, 0)) + self.extra.get(key, 0)
 
     def bytes_after(self, keys: Sequence[Key]) -> int:
-        """Bytes of a pool with all these keys, captured in this order."""
+        """Size of a pool with all ``keys``, captured in this order, in bytes."""
         pool_bytes = 0
         for position, key in enumerate(keys):
             pool_bytes = self.after(pool_bytes, keys[:position], key)
@@ -132,9 +141,9 @@ class PoolModel:
 
     @classmethod
     def of(cls, groups: Groups, measured: Measured) -> PoolModel:
-        """The model that fits every sample.
+        """A model that predicts at least the measured bytes of every sample.
 
-        Between samples, what a key keeps goes by its size in straight lines; what it needs besides is in proportion.
+        ``kept`` is interpolated linearly in the size of a key. ``needs - kept`` is proportional to the size.
         """
         needs: dict[Key, int] = {}
         kept: dict[Key, int] = {}
@@ -148,30 +157,30 @@ class PoolModel:
                 kept[key] = round(float(np.interp(_size_of(key), sizes, bytes_kept)))
                 needs[key] = kept[key] + besides * _size_of(key) // _size_of(first.key)
             extra |= cls(needs, kept, {}).misses(known)
-        # Behind other groups, a key may find no room that is large enough in one piece.
+        # The free memory that other groups leave may be too fragmented for a key.
         for key, missed in cls(needs, kept, extra).misses(measured.together).items():
             extra[key] = extra.get(key, 0) + missed
         return cls(needs, kept, extra, measured.opening.pool_bytes)
 
     def misses(self, samples: Sequence[Sample]) -> dict[Key, int]:
-        """By how much each of these, captured one after the other in one pool, took more than the model says."""
-        pool_bytes, found = 0, {}
+        """{key: measured minus predicted bytes, at least 0} of samples captured one after the other in one pool."""
+        pool_bytes, missed = 0, {}
         for position, sample in enumerate(samples):
             expected = self.after(pool_bytes, [other.key for other in samples[:position]], sample.key)
             pool_bytes += sample.growth.pool_bytes
-            found[sample.key] = max(pool_bytes - expected, 0)
-        return found
+            missed[sample.key] = max(pool_bytes - expected, 0)
+        return missed
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEstimate:
-    """What the keys of one group will take, in bytes.
+    """Estimated memory of the keys of one group.
 
     Attributes:
         name: ``mixed PIECEWISE``, ``decode FULL``, ``encoder``, ...
-        num_keys: keys of the group.
-        sampled: those that were captured to know.
-        growth: pool, cached and driver; of the pool what it adds to that of the groups before.
+        num_keys: number of keys in the group.
+        sampled: descriptors of the keys that were captured as samples.
+        growth: estimated bytes. ``pool_bytes`` is the growth of the pool after the groups before this one.
     """
 
     name: str
@@ -182,17 +191,19 @@ class GroupEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What capturing a whole ladder will take. ``print`` it.
+    """Estimated device memory of the capture of a whole ladder; ``print(estimate)`` shows tables.
 
     Attributes:
-        groups: one for each kind of keys, in the order of capture.
-        workspace_bytes: of torch, for the matrix products of warm-ups.
-        spent_bytes: what estimating has left taken (loaded kernels, metadata): a capture takes that no more.
-        buffer_bytes: of input and output buffers.
-        buffers_exist: whether they are there already, as a manager's are; an encoder's are made by the capture.
-        seconds: that estimating took.
-        keys: the ladder.
-        pool: how the pool grows.
+        groups: one estimate for each kind of keys, in the order of capture.
+        workspace_bytes: torch's workspaces for the matrix products of warm-ups.
+        spent_bytes: memory that the estimate itself has already used up (loaded kernels, metadata). The capture does
+            not allocate it again.
+        buffer_bytes: size of the input and output buffers.
+        buffers_exist: whether the buffers are already allocated. The buffers of a ``CudaGraphManager`` are; the buffers
+            of an encoder are allocated by the capture.
+        seconds: duration of the estimate.
+        keys: all keys of the ladder, in the order of capture.
+        pool: predicts the growth of the pool.
     """
 
     groups: tuple[GroupEstimate, ...]
@@ -206,34 +217,34 @@ class MemoryEstimate:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the graph pool."""
+        """Size of the graph pool after the capture."""
         return sum(group.growth.pool_bytes for group in self.groups)
 
     @property
     def total_bytes(self) -> int:
-        """By which the device's free memory is smaller when the ladder has been captured now."""
+        """Decrease of the device's free memory from now until the end of the capture."""
         driver_bytes = sum(group.growth.driver_bytes for group in self.groups)
         buffer_bytes = 0 if self.buffers_exist else self.buffer_bytes
         return max(self.pool_bytes + driver_bytes + self.workspace_bytes + buffer_bytes - self.spent_bytes, 0)
 
     @property
     def peak_bytes(self) -> int:
-        """By which it is smaller at times during the capture: warm-ups take memory, too, which is given back."""
+        """Largest decrease of the device's free memory during the capture, warm-ups included."""
         return self.total_bytes + sum(group.growth.cached_bytes for group in self.groups)
 
     def tables(self) -> tuple[Table, ...]:
-        """A row for each group, and the sums."""
+        """A table with a row for each group, and a table of the sums."""
         rows = [
             _row(group.name, str(group.num_keys), ", ".join(map(str, group.sampled)), group.growth)
             for group in self.groups
         ]
         sums = (self.workspace_bytes, self.buffer_bytes, -self.spent_bytes, self.total_bytes, self.peak_bytes)
-        buffers = "buffers, there already" if self.buffers_exist else "buffers"
-        named = ("workspaces", buffers, "spent by estimating", "to come", "at the peak")
+        buffers = "buffers (already allocated)" if self.buffers_exist else "buffers"
+        sum_columns = ("workspaces", buffers, "already used by the estimate", "total", "peak")
         columns = ("group", "keys", "sampled", "pool bytes", "cached bytes", "driver bytes", "bytes")
         return (
             Table("Memory of a capture", columns, tuple(rows)),
-            Table("Bytes together", named, (tuple(map(str, sums)),)),
+            Table("Sums in bytes", sum_columns, (tuple(map(str, sums)),)),
         )
 
     def __str__(self) -> str:
@@ -254,18 +265,18 @@ def estimate_of(
     buffers_exist: bool = True,
     seconds: float = 0.0,
 ) -> MemoryEstimate:
-    """The estimate for a ladder.
+    """Estimate the memory of a ladder from measured samples.
 
     Args:
-        groups: all of it.
-        measured: of each group, what :func:`keys_to_sample` says.
+        groups: all keys of the ladder.
+        measured: measurements of the keys that :func:`keys_to_sample` selects.
         spent_bytes: see :class:`MemoryEstimate`.
         buffer_bytes: see :class:`MemoryEstimate`.
         buffers_exist: see :class:`MemoryEstimate`.
         seconds: see :class:`MemoryEstimate`.
     """
     pool, around = PoolModel.of(groups, measured), measured.around
-    found: list[GroupEstimate] = []
+    estimates: list[GroupEstimate] = []
     pool_bytes = 0
     captured: list[Key] = []
     for name, group in groups.items():
@@ -273,14 +284,15 @@ def estimate_of(
         for key in group:
             pool_bytes = pool.after(pool_bytes, captured, key)
             captured.append(key)
-        # The largest keys' warm-ups are those of the ladder; what one leaves cached may serve the next group's.
+        # The warm-up of the largest key of a group needs the most memory. It may reuse cached memory of earlier groups,
+        # so the sample that was captured after the other groups counts.
         in_order = [sample for sample in measured.together if sample.key == known[0].key] or [known[0]]
         cached_bytes = sum(sample.growth.cached_bytes for sample in (*in_order, *known[1:]))
         growth = MemoryGrowth(pool_bytes - before, cached_bytes, measured.driver_bytes.get(name, 0))
         growth, around = MemoryGrowth.sum_of([growth, around]), NOTHING
-        found.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
+        estimates.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
     return MemoryEstimate(
-        groups=tuple(found),
+        groups=tuple(estimates),
         workspace_bytes=measured.opening.cached_bytes,
         spent_bytes=spent_bytes,
         buffer_bytes=buffer_bytes,
@@ -292,4 +304,4 @@ def estimate_of(
 
 
 NOTHING_ESTIMATED = estimate_of({}, Measured({}))
-"""Of a ladder without keys."""
+"""The estimate for a ladder without keys."""

@@ -1,7 +1,7 @@
-"""Asking a device what a ladder will take, by capturing a few of its keys in throwaway pools.
+"""Measures the memory of a ladder: captures a few of its keys in throwaway pools.
 
-What the driver takes for executables adds up, but only once it has used what it kept of earlier ones. So it is asked
-for as many as the ladder will have.
+The driver's memory for graph executables adds up over keys, but the driver first reuses memory of destroyed
+executables. So each group instantiates copies of its largest sample, as many as the group has keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpass.ladder.meter import NOTHING, Copies, MemoryGrowth, MemoryMeter
 __all__ = ["estimated"]
 
 _DRIVER_BYTES_TO_SEE = 64 << 20
-"""Behind so many bytes of executables, the rest of a group is taken to be like what was seen."""
+"""No more copies are instantiated above this many bytes of driver memory; the bytes of the rest are extrapolated."""
 
 
 def estimated(
@@ -31,14 +31,14 @@ def estimated(
     buffer_bytes: int,
     buffers_exist: bool = True,
 ) -> MemoryEstimate:
-    """Capture what :func:`keys_to_sample` says, each group in a throwaway pool, and estimate.
+    """Capture the keys of :func:`keys_to_sample`, each group in a throwaway pool, and estimate the whole ladder.
 
     Args:
-        groups: all of the ladder.
-        runtime: what the captures belong to.
+        groups: all keys of the ladder.
+        runtime: owner of the captures.
         meter: reads the device's memory.
-        capture: captures a key in the open scope; what that took.
-        surroundings: what a capture of the ladder is done in, and takes memory for.
+        capture: captures a key in the open capture scope and returns the growth of the device's memory.
+        surroundings: the context in which the ladder is captured; its memory is part of the estimate.
         buffer_bytes: see :class:`MemoryEstimate`.
         buffers_exist: see :class:`MemoryEstimate`.
     """
@@ -62,14 +62,14 @@ def estimated(
 
 
 class _Measurement:
-    """Captures samples into throwaway pools; the arguments are those of :func:`estimated`."""
+    """Captures samples in throwaway pools; for the arguments see :func:`estimated`."""
 
     def __init__(self, runtime: GraphRuntime, meter: MemoryMeter, capture: Callable[[Key], MemoryGrowth]) -> None:
         self._runtime, self._meter, self._capture = runtime, meter, capture
         self._openings: list[MemoryGrowth] = []
 
     def of(self, groups: Groups, around: MemoryGrowth) -> Measured:
-        """The samples, each group by itself, and then the largest of all of them in one pool."""
+        """Measure the samples of each group in a separate pool, then the largest sample of every group in one pool."""
         chosen = keys_to_sample(groups)
         measured: dict[str, list[Sample]] = {}
         driver_bytes: dict[str, int] = {}
@@ -102,24 +102,25 @@ class _Measurement:
         return Sample(key, growth, max(self._meter.kept_bytes() - kept, 0))
 
     def _driver_bytes(self, copies: Copies, recordings: Sequence[Any], num_keys: int, before: int) -> int:
-        """What the driver takes for ``num_keys`` keys like the one of ``recordings``.
+        """Driver memory for ``num_keys`` keys like the one of ``recordings``, in bytes.
 
-        The copies stay until the last group is measured. The samples' own executables go with their pool, and what they
-        leave serves the next group: only those of the last group are counted though no key will take them.
+        The copies stay alive until the last group is measured. The executables of the samples are destroyed with their
+        pool, and the next group reuses their driver memory. So the sum of all groups is too high by the executables of
+        the last group's samples only.
         """
-        seen: list[tuple[int, int]] = []
-        made = 0
+        grown: list[tuple[int, int]] = []
+        num_copies = 0
         while True:
             taken = max(self._meter.driver_bytes() - before, 0)
-            if taken and (not seen or taken > seen[-1][1]):
-                seen.append((made, taken))
-            if made == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
+            if taken and (not grown or taken > grown[-1][1]):
+                grown.append((num_copies, taken))
+            if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
                 break
-            made += 1
-        if made == num_keys or not seen:
+            num_copies += 1
+        if num_copies == num_keys or not grown:
             return taken
-        # The first bytes that show stand for all that the driver had left; the rest tells what a key takes.
-        (first_made, first_taken), (last_made, last_taken) = seen[0], seen[-1]
-        steps = last_made - first_made
-        a_key = (last_taken - first_taken) / steps if steps else taken / (made + 1)
-        return taken + round(a_key * (num_keys - made))
+        # Until the first growth the driver reused free memory; the growth after it shows the bytes of one key.
+        (first_copies, first_taken), (last_copies, last_taken) = grown[0], grown[-1]
+        steps = last_copies - first_copies
+        bytes_of_key = (last_taken - first_taken) / steps if steps else taken / (num_copies + 1)
+        return taken + round(bytes_of_key * (num_keys - num_copies))

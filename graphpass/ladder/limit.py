@@ -1,9 +1,9 @@
-"""Capturing as many keys as fit into so many bytes of the graph pool.
+"""Captures as many keys as a limit on the bytes of the graph pool allows.
 
-What a key takes is known for certain once it is captured, and the pool gives nothing back while it holds graphs. So a
-key that takes the pool above the limit costs the whole pool: it is given back, and the others are captured anew without
-that key. The model of :mod:`graphpass.ladder.estimate` keeps this from happening where it can tell before; how often it
-may happen is bounded, so that no more than five captures a key are made whatever the pool does.
+The bytes of a key are certain only after its capture, and the pool frees no memory while it has graphs. So if a key
+grows the pool above the limit, the whole pool is released and the other keys are captured again without that key. The
+model of :mod:`graphpass.ladder.estimate` skips keys that will not fit, which makes this rare. Retries are bounded:
+there are at most five times as many captures as keys, whatever the pool does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _FULL_RETRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class KeyPool:
-    """The pool that keys are captured into.
+    """The pool of a ladder's graphs.
 
     Attributes:
-        num_bytes: how many it holds now.
+        num_bytes: the current size of the pool.
         capture: captures one more key.
-        drop: gives the pool back, with the graphs of all keys.
-        on_some_rank: of what holds here, whether it holds on any rank that captures the same keys; here alone, itself.
+        drop: releases the pool and the graphs of all keys.
+        on_some_rank: whether a condition is true on any rank that captures the same keys, from its value on this rank.
+            The default is for a single rank: it returns its argument.
     """
 
     num_bytes: Callable[[], int]
@@ -38,17 +39,17 @@ class KeyPool:
 def capture_within(
     max_bytes: int | None, pool: KeyPool, held: Sequence[Key], missing: Sequence[Key], model: PoolModel
 ) -> tuple[Key, ...]:
-    """Capture the ``missing`` keys, in this order, as long as the pool ends at ``max_bytes`` or below.
+    """Capture the ``missing`` keys, in this order, and skip keys that would grow the pool above ``max_bytes``.
 
     Args:
-        max_bytes: the limit; None: only other ranks have one. A pool that is above it already stays as it is.
-        pool: what is filled.
-        held: the keys that it has, in the order of capture.
-        missing: the keys to add.
-        model: says beforehand whether a key is likely to fit.
+        max_bytes: the limit; None: only other ranks have one. A pool that is already larger is not reduced.
+        pool: the pool to capture into.
+        held: the keys whose graphs are in the pool, in the order of capture.
+        missing: the keys to capture.
+        model: predicts the size of the pool after the capture of a key.
 
     Returns:
-        The keys that have no graph now.
+        The keys of ``held`` and ``missing`` that have no graph afterwards.
     """
     captured, wanted, retries = list(held), list(missing), 0
     while True:
@@ -59,7 +60,7 @@ def capture_within(
         rest = wanted[wanted.index(too_large) + 1 :]
         if captured:
             retries += 1
-            # Alone, they fitted; where they do not the second time, the pool cannot be foretold.
+            # These keys fitted before the key that did not. If they do not fit again, retry with half of them.
             again = captured if retries <= _FULL_RETRIES else captured[: len(captured) // 2]
             rest = [*again, *(rest if retries == 1 else ())]
         captured, wanted = [], rest
@@ -68,7 +69,7 @@ def capture_within(
 def _fill(
     max_bytes: int | None, pool: KeyPool, captured: list[Key], wanted: Sequence[Key], model: PoolModel
 ) -> Key | None:
-    """Capture what is likely to fit, and add it to ``captured``; returns a key that did not fit, and ends with it."""
+    """Capture keys that should fit and append them to ``captured``. Stops at a key that did not fit and returns it."""
 
     def exceeds(num_bytes: int) -> bool:
         return pool.on_some_rank(max_bytes is not None and num_bytes > max_bytes)

@@ -1,8 +1,8 @@
-"""What a capture takes of a device's memory.
+"""Measures the device memory of a capture.
 
-Three kinds are told apart. The *graph pool* is what graphs compute in. What torch's allocator takes besides (*cached*)
-are the workings of warm-ups, which it keeps for later, staging buffers and metadata. The *driver* takes memory of its
-own, for executables and kernels, which the allocator does not see.
+There are three kinds. The *graph pool* has the tensors that graphs compute. *Cached* memory is the rest of torch's
+allocator: memory of warm-ups that it caches for reuse, staging buffers, metadata. The *driver* allocates memory for
+executables and kernels, which torch's allocator does not report.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["NOTHING", "Copies", "DeviceMemory", "MemoryGrowth", "MemoryMeter", "
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowth:
-    """By how many bytes something grew the device's memory.
+    """Growth of the device's memory, in bytes.
 
     Attributes:
-        pool_bytes: of the graph pool.
-        cached_bytes: of torch's allocator outside of the pool.
-        driver_bytes: outside of the allocator: executables and kernels, or another process.
+        pool_bytes: growth of the graph pool.
+        cached_bytes: growth of torch's allocator outside the pool.
+        driver_bytes: growth outside the allocator: executables and kernels, or other processes.
     """
 
     pool_bytes: int = 0
@@ -37,17 +37,17 @@ class MemoryGrowth:
 
     @property
     def total_bytes(self) -> int:
-        """All three."""
+        """Growth of pool, cached and driver memory together."""
         return self.pool_bytes + self.cached_bytes + self.driver_bytes
 
     @classmethod
     def sum_of(cls, growths: Iterable[MemoryGrowth]) -> MemoryGrowth:
-        """What several took together."""
-        found = list(growths)
+        """The sum, for each kind of memory."""
+        parts = list(growths)
         return cls(
-            sum(growth.pool_bytes for growth in found),
-            sum(growth.cached_bytes for growth in found),
-            sum(growth.driver_bytes for growth in found),
+            sum(growth.pool_bytes for growth in parts),
+            sum(growth.cached_bytes for growth in parts),
+            sum(growth.driver_bytes for growth in parts),
         )
 
 
@@ -59,9 +59,9 @@ class MemoryReading:
     """A device's memory at one moment, in bytes.
 
     Attributes:
-        taken: by everyone.
-        reserved: by torch's allocator, the pool included.
-        pool: by the graph pool.
+        taken: memory in use by all processes.
+        reserved: memory of torch's allocator, the pool included.
+        pool: memory of the graph pool.
     """
 
     taken: int
@@ -74,39 +74,39 @@ class MemoryReading:
 
 
 class Copies(Protocol):
-    """Further executables of what was recorded; see :class:`graphpass.capture.executables.ExecutableCopies`."""
+    """Additional executables of recordings; see :class:`graphpass.capture.executables.ExecutableCopies`."""
 
     def add(self, recordings: Sequence[Any]) -> bool:
-        """One more of each; whether all of them could be made."""
+        """Instantiate one more executable of each recording; False if one of them fails."""
 
 
 class MemoryMeter(Protocol):
     """Reads a device's memory."""
 
     def reading(self) -> MemoryReading:
-        """What is taken now."""
+        """The device's memory now."""
 
     def kept_bytes(self) -> int:
-        """Bytes of all graph pools that no later capture may use."""
+        """Bytes of all graph pools that later captures cannot reuse."""
 
     def driver_bytes(self) -> int:
-        """Bytes of the device that are taken outside of torch's allocator."""
+        """Bytes of the device in use outside torch's allocator."""
 
     def copies(self) -> contextlib.AbstractContextManager[Copies]:
-        """Executables of recordings, for the body."""
+        """Copies of executables; leaving the context destroys them."""
 
     def open_pool(self) -> None:
-        """Take what a pool takes once, whatever is captured into it: the workspaces of matrix products."""
+        """Allocate the memory that a pool allocates once, for any capture: the workspaces of matrix products."""
 
     def settle(self) -> None:
-        """Give back what the allocator holds for later, so that readings can be compared."""
+        """Release the allocator's cached memory, so that readings are comparable."""
 
 
 class DeviceMemory(MemoryMeter):
-    """Reads the memory of a manager's device. On the CPU, where tapes have no pool, all of it is the runtime's word.
+    """Reads the memory of a device. There is no pool on the CPU, so the runtime's own count of bytes is used.
 
     Args:
-        device: of the buffers.
+        device: the device of the buffers.
         runtime: owner of the pool.
     """
 

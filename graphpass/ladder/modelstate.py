@@ -1,7 +1,7 @@
-"""Whether a model is still the one that its graphs captured: settings of torch, slots of its modules, layouts.
+"""Compares a model with its state at capture: settings of torch, parameters, buffers and submodules, layouts.
 
-A replay goes past Dynamo's guards, so this comparison stands in for them. Attributes, hooks and longer lists are not
-compared: whoever changes those captures again.
+A replay does not evaluate Dynamo's guards; this comparison replaces them. Other attributes, hooks and the lengths of
+lists are not compared: after such a change the user has to capture again.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["AmbientState", "DictSlots", "Layouts", "ModelState", "SharesWeights"
 
 _TRAINING = operator.attrgetter("training")
 _DEPTH = 4
-"""How far from an object its modules may be: attributes of attributes, items of containers."""
+"""The search for an object's modules follows this many attributes and container items."""
 
 
 class SharesWeights:
-    """Base of an object whose modules share weights that another object's :class:`ModelState` compares already."""
+    """Base class of objects whose weights the :class:`ModelState` of another object already compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmbientState:
-    """Settings that decide which kernels a forward runs. A graph keeps those of its capture.
+    """Settings that select the kernels of a forward. A graph replays the kernels that its capture selected.
 
     Attributes:
-        autocast: (device type, whether it is enabled, the dtype that it casts to).
-        matmul_precision: of float32.
-        default_dtype: of new tensors.
-        deterministic: whether algorithms have to be.
-        training: the flag of each module.
+        autocast: (device type, whether autocast is enabled, the dtype that it casts to), for each device type.
+        matmul_precision: precision of float32 matrix products.
+        default_dtype: dtype of new tensors.
+        deterministic: whether torch uses deterministic algorithms only.
+        training: the ``training`` flag of each module.
     """
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -66,10 +66,13 @@ class AmbientState:
         return next(field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
 
     def refuse_change(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Compare with the current settings.
+        """Raise if the current settings differ from these.
+
+        Args:
+            modules: the modules whose ``training`` flags are compared.
 
         Raises:
-            CaptureError: a setting has changed since; the error names it.
+            CaptureError: a setting has changed since the capture; the error names it.
         """
         now = AmbientState.now(modules)
         name = self.difference(now)
@@ -89,7 +92,7 @@ class AmbientState:
 
 @dataclass(frozen=True, slots=True)
 class DictSlots:
-    """``owners[i][names[i]]`` was ``values[i]`` at capture. The strong references keep addresses from being reused."""
+    """``owners[i][names[i]]`` was ``values[i]`` at capture. The references keep the addresses from being reused."""
 
     owners: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
@@ -97,13 +100,13 @@ class DictSlots:
 
     @classmethod
     def of(cls, slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Self:
-        """From (owner, name, value)."""
-        owners, names, values = zip(*found, strict=True) if (found := tuple(slots)) else ((), (), ())
+        """The slots of (owner, name, value) triples."""
+        owners, names, values = zip(*triples, strict=True) if (triples := tuple(slots)) else ((), (), ())
         return cls(owners, names, values)
 
     def in_place(self) -> bool:
-        """Whether every slot holds the same object as at capture."""
-        # All of it in C: every call looks up hundreds of slots.
+        """Whether every slot has the same object as at capture."""
+        # The loop runs in C: every call looks up hundreds of slots.
         return all(map(operator.is_, map(dict.get, self.owners, self.names), self.values))
 
 
@@ -111,7 +114,7 @@ class Layouts:
     """Shapes and strides of tensors, compared in one native call.
 
     Args:
-        tensors: may name a tensor more than once.
+        tensors: the tensors to compare; duplicates are allowed.
     """
 
     __slots__ = ("_expected", "_is_unchanged", "_tensors")
@@ -122,14 +125,14 @@ class Layouts:
         self._is_unchanged = memory.layout_check(self._tensors)
 
     def unchanged(self) -> bool:
-        """Whether every tensor has the layout that it had."""
+        """Whether every tensor has the shape and strides of the capture."""
         return self._is_unchanged() or self._first_changed() is None
 
     def refuse_change(self) -> None:
-        """Compare with the current layouts.
+        """Raise if a layout has changed.
 
         Raises:
-            ShapeError: a tensor has another layout.
+            ShapeError: a tensor has another shape or other strides than at capture.
         """
         if self._is_unchanged():
             return
@@ -144,7 +147,7 @@ class Layouts:
             )
 
     def _first_changed(self) -> tuple[torch.Tensor, tuple[Any, Any]] | None:
-        """The slow comparison: the native one also fails after a change of autocast or ``requires_grad``."""
+        """The exact comparison: the native one also fails after a change of autocast or ``requires_grad``."""
         for tensor, layout in zip(self._tensors, self._expected, strict=True):
             if (tensor.shape, tensor.stride()) != layout:
                 return tensor, layout
@@ -154,7 +157,7 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """How many submodules a model has, and where in memory its tensors lie."""
+    """The number of submodules of a model, and the addresses of its tensors."""
 
     children: tuple[dict[str, Any], ...]
     num_children: int
@@ -176,16 +179,16 @@ class _Extent:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model at capture.
+    """The state of a model at capture.
 
-    Two kinds: of the arguments of one graph (:meth:`of_arguments`), whose addresses the graph's plan compares, and of a
-    whole object (:meth:`of_object`), where new submodules and addresses are compared here.
+    There are two kinds. :meth:`of_arguments` describes the tensors that one graph reads; the graph's plan compares
+    their addresses. :meth:`of_object` describes a whole object and compares addresses and the number of submodules too.
 
     Attributes:
         ambient: settings of torch and training flags.
         modules: all modules of the model.
-        slots: where modules hold the tensors, and their submodules.
-        layouts: of the tensors.
+        slots: the module dictionaries with the tensors and submodules.
+        layouts: shapes and strides of the tensors.
     """
 
     ambient: AmbientState
@@ -196,13 +199,14 @@ class ModelState:
 
     @classmethod
     def of_arguments(cls, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> ModelState | None:
-        """The state behind the tensors that a graph reads; None if one is neither a parameter nor a buffer.
+        """The state of the tensors that a graph reads; None if one of them is neither a parameter nor a buffer.
 
-        All submodules are among the slots: replacing one replaces its tensors, or, if it has none, its computation.
+        The slots include all submodules, because a replaced submodule may compute something else even if it has no
+        tensors.
 
         Args:
             modules: all modules of the model.
-            tensors: what the graph reads of the model.
+            tensors: the model's tensors that the graph reads.
         """
         missing = {id(tensor) for tensor in tensors}
         slots: list[tuple[dict[str, Any], str, Any]] = []
@@ -222,9 +226,11 @@ class ModelState:
 
     @classmethod
     def of_object(cls, model: object) -> ModelState:
-        """All parameters, buffers and submodules of an object that is, or has within reach, modules.
+        """The state of all parameters, buffers and submodules of an object.
 
-        Modules count that are attributes of the object, or lie within other objects and containers that it has.
+        Args:
+            model: a module, or an object with modules among its attributes, at most four attributes or container items
+                deep.
         """
         roots = _roots_within(model, _DEPTH, set())
         modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
@@ -238,11 +244,11 @@ class ModelState:
         return cls(AmbientState.now(modules), modules, slots, Layouts(tensors), _Extent.of(modules, tensors))
 
     def has_weights(self) -> bool:
-        """Whether tensors and submodules are the captured ones, at their addresses and in their layouts."""
+        """Whether tensors and submodules are the captured objects, with the same addresses and layouts."""
         return self.slots.in_place() and (self._extent is None or self._extent.unchanged()) and self.layouts.unchanged()
 
     def has_training_flags(self) -> bool:
-        """Whether each module is in the mode, training or evaluation, of the capture."""
+        """Whether the ``training`` flag of each module is the same as at capture."""
         return self.ambient.training == tuple(map(_TRAINING, self.modules))
 
     def setting_changed(self) -> str | None:
@@ -250,14 +256,14 @@ class ModelState:
         return self.ambient.difference(AmbientState.now(self.modules))
 
     def serves(self, modules: Sequence[torch.nn.Module]) -> bool:
-        """Whether the slots hold what they held, under the settings of the capture.
+        """Whether all tensors and submodules are the captured objects.
 
         Args:
             modules: all modules of the model now.
 
         Raises:
             CaptureError: a setting has changed since the capture.
-            ShapeError: a tensor has another layout, at its old address.
+            ShapeError: a captured tensor has a new layout.
         """
         self.ambient.refuse_change(modules)
         if not self.slots.in_place():
@@ -267,7 +273,7 @@ class ModelState:
 
 
 def modules_of(model: object) -> tuple[torch.nn.Module, ...]:
-    """All modules of a model, itself first; none of a function."""
+    """All modules of a model, the model first; empty for a function."""
     return tuple(model.modules()) if isinstance(model, torch.nn.Module) else ()
 
 

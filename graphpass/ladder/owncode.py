@@ -1,6 +1,6 @@
-"""Functions with code objects of their own.
+"""Copies of functions with separate code objects.
 
-Dynamo counts compilations by code object: models of one class would share the limit of one.
+Dynamo limits the number of compilations of each code object. Without copies, all models of one class share that limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["entry_of", "with_own_code"]
 
 
 def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A new function that calls the model with keyword arguments, with code of its own."""
+    """A new function that calls the model with keyword arguments; no other function shares its code object."""
 
     def call_model(**arguments: Any) -> Any:
         return model(**arguments)
@@ -22,6 +22,6 @@ def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_code(function: Any) -> Callable[..., Any]:
-    """A copy of ``function`` whose code object no other function has."""
+    """A copy of ``function`` with a new code object."""
     code = function.__code__.replace()
     return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)

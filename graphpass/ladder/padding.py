@@ -1,4 +1,4 @@
-"""Memory that graphs read their inputs from, and how each input is padded in it."""
+"""Input buffers of graphs, and the padding of inputs to the size of a graph."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["PaddedBuffer", "PaddedBuffers", "by_tensor", "versions_of", "written
 
 @dataclass(frozen=True, slots=True)
 class PaddedBuffer:
-    """Memory of one input at one size: static, so that graphs bake its address in and nothing is copied twice.
+    """The buffer of one input at one size. Its address is static: graphs read it in place, without another copy.
 
     Attributes:
-        name: the model's argument.
+        name: name of the model's argument.
         tensor: the padded input that the model reads.
-        dims: {dimension: size field} of the dimensions that are padded.
-        rule: what fills the padding; None leaves there what is there.
+        dims: {padded dimension: size field}.
+        rule: how the padding is filled; None leaves it unchanged.
     """
 
     name: str
@@ -33,7 +33,11 @@ class PaddedBuffer:
     rule: PadRule | None
 
     def real(self, sizes: Mapping[str, int]) -> torch.Tensor:
-        """The part of the buffer that holds real values, for the real size of each field."""
+        """A view of the real entries of the buffer.
+
+        Args:
+            sizes: {size field: real size}.
+        """
         view = self.tensor
         for dim, field in self.dims.items():
             if view.shape[dim] != sizes[field]:
@@ -41,10 +45,14 @@ class PaddedBuffer:
         return view
 
     def check(self, value: Any, real: torch.Tensor) -> None:
-        """Refuse a value that a copy into the ``real`` part would broadcast, convert or move.
+        """Refuse a value that ``copy_`` into ``real`` would broadcast, convert or move to another device.
+
+        Args:
+            value: the user's input.
+            real: the view of the buffer's real entries, see :meth:`real`.
 
         Raises:
-            ShapeError: not a tensor of the captured dtype and device, or of the real shape.
+            ShapeError: the value is not a tensor with the shape, dtype and device of ``real``.
         """
         if (
             isinstance(value, torch.Tensor)
@@ -58,15 +66,15 @@ class PaddedBuffer:
             f"input {self.name!r} does not fit its buffer",
             expected=f"{tuple(real.shape)} {real.dtype} on {real.device}",
             found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value)[:200],
-            remedy="pass the real entries alone, in the dtype and on the device of the capture; other inputs need "
-            "another manager",
+            remedy="pass the unpadded input with the dtype and device of the capture; create another manager for other "
+            "inputs",
         )
 
     def fill_padding(self, sizes: Mapping[str, int]) -> None:
-        """Fill what lies outside of the real part, which the caller has filled, fused with other inputs.
+        """Fill the padding. The caller has already copied the real entries.
 
         Args:
-            sizes: the real size of each field. Of no real entries, the last one that ``"repeat"`` repeats is zero.
+            sizes: {size field: real size}. If there are no real entries, ``"repeat"`` fills with zero.
 
         Raises:
             ShapeError: a padding function returned another shape.
@@ -80,7 +88,7 @@ class PaddedBuffer:
                     f"the padding function of input {self.name!r} returned another shape",
                     expected=str(tuple(self.tensor.shape)),
                     found=str(tuple(padded.shape)),
-                    remedy="return a tensor of the padded shape it is given",
+                    remedy="return a tensor of the shape in the function's second argument",
                 )
             self.tensor.copy_(padded)
             return
@@ -100,34 +108,37 @@ class PaddedBuffer:
 
 
 class PaddedBuffers:
-    """One memory for each input, as large as the largest size needs; every size reads the start of it.
+    """One allocation for each input, large enough for the largest size; smaller sizes use the start of it.
 
-    A subclass says what the start is (of each padded dimension, or of the flat memory), and when padding has to be
-    filled (after a batch that is smaller than the one before, or after each value).
+    A subclass defines the start (of each padded dimension, or of the flat memory), and when padding is filled (after a
+    batch that is smaller than the batch before, or after each value).
+
+    Args:
+        allocated: {name of an input: its allocation}.
     """
 
     def __init__(self, allocated: Mapping[str, torch.Tensor]) -> None:
         self._memory = dict(allocated)
 
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Size of all allocations in bytes."""
         return sum(tensor.nbytes for tensor in self._memory.values())
 
     def storages(self) -> frozenset[int]:
-        """Addresses of their storages."""
+        """Storage ids of all allocations."""
         return frozenset(map(storage_id, self._memory.values()))
 
 
 def by_tensor(buffers: Mapping[str, PaddedBuffer]) -> dict[int, PaddedBuffer]:
-    """Id of a buffer's tensor -> the buffer."""
+    """{id of a buffer's tensor: the buffer}."""
     return {id(buffer.tensor): buffer for buffer in buffers.values()}
 
 
 def versions_of(buffers: Mapping[str, PaddedBuffer]) -> dict[str, int | None]:
-    """The version of each buffer's contents: whoever writes to one counts it up."""
+    """{name: version counter of the buffer's tensor}. Every in-place write increments the counter."""
     return {name: memory.version_of(buffer.tensor) for name, buffer in buffers.items()}
 
 
 def written_since(buffers: Mapping[str, PaddedBuffer], versions: Mapping[str, int | None]) -> list[str]:
-    """The inputs whose contents were written to since :func:`versions_of` returned these."""
+    """Names of the inputs whose buffers were written to since :func:`versions_of` returned ``versions``."""
     return [name for name, version in versions_of(buffers).items() if version != versions[name]]

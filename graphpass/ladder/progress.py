@@ -14,7 +14,7 @@ Key = TypeVar("Key")
 
 
 def capture_progress(keys: Sequence[Key]) -> tqdm[Key]:
-    """A bar that counts ``keys``, shown on the first rank alone."""
+    """A progress bar over ``keys``, shown on rank 0 only."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     is_first = not distributed or torch.distributed.get_rank() == 0
     return tqdm(keys, desc="capturing", unit="graph", leave=False, disable=not is_first)

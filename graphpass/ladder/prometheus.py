@@ -1,4 +1,4 @@
-"""Numbers as text in Prometheus' format, by the package prometheus-client."""
+"""Metrics in Prometheus' text format, written by the package prometheus-client."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Metric:
     """One metric family.
 
     Attributes:
-        name: in Prometheus; of a counter without ``_total``.
-        text: its help line.
-        samples: (values of the labels, number).
+        name: the family's name; prometheus-client appends ``_total`` to the names of counters.
+        text: the help line.
+        samples: (values of the labels, number) pairs.
         labels: names of the labels.
-        is_counter: it only grows; else it is a gauge.
+        is_counter: True for a counter, False for a gauge.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Collector:
-    """Hands metrics to prometheus-client."""
+    """The collector that prometheus-client reads metrics from."""
 
     metrics: Sequence[Metric]
 
@@ -49,7 +49,7 @@ class _Collector:
 
 
 def prometheus_text(metrics: Sequence[Metric]) -> str:
-    """The metrics in Prometheus' text format, for an endpoint to serve.
+    """The metrics in Prometheus' text format, as the body of a ``/metrics`` response.
 
     Raises:
         OptionError: the package ``prometheus-client`` is not installed.
@@ -58,7 +58,7 @@ def prometheus_text(metrics: Sequence[Metric]) -> str:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
         raise OptionError(
-            "Prometheus text needs a package that is not here",
+            "Prometheus text needs a package that is not installed",
             expected="prometheus-client",
             found=str(error),
             remedy="pip install 'graphpass[prometheus]'",

@@ -1,4 +1,4 @@
-"""What the graphs of a ladder took to capture, and how they were used."""
+"""Costs of the captures of a ladder, and counts of replays, items and tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["CapturedGraph", "Traffic", "TrafficCounts", "padding_share"]
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """What the capture of one key took.
+    """Time and memory of the capture of one key.
 
     Attributes:
-        mode: PIECEWISE or FULL; of an encoder always FULL.
+        mode: PIECEWISE or FULL; always FULL for an encoder.
         descriptor: the padded shape.
-        seconds: of its capture, the warm-up included.
-        memory: by which the device's memory grew; keys captured later reuse what earlier ones have.
+        seconds: duration of the capture, warm-up included.
+        memory: growth of the device's memory. Keys that are captured later reuse memory of earlier keys.
     """
 
     mode: CUDAGraphMode
@@ -36,20 +36,20 @@ class CapturedGraph:
 
     @property
     def pool_bytes(self) -> int:
-        """By which the graph pool grew."""
+        """Growth of the graph pool in bytes."""
         return self.memory.pool_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """How the graph of one key was used.
+    """Use of the graph of one key.
 
     Attributes:
-        captured: the key, and what its capture took.
-        replays: batches that replayed it.
-        items: images or clips of those batches; of a text model the batches themselves.
-        real_tokens: tokens of those batches.
-        padded_tokens: tokens that were computed for them.
+        captured: the key, and time and memory of its capture.
+        replays: number of batches that replayed the graph.
+        items: images and clips of those batches; for a text model the number of batches.
+        real_tokens: tokens of those batches without padding.
+        padded_tokens: tokens of those batches with padding.
     """
 
     captured: CapturedGraph
@@ -60,12 +60,12 @@ class Traffic:
 
     @property
     def padding(self) -> float:
-        """The share of the computed tokens that was padding."""
+        """Share of padding among the computed tokens, 0 to 1."""
         return padding_share(self.real_tokens, self.padded_tokens)
 
 
 def padding_share(real_tokens: int, padded_tokens: int) -> float:
-    """The share of padding among computed tokens; 0 where none were computed."""
+    """Share of padding among the computed tokens; 0 if no tokens were computed."""
     return 1 - real_tokens / padded_tokens if padded_tokens else 0.0
 
 
@@ -77,40 +77,40 @@ class _Counts:
 
 
 class TrafficCounts:
-    """Running counts of replays. Keys that were dropped are still counted."""
+    """Running counts of replays, which include keys whose graphs were dropped since."""
 
     def __init__(self) -> None:
         self._of_key: defaultdict[Key, _Counts] = defaultdict(_Counts)
 
     def replayed(self, key: Key, num_tokens: int, num_items: int = 1) -> None:
         """Count a batch that replays ``key``."""
-        counts = self._of_key[key]  # looked up once: a descriptor's hash costs more than all of the rest
+        counts = self._of_key[key]  # one lookup: the hash of a descriptor is the most expensive part
         counts.replays += 1
         counts.items += num_items
         counts.real_tokens += num_tokens
 
     def of(self, captured: CapturedGraph) -> Traffic:
-        """How one graph was used."""
+        """Use of one captured graph."""
         counts = self._of_key.get(captured.key, _Counts())
         padded_tokens = counts.replays * captured.descriptor.num_tokens
         return Traffic(captured, counts.replays, counts.items, counts.real_tokens, padded_tokens)
 
     @property
     def replays(self) -> int:
-        """Of all keys."""
+        """Replays of all keys."""
         return sum(counts.replays for counts in self._of_key.values())
 
     @property
     def items(self) -> int:
-        """That all keys served."""
+        """Items of the batches of all keys."""
         return sum(counts.items for counts in self._of_key.values())
 
     @property
     def real_tokens(self) -> int:
-        """Of the batches of all keys."""
+        """Tokens of the batches of all keys, without padding."""
         return sum(counts.real_tokens for counts in self._of_key.values())
 
     @property
     def padded_tokens(self) -> int:
-        """That all replays computed."""
+        """Tokens of the batches of all keys, with padding."""
         return sum(counts.replays * descriptor.num_tokens for (_, descriptor), counts in self._of_key.items())

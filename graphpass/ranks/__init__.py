@@ -1,4 +1,4 @@
-"""Ranks that agree, before each step, on what all of them run."""
+"""Data-parallel ranks agree before each step on the graph that all of them run."""
 
 from graphpass.ranks.group import DataParallelAgreement
 

@@ -1,8 +1,8 @@
-"""Data-parallel ranks that agree, in one collective a step, on what all of them run.
+"""Data-parallel ranks agree, in one collective per step, on the graph that all of them run.
 
-A model with collectives inside (expert parallelism) hangs as soon as one rank replays another graph than the others, or
-none, or has no batch and stays away. So before each step every rank tells the others what it brings, in one small
-all-gather on the CPU, and all of them decide from the same rows.
+A model with collectives inside (expert parallelism) hangs as soon as one rank replays another graph than the others,
+runs eagerly, or has no batch and skips the step. So before each step every rank sends the sizes of its batch to the
+others, in one small all-gather on the CPU, and every rank decides from the same rows.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from graphpass.ranks.group import DataParallelAgreement
 __all__ = ["IDLE_TOKENS", "AgreedSteps", "RankDecision"]
 
 _ROW_WIDTH = 2 + BATCH_WIDTH
-_FAILURE = FailureTexts("gave this step up", "a step, or a capture, on every rank", "the next step")
+_FAILURE = FailureTexts("failed in this step", "a step, or a capture, on every rank", "the next step")
 IDLE_TOKENS = 2
-"""Tokens of a rank without a batch, where there is no graph: a step of one token is compiled separately."""
+"""Tokens of the dummy batch of a rank without work if no graph runs. One token would be compiled separately."""
 _SHOWN = 200
-"""Characters of a difference between ranks that an error shows."""
+"""An error shows at most this many characters of a difference between ranks."""
 
 
-class _Says(enum.IntEnum):
-    """What a row is about."""
+class _RowKind(enum.IntEnum):
+    """The subject of a row."""
 
     STEP = 1
     CAPTURE = 2
@@ -41,13 +41,13 @@ class _Says(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankDecision:
-    """What this rank runs in a step that all ranks agreed on.
+    """The part of this rank in a step that all ranks agreed on.
 
     Attributes:
-        step: its mode, its descriptor, and why.
-        agreed: what all ranks run.
-        has_batch: this rank has one of its own.
-        is_lower: its batch would have had a larger mode alone.
+        step: mode, descriptor and reason for this rank.
+        agreed: the step of all ranks.
+        has_batch: False if this rank runs a dummy batch.
+        is_lower: whether this rank alone would have run its batch in a larger mode.
     """
 
     step: Dispatch
@@ -57,16 +57,16 @@ class RankDecision:
 
 
 class AgreedSteps:
-    """The steps of one manager under an agreement: what this rank brings, and what it then runs.
+    """Decides the steps of one manager together with the managers of the other ranks.
 
     Args:
         agreement: the ranks.
-        dispatcher: the manager's.
-        configuration: what has to be the same on all ranks besides the dispatcher's keys, by name.
-        idle_tokens: tokens of the batch that a rank without work runs where there is no graph.
+        dispatcher: the manager's dispatcher.
+        configuration: {name: value} of options that must be equal on all ranks, in addition to the dispatcher's keys.
+        idle_tokens: tokens of the dummy batch that a rank without work runs if no graph runs.
 
     Raises:
-        OptionError: the dispatcher is lazy, or has more fields than a row can tell.
+        OptionError: the dispatcher is lazy, or has more fields than fit into a row.
     """
 
     def __init__(
@@ -80,9 +80,10 @@ class AgreedSteps:
         if dispatcher.is_lazy or len(dispatcher.capture_fields) > MAX_FIELDS:
             raise OptionError(
                 "ranks cannot agree over this dispatcher",
-                expected=f"lazy=False, since captures in a step would part the ranks, and at most {MAX_FIELDS} fields",
+                expected=f"lazy=False, because a capture in a step of one rank would block the others, and at most "
+                f"{MAX_FIELDS} fields",
                 found=f"lazy={dispatcher.is_lazy}, fields {', '.join(dispatcher.capture_fields)}",
-                remedy="make it with lazy=False and call capture() on every rank",
+                remedy="create it with lazy=False and call capture() on every rank",
             )
         self._agreement, self._dispatcher = agreement, dispatcher
         self._rows = RankRows(agreement, _ROW_WIDTH, _FAILURE)
@@ -96,99 +97,110 @@ class AgreedSteps:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def decide(self, propose: Callable[[], Mapping[str, Any] | None]) -> RankDecision:
-        """One step's decision: one collective, and two more after what is captured has come to differ between ranks.
+        """Decide one step. Every rank calls it.
+
+        It runs one collective, and two more in the first step after the captured keys of a rank changed and differ
+        from those of another rank.
 
         Args:
-            propose: checks this rank's batch and says what its dispatcher is asked; None for no batch. What it raises
-                is told to the other ranks, so that they do not wait for this one, and raised.
+            propose: checks this rank's batch and returns the arguments for ``dispatcher.dispatch``, or None if the rank
+                has no batch. Its exceptions are sent to the other ranks, which then do not wait, and raised here.
 
         Raises:
-            AgreementError: another rank failed, is gone, or is configured differently. Nothing has run then.
+            AgreementError: another rank failed, has ended, or is configured differently. No rank runs the step.
         """
         with self._rows.failures_told():
-            asked = propose()
-            own, shape = self._own(asked)
+            request = propose()
+            own, shape = self._own(request)
             self._refresh()
-            batch = RankBatch() if asked is None else RankBatch.of(own, asked, self._dispatcher, self._extras)
-        rows = self._exchange(_Says.STEP, batch.to_row())
+            batch = RankBatch() if request is None else RankBatch.of(own, request, self._dispatcher, self._extras)
+        rows = self._exchange(_RowKind.STEP, batch.to_row())
         num_fields = len(self._dispatcher.capture_fields)
         batches = [RankBatch.from_row(row, num_fields) for row in rows]
         agreed = agree(batches, self._common, self._extras, idle_tokens=self._idle_tokens)
         is_lower = batch.has_work and int(agreed.mode.value) < int(own.mode.value)
         return RankDecision(agreed.of_rank(self._agreement.rank, own, shape), agreed, batch.has_work, is_lower)
 
-    def _own(self, asked: Mapping[str, Any] | None) -> tuple[Dispatch, BatchDescriptor]:
-        """What this rank would run alone, and the unpadded shape of its batch."""
+    def _own(self, request: Mapping[str, Any] | None) -> tuple[Dispatch, BatchDescriptor]:
+        """The decision of this rank alone, and the unpadded shape of its batch."""
         empty = Dispatch(CUDAGraphMode.NONE, BatchDescriptor(0), DispatchReason.EMPTY)
-        own = empty if asked is None else self._dispatcher.dispatch(**asked)
-        if asked is None or not own.mode:
+        own = empty if request is None else self._dispatcher.dispatch(**request)
+        if request is None or not own.mode:
             return own, own.descriptor
-        return own, self._dispatcher.dispatch(**asked, allowed_modes=[CUDAGraphMode.NONE]).descriptor
+        return own, self._dispatcher.dispatch(**request, allowed_modes=[CUDAGraphMode.NONE]).descriptor
 
     # -- captures -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Captures of all ranks, in the same order: one that fails ends them everywhere."""
+        """Context for a capture on all ranks, in the same order of keys. A failure of one rank fails all of them."""
         with self._rows.failures_told():
             yield
         self.stops(False, 0)
 
     def stops(self, wants_to: bool, num_left: int) -> bool:
-        """Whether some rank wants to capture no more: then none does. Asked before each key.
+        """Whether any rank wants to stop capturing; then all ranks stop. Every rank calls it before each key.
 
         Args:
-            wants_to: this rank does.
-            num_left: keys that it has not captured.
+            wants_to: whether this rank wants to stop.
+            num_left: number of keys that this rank has not captured.
 
         Raises:
-            AgreementError: the ranks are at different keys, or one failed.
+            AgreementError: the ranks have different numbers of keys left, or a rank failed.
         """
         self._refresh()
-        rows = self._exchange(_Says.CAPTURE, [int(wants_to), num_left])
+        rows = self._exchange(_RowKind.CAPTURE, [int(wants_to), num_left])
         left = [row[1] for row in rows]
         if len(set(left)) > 1:
             raise AgreementError(
                 "the ranks capture different keys",
-                expected="the same number of keys without a graph on each",
+                expected="the same number of uncaptured keys on every rank",
                 found=", ".join(f"{number} on rank {rank}" for rank, number in enumerate(left)),
                 remedy="call recapture() on every rank",
             )
         return any(row[0] for row in rows)
 
-    # -- what the ranks tell each other -------------------------------------------------------------------------------
+    # -- messages between the ranks -----------------------------------------------------------------------------------
 
-    def _exchange(self, says: _Says, content: Sequence[int]) -> list[list[int]]:
-        """What all ranks say about the same thing, without the head of the rows.
+    def _exchange(self, kind: _RowKind, content: Sequence[int]) -> list[list[int]]:
+        """The ``content`` of all ranks, in their order.
 
         Raises:
-            AgreementError: a rank failed, or is at something else, or is configured differently.
+            AgreementError: a rank failed, sent a row of another kind, or is configured differently.
         """
-        rows = self._rows.exchange([says, self._fingerprint, *content])
-        doing = [_Says(row[0]) for row in rows]
-        if len(set(doing)) > 1:
+        rows = self._rows.exchange([kind, self._fingerprint, *content])
+        kinds = [_RowKind(row[0]) for row in rows]
+        if len(set(kinds)) > 1:
             raise AgreementError(
-                "the ranks are at different things",
+                "the ranks call different methods",
                 expected="run() or run_idle() on every rank, or capture() on every rank",
-                found=", ".join(f"{what.name.lower()} on rank {rank}" for rank, what in enumerate(doing)),
-                remedy="call the same on all ranks, in the same order",
+                found=", ".join(f"{kind.name.lower()} on rank {rank}" for rank, kind in enumerate(kinds)),
+                remedy="call the same methods on all ranks, in the same order",
             )
         self._settle(tuple(row[1] for row in rows))
         return [row[2:] for row in rows]
 
     def _refresh(self) -> None:
-        """Follow what happened to the dispatcher's keys."""
+        """Compute the fingerprint of configuration and captured keys again if the dispatcher's keys changed."""
         if self._revision == self._dispatcher.revision:
             return
-        self._told = {**{name: (text,) for name, text in self._configuration.items()}, **_keys_of(self._dispatcher)}
+        self._described = {
+            **{name: (text,) for name, text in self._configuration.items()},
+            **_keys_of(self._dispatcher),
+        }
         self._captured = frozenset(_captured_keys(self._dispatcher))
-        text = repr((sorted(self._told.items()), sorted(_name_of(key) for key in self._captured)))
+        text = repr((sorted(self._described.items()), sorted(_name_of(key) for key in self._captured)))
         self._fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         self._extras = extras_of(self._dispatcher)
         self._revision = self._dispatcher.revision
 
     def _settle(self, fingerprints: tuple[int, ...]) -> None:
-        """Know which keys all ranks have captured. What was settled last is the same on all ranks, as these are.
+        """Determine the keys that all ranks have captured, if a fingerprint has changed.
+
+        ``fingerprints`` and ``_settled`` are equal on all ranks, so either all of them exchange objects or none.
+
+        Args:
+            fingerprints: one for each rank.
 
         Raises:
             AgreementError: ranks are configured differently.
@@ -197,9 +209,9 @@ class AgreedSteps:
             return
         captured = self._captured
         if len(set(fingerprints)) > 1:
-            told = self._agreement.exchange_objects((self._told, self._captured))
-            _refuse_differences([configuration for configuration, _ in told])
-            captured = frozenset.intersection(*(keys for _, keys in told))
+            of_ranks = self._agreement.exchange_objects((self._described, self._captured))
+            _refuse_differences([described for described, _ in of_ranks])
+            captured = frozenset.intersection(*(keys for _, keys in of_ranks))
         self._common = self._dispatcher.with_captured(captured)
         self._settled = fingerprints
 
@@ -214,7 +226,7 @@ def _name_of(key: tuple[CUDAGraphMode, BatchDescriptor]) -> str:
 
 
 def _keys_of(dispatcher: CudagraphDispatcher) -> dict[str, tuple[str, ...]]:
-    """What of a dispatcher makes its decisions."""
+    """The parts of a dispatcher that its decisions depend on, as text."""
     return {
         "mode": (str(dispatcher.mode),),
         "fields": dispatcher.capture_fields,
@@ -223,10 +235,10 @@ def _keys_of(dispatcher: CudagraphDispatcher) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _refuse_differences(told: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
-    """Refuse ranks that would decide differently, naming the first thing in which two of them differ."""
-    for name in sorted({name for of_rank in told for name in of_rank}):
-        values = [set(of_rank.get(name, ())) for of_rank in told]
+def _refuse_differences(configurations: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
+    """Raise if two ranks are configured differently; the error names the first difference."""
+    for name in sorted({name for of_rank in configurations for name in of_rank}):
+        values = [set(of_rank.get(name, ())) for of_rank in configurations]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is None:
             continue
@@ -236,5 +248,5 @@ def _refuse_differences(told: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
             f"the ranks are configured differently: {name}",
             expected="the same keys and options on every rank",
             found=f"only on rank 0: {only[0] or 'nothing'}; only on rank {other}: {only[1] or 'nothing'}",
-            remedy="make the manager of every rank with the same arguments",
+            remedy="create the manager of every rank with the same arguments",
         )

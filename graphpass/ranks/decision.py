@@ -1,8 +1,8 @@
-"""One decision for all data-parallel ranks, from what each of them brings to a step.
+"""The common decision of data-parallel ranks, computed from the batches of all ranks.
 
-Ranks whose model holds collectives have to run the same graph, or none, at the same padded size. Each rank tells the
-others one row of integers, and each makes the same decision out of the same rows: the maximum of the sizes, the minimum
-of the modes, uniform where every rank is. No rank is asked twice, and none has a say that the rows do not show.
+Ranks whose model has collectives inside must all run the same graph at the same padded size, or all run eagerly. Each
+rank sends one row of integers, and each rank computes the same decision from the same rows: the maximum of the sizes,
+the minimum of the modes, and uniform decode only if every batch is uniform. Nothing but the rows enters the decision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpass.modes import CUDAGraphMode
 __all__ = ["BATCH_WIDTH", "MAX_FIELDS", "AgreedStep", "RankBatch", "agree", "extras_of"]
 
 MAX_FIELDS = 8
-"""Rows have one length whatever the ladders: a rank that is configured differently has to be heard, not cut off."""
+"""All rows have the same length, for any number of fields, so that differently configured ranks can be reported."""
 BATCH_WIDTH = 8 + MAX_FIELDS
 
 _NO_BATCH = BatchDescriptor(0)
@@ -31,17 +31,17 @@ _UNKNOWN_EXTRA = -1
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank brings to a step.
+    """The batch of one rank in a step.
 
     Attributes:
-        has_work: there is a batch; everything else says nothing where there is none.
-        mode, reason: the rank's own decision.
-        num_tokens: real tokens.
-        num_reqs: requests, None where the rank does not care.
-        uniform: a uniform decode batch.
-        num_active_loras: adapters in use.
-        extra: position among :func:`extras_of` the dispatcher; -1 where no key has such an ``extra``.
-        sizes: of each capture field.
+        has_work: whether there is a batch; if not, all other attributes are meaningless.
+        mode, reason: the decision of this rank alone.
+        num_tokens: number of real tokens.
+        num_reqs: number of requests; None if the rank does not specify it.
+        uniform: whether it is a uniform decode batch.
+        num_active_loras: number of LoRA adapters in use.
+        extra: index of the batch's ``extra`` in :func:`extras_of` the dispatcher; -1 if no key has it.
+        sizes: the real size of each capture field.
     """
 
     has_work: bool = False
@@ -56,27 +56,27 @@ class RankBatch:
 
     @classmethod
     def of(
-        cls, own: Dispatch, asked: Mapping[str, Any], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]
+        cls, own: Dispatch, request: Mapping[str, Any], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]
     ) -> RankBatch:
-        """The batch that ``dispatcher.dispatch(**asked)`` decided as ``own``."""
+        """The batch of a request, for which ``dispatcher.dispatch(**request)`` returned ``own``."""
         if own.reason is DispatchReason.EMPTY:
             return cls()
-        num_reqs = asked.get("num_reqs")
-        fields, rest = dispatcher.read(asked["num_tokens"], num_reqs=num_reqs, extra=asked.get("extra", ()))
+        num_reqs = request.get("num_reqs")
+        fields, rest = dispatcher.read(request["num_tokens"], num_reqs=num_reqs, extra=request.get("extra", ()))
         return cls(
             has_work=True,
             mode=own.mode,
             reason=own.reason,
-            num_tokens=asked["num_tokens"],
+            num_tokens=request["num_tokens"],
             num_reqs=num_reqs,
-            uniform=asked.get("uniform_decode", False),
-            num_active_loras=asked.get("num_active_loras", 0),
+            uniform=request.get("uniform_decode", False),
+            num_active_loras=request.get("num_active_loras", 0),
             extra=extras.index(rest) if rest in extras else _UNKNOWN_EXTRA,
             sizes=tuple(fields.values()),
         )
 
     def to_row(self) -> list[int]:
-        """As integers, always :data:`BATCH_WIDTH` of them."""
+        """The batch as :data:`BATCH_WIDTH` integers."""
         row = [
             int(self.has_work),
             int(self.mode.value),
@@ -92,7 +92,12 @@ class RankBatch:
 
     @classmethod
     def from_row(cls, row: Sequence[int], num_fields: int) -> RankBatch:
-        """Read :meth:`to_row` back."""
+        """The batch of a row of :meth:`to_row`.
+
+        Args:
+            row: the integers.
+            num_fields: number of capture fields of the dispatcher.
+        """
         if not row[0]:
             return cls()
         _, mode, reason, num_tokens, num_reqs, uniform, adapters, extra, *sizes = row
@@ -111,14 +116,14 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True)
 class AgreedStep:
-    """What all ranks run in one step; the same on each of them.
+    """The step that all ranks run; equal on all ranks.
 
     Attributes:
-        mode: of every rank.
-        descriptor: the key of every rank; None with NONE.
-        reason: why: with NONE, what kept a rank, or all of them together, from a graph.
-        why: the same in a sentence that names the rank.
-        num_tokens_across_dp: tokens that each rank computes: the padded size where there is a graph.
+        mode: mode of every rank.
+        descriptor: key of every rank; None if ``mode`` is NONE.
+        reason: reason of the decision; for NONE, why one rank or all ranks together have no graph.
+        why: the reason as a sentence that names the rank.
+        num_tokens_across_dp: tokens that each rank computes, padding included.
     """
 
     mode: CUDAGraphMode
@@ -133,12 +138,12 @@ class AgreedStep:
         return self.reason is not DispatchReason.EMPTY
 
     def of_rank(self, rank: int, own: Dispatch, shape: BatchDescriptor) -> Dispatch:
-        """One rank's decision: its own, where the others change nothing, or AGREED.
+        """The decision for one rank, with the reason AGREED unless it equals the rank's own decision.
 
         Args:
-            rank: which.
-            own: what it decided alone.
-            shape: its unpadded shape; of an idle rank, any.
+            rank: the rank.
+            own: the decision of the rank alone.
+            shape: the unpadded shape of its batch; ignored for an idle rank.
         """
         if not self.has_work or own.reason is DispatchReason.EMPTY:
             idle = BatchDescriptor(self.num_tokens_across_dp[rank])
@@ -150,26 +155,26 @@ class AgreedStep:
 
 
 def extras_of(dispatcher: CudagraphDispatcher) -> tuple[Extra, ...]:
-    """What keys say beside their sizes, in an order that all ranks with the same keys share."""
+    """The distinct ``extra`` of all keys without size fields, in an order that depends only on the keys."""
     fields = set(dispatcher.capture_fields)
-    found = {
+    distinct = {
         tuple(sorted((pair for pair in key.extra if pair[0] not in fields), key=lambda pair: pair[0]))
         for keys in dispatcher.keys.values()
         for key in keys
     }
-    return ((), *sorted(found - {()}, key=repr))
+    return ((), *sorted(distinct - {()}, key=repr))
 
 
 def agree(
     batches: Sequence[RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra], *, idle_tokens: int
 ) -> AgreedStep:
-    """The step of all ranks.
+    """Decide the step of all ranks.
 
     Args:
         batches: one for each rank, in the order of the ranks.
-        dispatcher: with the keys that every rank has captured.
-        extras: :func:`extras_of` it.
-        idle_tokens: tokens that a rank without work computes where there is no graph.
+        dispatcher: a dispatcher in which only the keys that every rank has captured are marked as captured.
+        extras: :func:`extras_of` the dispatcher.
+        idle_tokens: tokens that a rank without work computes if no graph runs.
     """
     working = {rank: batch for rank, batch in enumerate(batches) if batch.has_work}
     if not working:
@@ -185,34 +190,34 @@ def agree(
 def _common(
     working: Mapping[int, RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]
 ) -> tuple[Dispatch, str]:
-    """One decision for the batches of all ranks that have one, and what made it."""
+    """The decision for all ranks that have a batch, and its reason as a sentence."""
     lowest = min((batch.mode for batch in working.values()), key=lambda mode: int(mode.value))
     bounding = {rank: batch for rank, batch in working.items() if batch.mode is lowest}
     if not lowest:
-        # What somebody may want to know comes first: that a mode is switched off is no surprise.
+        # Prefer a rank with another reason than DISABLED: the user knows that a mode is disabled.
         rank = min(bounding, key=lambda rank: (bounding[rank].reason is DispatchReason.DISABLED, rank))
         reason = bounding[rank].reason
-        text = f"rank {rank} ({bounding[rank].num_tokens} tokens) has no graph, since {reason.explanation}"
+        text = f"rank {rank} ({bounding[rank].num_tokens} tokens) has no graph, because {reason.explanation}"
         return Dispatch(lowest, _NO_BATCH, reason), text
     if len({batch.extra for batch in working.values()}) > 1:
         ranks = ", ".join(map(str, working))
-        return Dispatch(CUDAGraphMode.NONE, _NO_BATCH, DispatchReason.NO_KEY), f"ranks {ranks} differ in their extra"
-    asked = _together(list(working.values()), dispatcher, extras)
+        return Dispatch(CUDAGraphMode.NONE, _NO_BATCH, DispatchReason.NO_KEY), f"ranks {ranks} differ in their 'extra'"
+    request = _together(list(working.values()), dispatcher, extras)
     allowed = {mode for mode in _runtime_modes() if int(mode.value) <= int(lowest.value)}
-    step = dispatcher.dispatch(**asked, allowed_modes=allowed)
+    step = dispatcher.dispatch(**request, allowed_modes=allowed)
     sizes = ", ".join(f"{name} {size}" for name, size in _sizes(working.values(), dispatcher).items())
     if not step.mode:
-        return step, f"the ranks together ({sizes}) have no graph, since {step.reason.explanation}"
+        return step, f"the ranks together ({sizes}) have no graph, because {step.reason.explanation}"
     rank, batch = next(iter(bounding.items()))
     kind = "uniform decode" if batch.uniform else "mixed"
-    return step, f"rank {rank} ({batch.num_tokens} tokens, {kind}) can have {lowest} at most; all together {sizes}"
+    return step, f"rank {rank} ({batch.num_tokens} tokens, {kind}) can run at most {lowest}; common size: {sizes}"
 
 
 def _together(batches: Sequence[RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]) -> dict[str, Any]:
-    """What a dispatcher is asked for a batch that holds each of these."""
+    """The arguments of ``dispatcher.dispatch`` for a batch as large as the largest of ``batches`` in every field."""
     sizes = _sizes(batches, dispatcher)
     num_tokens = sizes["num_tokens"] if "num_tokens" in sizes else math.prod(sizes.values())
-    # The largest of each field need not make whole requests, even where every rank has them.
+    # The maximum of each field may not be a whole number of requests, even if every batch is.
     uniform = all(batch.uniform for batch in batches) and num_tokens % dispatcher.uniform_decode_query_len == 0
     num_reqs = max((batch.num_reqs for batch in batches if batch.num_reqs is not None), default=None)
     fields = tuple((name, size) for name, size in sizes.items() if name not in ("num_tokens", "num_reqs"))

@@ -1,4 +1,4 @@
-"""Rows of integers from all ranks, in place of which a rank may say that it failed: no rank waits for one that did."""
+"""Exchanges rows of integers between ranks. A failed rank sends its error instead, so that no rank waits for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["FailureTexts", "RankRows"]
 
 @dataclass(frozen=True, slots=True)
 class FailureTexts:
-    """What the error for another rank's failure says.
+    """Texts of the error that all ranks raise if one of them fails.
 
     Attributes:
-        failed: what the rank did, after its number: ``gave this step up``.
-        expected: of every rank.
-        retried: what can be run again on all ranks afterwards.
+        failed: the predicate after the rank's number, such as ``failed in this step``.
+        expected: the calls that were expected of every rank.
+        retried: the call that can be run on all ranks afterwards.
     """
 
     failed: str
@@ -32,8 +32,8 @@ class RankRows:
 
     Args:
         agreement: the ranks.
-        width: integers of a row, the same on every rank.
-        texts: of the errors.
+        width: number of integers in a row, equal on every rank.
+        texts: texts of the error if a rank fails.
     """
 
     def __init__(self, agreement: DataParallelAgreement, width: int, texts: FailureTexts) -> None:
@@ -42,9 +42,9 @@ class RankRows:
 
     @contextlib.contextmanager
     def failures_told(self) -> Iterator[None]:
-        """If the body fails, tell the other ranks in place of the row that they wait for.
+        """If the body fails, send its error to the other ranks, which wait for a row of this rank.
 
-        An AgreementError behind an exchange within the body is not told: every rank raises it.
+        An AgreementError after an exchange inside the body is not sent: every rank raises that error.
         """
         num_exchanges = self._num_exchanges
         try:
@@ -56,13 +56,16 @@ class RankRows:
             raise
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks, in their order.
+        """Exchange rows with the other ranks. Every rank calls it.
 
         Args:
-            row: this rank's; what is missing to the width is zero.
+            row: the row of this rank; it is padded with zeros to the width.
+
+        Returns:
+            The rows of all ranks, in their order.
 
         Raises:
-            AgreementError: a rank failed, or is gone.
+            AgreementError: a rank failed, or has ended.
         """
         self._num_exchanges += 1
         rows = self._exchanged([0, *row, *[0] * (self._width - len(row))], "")
@@ -77,6 +80,6 @@ class RankRows:
                 f"rank {failed[0]} {self._texts.failed}",
                 expected=self._texts.expected,
                 found="; ".join(f"rank {rank}: {texts[rank]}" for rank in failed),
-                remedy=f"correct what that rank reports; {self._texts.retried} can be run on all ranks",
+                remedy=f"fix the error of that rank; {self._texts.retried} can be run on all ranks",
             )
         return rows

@@ -1,4 +1,4 @@
-"""Ranks that tell each other something small, on the CPU, while their devices go on."""
+"""Exchanges small messages between data-parallel ranks on the CPU, without synchronizing their devices."""
 
 from __future__ import annotations
 
@@ -16,45 +16,48 @@ __all__ = ["DataParallelAgreement"]
 
 
 class DataParallelAgreement:
-    """The ranks that share a model, and the group over which they agree.
+    """The data-parallel ranks that share a model.
 
-    Making one is a collective of those ranks, and so is every step of a manager that holds it: each of them calls
-    :meth:`CudaGraphManager.run <graphpass.CudaGraphManager.run>`, or ``run_idle`` where it has no batch, and
-    ``capture`` as often as the others. The collective runs on the CPU, over a gloo group of its own, whatever the
-    backend of ``group``: nothing waits for the device. One manager and one thread at a time use it.
+    The constructor is a collective: all ranks of the group call it. So is every step of a manager that uses the
+    agreement: every rank calls :meth:`CudaGraphManager.run <graphpass.CudaGraphManager.run>`, or ``run_idle`` if it
+    has no batch, and ``capture`` as often as the other ranks. Collectives run on the CPU, over a separate gloo group
+    for any backend of ``group``, and do not wait for the device. Only one manager and one thread may use an agreement
+    at a time. The caller owns it and calls :meth:`close`, or uses it as a context manager.
 
     Args:
-        group: the data-parallel ranks; None for all.
-        timeout_s: seconds that a rank waits for the others before it gives up: longer than they may be busy with
-            another step, compilation included.
+        group: the data-parallel ranks; None for all ranks.
+        timeout_s: seconds that a rank waits for the others. It must exceed their longest step, compilation included.
 
     Attributes:
-        rank: of this process in the group.
-        num_ranks: in the group. With one there is no collective.
+        rank: rank of this process in the group.
+        num_ranks: number of ranks in the group. With one rank no collective runs.
 
     Raises:
-        AgreementError: torch.distributed is not initialised, this process is not in the group, or another is missing.
+        AgreementError: torch.distributed is not initialised, this process is not in the group, or a rank is missing.
         OptionError: ``timeout_s`` is not above 0.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
         if not timeout_s > 0:
             raise OptionError(
-                "timeout_s cannot be used", expected="seconds above 0", found=repr(timeout_s), remedy="leave it out"
+                "timeout_s is not a timeout",
+                expected="seconds above 0",
+                found=repr(timeout_s),
+                remedy="omit it for the default of 300 seconds",
             )
         if not (distributed.is_available() and distributed.is_initialized()):
             raise AgreementError(
-                "there are no ranks to agree with",
-                expected="an initialised torch.distributed",
+                "torch.distributed is not initialised",
+                expected="a default process group",
                 found="no default process group",
                 remedy="call torch.distributed.init_process_group(...) first",
             )
         self.rank, self.num_ranks = distributed.get_rank(group), distributed.get_world_size(group)
         if self.rank < 0:
             raise AgreementError(
-                "this process is not one of the ranks",
-                expected="a group that it is a member of",
-                found=f"rank {distributed.get_rank()} outside of the group",
+                "this process is not in the data-parallel group",
+                expected="a group that includes this process",
+                found=f"rank {distributed.get_rank()}, which the group does not include",
                 remedy="pass the data-parallel group of this process",
             )
         self._timeout_s = timeout_s
@@ -64,19 +67,19 @@ class DataParallelAgreement:
             self._group = self._communicated(self._new_group, group)
 
     def _new_group(self, group: distributed.ProcessGroup | None) -> distributed.ProcessGroup:
-        made: distributed.ProcessGroup = distributed.new_group(
+        gloo_group: distributed.ProcessGroup = distributed.new_group(
             distributed.get_process_group_ranks(group),
             backend="gloo",
             timeout=timedelta(seconds=self._timeout_s),
             use_local_synchronization=True,
         )
-        return made
+        return gloo_group
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks, in their order; they are of one length.
+        """The rows of all ranks, in their order. All rows must have the same length.
 
         Raises:
-            AgreementError: a rank is gone, or did not come in time; so does every later call then.
+            AgreementError: a rank has ended or did not answer within the timeout. Every later call raises it too.
         """
         if self.num_ranks == 1:
             return [list(row)]
@@ -86,18 +89,18 @@ class DataParallelAgreement:
         return [of_rank.tolist() for of_rank in rows]
 
     def exchange_objects(self, value: object) -> list[Any]:
-        """Anything that can be pickled, from all ranks; for what is told once.
+        """The values of all ranks, in their order. They are pickled, which is too slow for every step.
 
         Raises:
             AgreementError: as :meth:`exchange`.
         """
-        found: list[Any] = [value] * self.num_ranks
+        values: list[Any] = [value] * self.num_ranks
         if self.num_ranks > 1:
-            self._communicated(distributed.all_gather_object, found, value, group=self._group)
-        return found
+            self._communicated(distributed.all_gather_object, values, value, group=self._group)
+        return values
 
     def _communicated(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One collective. After one that fails the ranks may be at different ones, so that none is tried again."""
+        """Run one collective. After a failure the ranks may be in different collectives, so no more are run."""
         if self._broken is not None:
             raise _unreachable(self._broken)
         self._broken = "an earlier collective was interrupted"
@@ -110,7 +113,7 @@ class DataParallelAgreement:
         return result
 
     def close(self) -> None:
-        """Give the group back; this object agrees on nothing any more."""
+        """Destroy the gloo group. Later exchanges raise an AgreementError."""
         if self._group is not None:
             distributed.destroy_process_group(self._group)
         self._group, self._broken = None, "the agreement was closed"
@@ -127,7 +130,7 @@ class DataParallelAgreement:
 def _unreachable(cause: str) -> AgreementError:
     return AgreementError(
         "the other ranks cannot be reached",
-        expected="an answer of every rank within the timeout",
+        expected="an answer from every rank within the timeout",
         found=cause,
-        remedy="see why a rank ended, hung, or called something else; then start all of them again",
+        remedy="find out why a rank ended, hung, or called another method; then restart all ranks",
     )

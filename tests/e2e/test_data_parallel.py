@@ -87,8 +87,8 @@ def test_four_ranks_run_the_same_graph_whatever_their_loads(four: Callable[..., 
     own = [sum(loads[rank] is not None for loads in STEPS.values()) for rank in range(NUM_RANKS)]
     assert [of_rank["forwards"] for of_rank in seen] == own
     notes = seen[0]["notes"]
-    assert any("rank 1 (20 tokens) has no graph, since the batch is above the largest key" in text for text in notes)
-    assert any("rank 1 (5 tokens, mixed) can have PIECEWISE at most" in text for text in notes)
+    assert any("rank 1 (20 tokens) has no graph, because the batch is above the largest key" in text for text in notes)
+    assert any("rank 1 (5 tokens, mixed) can run at most PIECEWISE" in text for text in notes)
 
     # A batch that is refused on one rank is an error on all, and the next step runs.
     kinds = [of_rank["one is refused"][0] for of_rank in seen]

@@ -172,7 +172,7 @@ def test_what_one_rank_cannot_run_is_an_error_on_all_and_the_next_step_goes_on()
     ranks = Ranks()
     outcomes = ranks.decide(3, -1, None)
     assert [type(outcome).__name__ for outcome in outcomes] == ["AgreementError", "DispatchError", "AgreementError"]
-    assert outcomes[0].problem == "rank 1 gave this step up"
+    assert outcomes[0].problem == "rank 1 failed in this step"
     assert outcomes[0].found.startswith("rank 1: DispatchError: a batch has counts")
     assert ranks.sizes(3, 4, None)[0] == ("PIECEWISE", 4, "padded")
 
@@ -332,7 +332,7 @@ def test_a_fallback_that_is_refused_is_refused_on_every_rank() -> None:
     manager.capture()
     written.other = OTHERS["NONE"]
     for action in (lambda: manager.run(of_x(rows(3))), manager.run_idle):
-        with pytest.raises(CaptureError, match="rank 1 \\(9 tokens\\) has no graph, since the batch is above"):
+        with pytest.raises(CaptureError, match="rank 1 \\(9 tokens\\) has no graph, because the batch is above"):
             action()
     # A mode that is switched off for such batches is what was asked for, here and there.
     manager = made(Rows().eval(), "FULL_DECODE_ONLY", agreement=written, on_fallback="error")

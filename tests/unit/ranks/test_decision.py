@@ -106,9 +106,9 @@ def test_two_ranks(mode: str, asked: list[Asked | None], expected: tuple[Any, An
 def test_the_reason_names_the_rank() -> None:
     agreed, _ = decided(captured(), [Asked(3), Asked(9), Asked(1)])
     assert agreed.reason is DispatchReason.TOO_LARGE
-    assert agreed.why == "rank 1 (9 tokens) has no graph, since the batch is above the largest key"
+    assert agreed.why == "rank 1 (9 tokens) has no graph, because the batch is above the largest key"
     agreed, _ = decided(captured(), [Asked(3, uniform=True), Asked(5, uniform=True), Asked(4)])
-    assert agreed.why == "rank 2 (4 tokens, mixed) can have PIECEWISE at most; all together num_tokens 5"
+    assert agreed.why == "rank 2 (4 tokens, mixed) can run at most PIECEWISE; common size: num_tokens 5"
     # That a mode is switched off for one rank is less of a surprise than that another is too large.
     agreed, _ = decided(captured("FULL_DECODE_ONLY"), [Asked(3), Asked(9, uniform=True)])
     assert agreed.reason is DispatchReason.TOO_LARGE
@@ -163,7 +163,7 @@ def test_an_extra_is_agreed_too() -> None:
     assert agreed.descriptor == BatchDescriptor(8, extra=images)
     agreed, steps = decided(dispatcher, [Asked(3, extra=images), Asked(5), None])
     assert (agreed.mode, agreed.reason) == (NONE, DispatchReason.NO_KEY)
-    assert agreed.why == "ranks 0, 1 differ in their extra"
+    assert agreed.why == "ranks 0, 1 differ in their 'extra'"
     assert [step.reason for step in steps] == [DispatchReason.AGREED] * 3
     agreed, _ = decided(dispatcher, [Asked(3, extra=(("images", "none such"),)), Asked(5)])
     assert (agreed.mode, agreed.reason) == (NONE, DispatchReason.NO_KEY)
