@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from graphpass.capture.runtime import GraphRuntime
     from graphpass.capture.wrapper import CUDAGraphWrapper
     from graphpass.context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
-    from graphpass.dispatch.choose import plan_sizes
     from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
     from graphpass.dispatch.lora import LoraKeys
+    from graphpass.dispatch.sizeplan import plan_sizes
     from graphpass.dispatch.support import AttentionSupport, resolve_mode
     from graphpass.encoder.manager import EncoderCudaGraphManager
     from graphpass.encoder.options import EncoderOptions
@@ -97,7 +97,7 @@ _MODULE_OF = {
     "graphed": "graphpass.graphedmodel",
     "is_forward_context_available": "graphpass.context",
     "partition": "graphpass.regions.split",
-    "plan_sizes": "graphpass.dispatch.choose",
+    "plan_sizes": "graphpass.dispatch.sizeplan",
     "precapture": "graphpass.graphedmodel",
     "resolve_mode": "graphpass.dispatch.support",
     "runtime_of": "graphpass.capture.lookup",

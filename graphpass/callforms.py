@@ -16,7 +16,7 @@ import torch
 
 from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.surroundings import replay_settings
+from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import dynamo, transforms, trees
 from graphpass.errors import CaptureError, GraphpassError
 

@@ -6,14 +6,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from graphpass.capture.capturepermit import MAX_STATIC_SETS
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.permit import MAX_STATIC_SETS
 from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.keys import BatchDescriptor
 from graphpass.regions.regions import Region
-from graphpass.regions.rules import reshapes_in_place
 from graphpass.regions.split import Partition
+from graphpass.regions.splitrules import reshapes_in_place
 
 __all__ = ["ReplayPlans"]
 

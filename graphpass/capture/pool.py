@@ -21,7 +21,7 @@ from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
-from graphpass.capture.sentinel import fill_with_sentinel
+from graphpass.capture.poison import fill_with_sentinel
 from graphpass.capture.tape import TapeDevice
 from graphpass.capture.views import HandedViews
 from graphpass.context import ForwardContext

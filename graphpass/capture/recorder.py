@@ -14,8 +14,8 @@ from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ReadLog
 from graphpass.capture.counts import RunningCounts
+from graphpass.capture.debug import EagerGraph
 from graphpass.capture.device import GraphDevice
-from graphpass.capture.eager import EagerGraph
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
@@ -25,7 +25,7 @@ from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
-from graphpass.capture.surroundings import without_cached_casts, without_collections
+from graphpass.capture.torchsettings import without_cached_casts, without_collections
 from graphpass.compat import failures, memory, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError

@@ -18,7 +18,7 @@ from graphpass.capture.recompiles import captured_earlier, left_behind
 from graphpass.capture.records import CallableRecord, RegionId, RuntimeStats
 from graphpass.capture.runtimereport import report_of
 from graphpass.capture.scope import CaptureScope, CaptureScopes
-from graphpass.capture.surroundings import frozen_objects
+from graphpass.capture.torchsettings import frozen_objects
 from graphpass.capture.traffic import CallTraffic
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import distinct_elements, storage_id
+from graphpass.capture.poison import fill_with_sentinel
 from graphpass.capture.regioncalls import CompiledWithin
-from graphpass.capture.sentinel import fill_with_sentinel
 from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError
 

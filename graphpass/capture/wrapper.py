@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from graphpass.capture.arguments import Call, InputRoles
+from graphpass.capture.capturepermit import CapturePermit
 from graphpass.capture.compare import EagerRun
 from graphpass.capture.counts import Counts, RunningCounts
 from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.permit import CapturePermit
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
 from graphpass.capture.records import RegionId

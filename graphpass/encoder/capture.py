@@ -62,7 +62,7 @@ class CapturedLadder:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLadder:
-    """What is to be captured. All of it is done in :func:`graphpass.capture.surroundings.capture_settings`.
+    """What is to be captured. All of it is done in :func:`graphpass.capture.torchsettings.capture_settings`.
 
     Attributes:
         model: the encoder, compiled if it is to be.

@@ -32,7 +32,7 @@ __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
 class EncoderGraphs:
     """Captures keys of one encoder and replays them over shared buffers. They share one pool.
 
-    All of it runs in :func:`graphpass.capture.surroundings.capture_settings`; :meth:`capture` also in
+    All of it runs in :func:`graphpass.capture.torchsettings.capture_settings`; :meth:`capture` also in
     ``runtime.capturing()``.
 
     Args:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.surroundings import capture_settings
+from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.graphs import check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of

@@ -14,9 +14,9 @@ from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.compat import trees
 from graphpass.engine.forward import fields_named
+from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
-from graphpass.engine.padded import PaddedInputs
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import LeafSources, leaf_sources
 from graphpass.ladder.estimate import Key

@@ -11,7 +11,7 @@ from graphpass.compat import failures
 from graphpass.context import entered, set_forward_context
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.hooks import ForwardHooks
-from graphpass.engine.padded import PaddedInputs
+from graphpass.engine.inputviews import PaddedInputs
 from graphpass.errors import ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -11,9 +11,9 @@ from graphpass.compat import sideeffects, trees
 from graphpass.engine.buffers import OutputBuffers, Sizes
 from graphpass.engine.firstrun import FirstRun, model_state_kept
 from graphpass.engine.forward import fields_named
+from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.model import CompiledModel
-from graphpass.engine.padded import PaddedInputs
 from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.refusals import not_with_offloading
 from graphpass.engine.results import LeafSources, Reached, ResultRecipe, leaf_sources, symbols_of

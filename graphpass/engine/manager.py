@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.surroundings import replay_settings
+from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import transforms
 from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
 from graphpass.dispatch.support import resolve_mode

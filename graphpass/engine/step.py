@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpass.capture.surroundings import replay_settings
+from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import trees
 from graphpass.engine.batch import Batch
 from graphpass.engine.buffers import Sizes
 from graphpass.engine.capture import CapturedStep
 from graphpass.engine.forward import fields_named
+from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
-from graphpass.engine.padded import PaddedInputs
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.estimate import Key
 from graphpass.modes import CUDAGraphMode

@@ -18,8 +18,8 @@ from graphpass.regions.padding import (
     register_padding_rule,
 )
 from graphpass.regions.regions import Region
-from graphpass.regions.rules import DEFAULT_RULES, SplitReason, SplitRule, splits_at
 from graphpass.regions.split import Partition
+from graphpass.regions.splitrules import DEFAULT_RULES, SplitReason, SplitRule, splits_at
 from graphpass.regions.symbols import GraphInput
 
 __all__ = [

@@ -14,7 +14,7 @@ from graphpass.regions.analysis import CALLS, Analysis, is_recomputed
 from graphpass.regions.execute import storages_of, tensors_in, value_of
 from graphpass.regions.opnames import display_name, names_of
 from graphpass.regions.passes import is_rebuilt_output, unpacked_from
-from graphpass.regions.rules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
+from graphpass.regions.splitrules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
 
 __all__ = ["NodeGroup", "assign"]
 

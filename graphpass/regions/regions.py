@@ -21,7 +21,7 @@ from graphpass.regions.assign import NodeGroup
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.opnames import CALLED
 from graphpass.regions.passes import is_rebuilt_output
-from graphpass.regions.rules import SplitReason
+from graphpass.regions.splitrules import SplitReason
 
 __all__ = ["Region", "build_regions", "written_positions"]
 

@@ -18,7 +18,7 @@ from graphpass.regions.dump import dump_partition
 from graphpass.regions.execute import value_of
 from graphpass.regions.passes import run_passes, sizes_as_symbols, tuples_stay_home, tuples_unpacked
 from graphpass.regions.regions import Region, build_regions, written_positions
-from graphpass.regions.rules import DEFAULT_RULES, SplitRule, splits_at
+from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.stitch import Stitching, stitch
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 

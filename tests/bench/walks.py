@@ -21,7 +21,7 @@ from graphpass import Batch, BatchDescriptor, CudagraphDispatcher, CudaGraphMana
 
 ROOT = Path(__file__).parent.parent.parent
 HOMES = {str(ROOT / "graphpass"): "graphpass", str(ROOT / "backends" / "cgpass"): "cgpass"}
-LEFT_OUT = ("graphpass/compat/", "graphpass/capture/tape.py", "graphpass/capture/sentinel.py")
+LEFT_OUT = ("graphpass/compat/", "graphpass/capture/tape.py", "graphpass/capture/poison.py")
 SPECIAL_METHODS = ("__init__", "__call__", "__post_init__", "__enter__", "__exit__")
 """The special methods that count."""
 SIZES = (1, 2, 4, 8)

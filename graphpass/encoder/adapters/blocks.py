@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.regioncalls import call_compiled
-from graphpass.capture.surroundings import capture_settings
+from graphpass.capture.torchsettings import capture_settings
 from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import use_attention

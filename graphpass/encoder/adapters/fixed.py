@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.surroundings import capture_settings
+from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
 from graphpass.encoder.adapters.checks import check_option
 from graphpass.encoder.attention import EQUAL_ATTENTION

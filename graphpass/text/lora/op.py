@@ -20,7 +20,7 @@ from torch import nn
 from graphpass.context import current_context
 from graphpass.errors import ShapeError
 from graphpass.regions.padding import register_padding_rule
-from graphpass.text.padding import add_lora_by_row
+from graphpass.text.paddingrules import add_lora_by_row
 
 __all__ = ["ADD_LORA", "NO_ADAPTER", "LoraLinear", "TokenAdapters"]
 

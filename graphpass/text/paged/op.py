@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from graphpass.context import get_forward_context
 from graphpass.errors import ContextError, ShapeError
 from graphpass.regions.padding import register_padding_rule
-from graphpass.text.padding import paged_attention_by_row
+from graphpass.text.paddingrules import paged_attention_by_row
 from graphpass.text.paged.tables import TableLayout, Tables
 
 __all__ = [

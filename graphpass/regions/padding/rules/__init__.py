@@ -33,7 +33,6 @@ BUILT_IN: dict[str, PaddingRule] = {
         creation,
         indexing,
         marked,
-        marked,
         normalisations,
         pointwise,
         randomness,
