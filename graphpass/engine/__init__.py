@@ -1,4 +1,4 @@
-"""Any model over a ladder of captured sizes: dispatch, pad, replay, cut."""
+"""Runs any model over a ladder of captured sizes: dispatch a batch, pad it, replay its graph, cut the results."""
 
 from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.stats import CapturedGroup, ManagerStats

@@ -1,4 +1,4 @@
-"""What a manager is told: the model's inputs, once, and each step's batch."""
+"""What users declare to a manager: the model's inputs, the batch of each step, and how attention metadata is built."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class InputSpec:
     """One input of the model, at the largest batch.
 
     Attributes:
-        name: the model's argument.
-        shape: of its buffer; the token dimension as large as the largest batch that will come.
-        dtype: of its buffer.
-        token_dim: the dimension that has one entry a token; None for an input without one.
-        request_dim: the dimension that has one entry a request; None for an input without one. Keys that carry no
-            request count are given all of it.
-        padding: what fills the rest, see :data:`graphpass.padrules.PadRule`.
+        name: name of the model's argument.
+        shape: shape of the buffer; the token dimension has the size of the largest batch.
+        dtype: dtype of the buffer.
+        token_dim: the dimension that has one entry per token; None for an input without one.
+        request_dim: the dimension that has one entry per request; None for an input without one. A key without a
+            request count uses the whole dimension.
+        padding: the values of padded entries, see :data:`graphpass.padrules.PadRule`.
 
     Raises:
-        OptionError: a dimension is none of the shape's, or the rule is none.
+        OptionError: a size is below 1, a dimension is out of range, both dimensions are the same, or the padding is
+            not a valid rule for the dtype.
     """
 
     name: str
@@ -48,43 +49,43 @@ class InputSpec:
                 f"input {self.name!r} cannot hold its padding",
                 expected=f"a value of {self.dtype}",
                 found=repr(rule),
-                remedy="give a value that the dtype can hold exactly",
+                remedy="choose a padding value that the dtype represents exactly",
             )
         if any(type(size) is not int or size < 1 for size in self.shape):
             raise OptionError(
-                f"input {self.name!r} has no such buffer",
-                expected="sizes of at least 1, those of the largest batch",
+                f"the shape of input {self.name!r} is not valid",
+                expected="integer sizes of at least 1",
                 found=str(self.shape),
-                remedy="give the shape at the largest batch that will come",
+                remedy="pass the shape that the input has in the largest batch",
             )
         for what, dim in (("token_dim", self.token_dim), ("request_dim", self.request_dim)):
             if dim is not None and not -len(self.shape) <= dim < len(self.shape):
                 raise OptionError(
-                    f"{what} of input {self.name!r} is no dimension of it",
+                    f"{what} of input {self.name!r} is out of range",
                     expected=f"{-len(self.shape)} to {len(self.shape) - 1}, or None",
                     found=str(dim),
-                    remedy=f"name the dimension of {self.shape} that grows with the batch",
+                    remedy=f"pass the dimension of {self.shape} that grows with the batch",
                 )
         if self.token_dim is not None and self.request_dim is not None and not self.dims_differ():
             raise OptionError(
-                f"input {self.name!r} has one dimension for tokens and requests",
-                expected="token_dim and request_dim, two dimensions or one of them None",
-                found=f"both {self.token_dim}",
-                remedy="leave one of them out",
+                f"input {self.name!r} has the same dimension for tokens and requests",
+                expected="two different dimensions, or None for one of them",
+                found=f"token_dim={self.token_dim}, request_dim={self.request_dim}",
+                remedy="leave out token_dim or request_dim",
             )
 
     def dims_differ(self) -> bool:
-        """Whether tokens and requests are counted in two dimensions."""
+        """Whether tokens and requests have different dimensions."""
         return len(self.dims()) > 1
 
     def dims(self) -> dict[int, str]:
-        """{dimension: key field} of the dimensions that a batch cuts."""
+        """{dimension: key field} of the dimensions that grow with the batch."""
         named = ((self.token_dim, "num_tokens"), (self.request_dim, "num_reqs"))
         return {dim % len(self.shape): name for dim, name in named if dim is not None}
 
 
 def _fits(value: float, dtype: torch.dtype) -> bool:
-    """Whether a number survives the way into a tensor; floats may be rounded."""
+    """Whether a tensor of this dtype can store the number; floating-point dtypes may round it."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     if value != value or (isinstance(value, float) and not value.is_integer()):
@@ -95,16 +96,16 @@ def _fits(value: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work, at its real sizes.
+    """The inputs and sizes of one step, without padding.
 
     Attributes:
-        num_tokens: tokens of all requests together.
-        inputs: a tensor for each declared input, at real sizes; None where they are in the manager's buffers already
-            (the first ``num_tokens`` entries of each).
-        num_reqs: requests, None where the model does not care.
+        num_tokens: total number of tokens of all requests.
+        inputs: a tensor for each declared input, without padding; None if the caller has written them to the
+            manager's buffers (the first ``num_tokens`` entries of each).
+        num_reqs: number of requests; None for a model that has no input with a request dimension.
         uniform_decode: every request has ``uniform_decode_query_len`` tokens.
-        num_active_loras: adapters in use.
-        attention: what the manager's attention builds its metadata from.
+        num_active_loras: number of LoRA adapters that the batch uses.
+        attention: argument of :meth:`AttentionMetadataBuilder.build`.
         extra: other key fields, see :meth:`CudagraphDispatcher.dispatch <graphpass.CudagraphDispatcher.dispatch>`.
     """
 
@@ -119,52 +120,55 @@ class Batch:
 
 
 class AttentionMetadataBuilder(Protocol):
-    """Makes what the model's attention reads from the forward context, for every step and for captures.
+    """Builds the metadata that the model's attention reads from the forward context, for steps and for captures.
 
-    A graph of a FULL key has the addresses and numbers baked in that attention read at capture. So each FULL key has
-    one metadata object, made once, whose tensors :meth:`build` refills; what it rounds up stands in the key.
+    The graph of a FULL key contains the addresses and Python numbers that attention read at capture. So each FULL key
+    has one metadata object: :meth:`build` creates it once and writes later steps into its tensors. A Python number in
+    it, such as the longest sequence, is rounded up to a value that is part of the key.
     """
 
     @property
     def support(self) -> AttentionSupport:
-        """Which batches it can be captured with."""
+        """The kinds of batches that a FULL graph of this attention can serve."""
         ...
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
-        """The ops that read the metadata: they stay eager in PIECEWISE, and they alone may mix tokens and requests.
+        """Qualified names of the ops that read the metadata, such as ``mylib::paged_attention``.
 
-        Qualified names, ``mylib::paged_attention``.
+        They run eagerly in PIECEWISE mode. No other op of the model may mix tokens or requests.
         """
         ...
 
     def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:
-        """The key fields that a batch's attention needs, such as its longest sequence.
+        """The key fields that depend on a batch's attention, such as its longest sequence, as (field, value) pairs.
 
-        Those that the dispatcher has no ladder for are left out: then one bound holds for all keys.
+        The manager ignores a field that the dispatcher has no capture sizes for: one bound then serves all keys.
         """
         ...
 
     def example(self, key: BatchDescriptor, *, query_len: int | None) -> Any:
-        """Requests to warm up and capture ``key`` with, in place of :attr:`Batch.attention`.
+        """Example requests for the warm-up and capture of ``key``, in place of :attr:`Batch.attention`.
 
-        Short sequences whose pages are scratch, so that nothing live is written.
+        They are short sequences on scratch pages, so that a capture does not write to pages in use.
 
         Args:
             key: the padded shape.
-            query_len: tokens of each request in a uniform decode key; None for a mixed one.
+            query_len: tokens of each request for a uniform decode key; None for a mixed key.
         """
         ...
 
     def build(self, attention: Any, key: BatchDescriptor | None) -> Any:
-        """The metadata of one step, on the device; its ``slot_mapping`` goes into the forward context too.
+        """Build the metadata of one step, on the device.
+
+        The manager also puts its attribute ``slot_mapping`` into the forward context.
 
         Args:
-            attention: the batch's requests.
-            key: the FULL key whose graph will read it: the same object in every call, refilled in place. None for
-                eager attention: at real sizes, valid for this step.
+            attention: :attr:`Batch.attention` of the step.
+            key: the FULL key whose graph reads the metadata: return the same object in every call, with its tensors
+                overwritten in place. None for eager attention: without padding, valid for this step.
 
         Raises:
-            ShapeError: the requests do not fit the key, or each other.
+            ShapeError: the requests do not fit the key, or contradict each other.
         """
         ...

@@ -1,7 +1,8 @@
-"""A manager's persistent inputs and outputs: one buffer each, as large as the largest batch, shared by all sizes.
+"""A manager's persistent input and output buffers: one per tensor, as large as the largest batch, shared by all sizes.
 
-A key reads the first entries of each buffer and leaves its results in the first entries of others. What lies behind the
-real entries of an input is padding, always: a batch that is smaller than the one before it blanks what that one wrote.
+A key reads the first entries of each input buffer and writes its results to the first entries of the output buffers.
+All entries of an input behind the real ones are padding: if a batch is smaller than the one before, the surplus entries
+are overwritten with padding.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ Sizes = Mapping[str, int]
 
 
 class StepBuffers(PaddedBuffers):
-    """The inputs, each cut in its padded dimensions.
+    """The input buffers of a manager.
 
-    The engine may write real entries into them itself; all other entries are the manager's.
+    The caller may write the real entries itself; the padding belongs to the manager.
 
     Args:
         specs: the declared inputs.
-        device: where they lie.
+        device: device of the buffers.
+
+    Attributes:
+        largest: {key field: size of the largest batch}.
+        device: device of the buffers.
+        tensors: {input name: its buffer at the largest batch}.
 
     Raises:
-        OptionError: two inputs have one name, none has a token dimension, or they disagree about the largest batch.
+        OptionError: two inputs have the same name, none has a token dimension, or their largest batches differ.
     """
 
     def __init__(self, specs: Sequence[InputSpec], device: torch.device) -> None:
@@ -49,13 +55,16 @@ class StepBuffers(PaddedBuffers):
         with torch.inference_mode(False):
             self._is_padding = torch.ones(self.largest["num_tokens"] + 1, dtype=torch.bool, device=device)
         self._filled = dict.fromkeys(self.largest, 0)
-        # Rules that are no value have to be asked again in every step.
+        # Padding that is not a constant is written again in every step.
         self._computed = {
             name for name, spec in self._specs.items() if not isinstance(spec.padding, (bool, int, float))
         }
 
     def at(self, sizes: Sizes) -> dict[str, PaddedBuffer]:
-        """What the model is given at these padded sizes: views of the buffers, for Dynamo dynamic and static."""
+        """Views of the buffers at these padded sizes.
+
+        Dynamo treats them as inputs with dynamic sizes and static addresses.
+        """
         views = {}
         for name, spec in self._specs.items():
             view = self._cut(self._memory[name], spec.dims(), sizes)
@@ -66,23 +75,23 @@ class StepBuffers(PaddedBuffers):
         return views
 
     def pad_always(self, names: Iterable[str]) -> None:
-        """Pad these inputs in every step: the model writes to them, padding included."""
+        """Write the padding of these inputs again in every step, because the model writes to it."""
         self._computed.update(names)
 
     def is_padding(self, num_tokens: int) -> torch.Tensor:
-        """Which of the first ``num_tokens`` entries are padding."""
+        """Mask of the padding among the first ``num_tokens`` tokens: bool (num_tokens,), a view that steps update."""
         return self._is_padding[:num_tokens]
 
     def fill(self, inputs: Mapping[str, torch.Tensor] | None, sizes: Sizes, padded: Mapping[str, PaddedBuffer]) -> None:
-        """Copy a batch in, all inputs at once, and make everything behind it padding.
+        """Copy a batch into the buffers, all inputs in one fused copy, and write the padding behind it.
 
         Args:
-            inputs: a tensor for each declared input, at real sizes; None where they are in the buffers already.
+            inputs: a tensor for each declared input, without padding; None if the buffers contain them already.
             sizes: the real size of each key field.
-            padded: what the model will be given, see :meth:`at`.
+            padded: the views that the model reads, see :meth:`at`.
 
         Raises:
-            ShapeError: an input is missing, new, or does not fit; nothing has been written then.
+            ShapeError: an input is missing, not declared, or does not fit; the buffers are unchanged.
         """
         if inputs is not None:
             copy_each(*self.paired(inputs, sizes, padded))
@@ -93,7 +102,7 @@ class StepBuffers(PaddedBuffers):
             padded[name].fill_padding(sizes)
 
     def blank(self) -> None:
-        """Make them what they were at first: what a larger batch has left may be no valid entry of a smaller one."""
+        """Reset all entries to padding, because an entry of a larger batch may not be valid in a smaller one."""
         for name, spec in self._specs.items():
             self._memory[name].fill_(_first_value(spec))
         self._is_padding.fill_(True)
@@ -101,31 +110,31 @@ class StepBuffers(PaddedBuffers):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Whatever happens in the body, afterwards the buffers hold what they held."""
-        held = {name: memory.clone() for name, memory in self._memory.items()}
+        """Save the contents of the buffers, and restore them after the body."""
+        saved = {name: memory.clone() for name, memory in self._memory.items()}
         filled, is_padding = dict(self._filled), self._is_padding.clone()
         try:
             yield
         finally:
             for name, memory in self._memory.items():
-                memory.copy_(held[name])
+                memory.copy_(saved[name])
             self._is_padding.copy_(is_padding)
             self._filled = filled
 
     def paired(
         self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: Mapping[str, PaddedBuffer]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where each tensor of a batch goes, and what is copied there; see :meth:`fill`.
+        """The copies that :meth:`fill` needs for a batch, as (targets, sources); nothing is copied yet.
 
         Raises:
-            ShapeError: an input is missing, new, or does not fit.
+            ShapeError: an input is missing, not declared, or does not fit.
         """
         if inputs.keys() != self._specs.keys():
             raise ShapeError(
-                "the batch has other inputs than were declared",
+                "the inputs of the batch are not the declared inputs",
                 expected=", ".join(sorted(self._specs)),
                 found=", ".join(sorted(inputs)) or "none",
-                remedy="pass a tensor for each InputSpec, or inputs=None where they are in the buffers already",
+                remedy="pass a tensor for each InputSpec, or inputs=None after writing to the manager's buffers",
             )
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -133,7 +142,7 @@ class StepBuffers(PaddedBuffers):
             target, value = buffer.real(sizes), inputs[name]
             buffer.check(value, target)
             if value.data_ptr() != target.data_ptr() and storage_id(value) == storage_id(target):
-                value = value.clone()  # it lies elsewhere in the buffer, and may overlap what it is copied to
+                value = value.clone()  # another part of the same buffer, which may overlap the target
             targets.append(target)
             sources.append(value)
         return targets, sources
@@ -156,7 +165,7 @@ class StepBuffers(PaddedBuffers):
         return memory
 
     def described(self) -> str:
-        """Names, shapes at the largest batch, dtypes and dimensions that grow."""
+        """Text for comparing ranks: name, shape at the largest batch, dtype and padded dimensions of each input."""
         return ", ".join(f"{spec.name} {spec.shape} {spec.dtype} {spec.dims()}" for spec in self._specs.values())
 
 
@@ -169,16 +178,17 @@ def _largest(specs: Sequence[InputSpec]) -> dict[str, int]:
     if len(set(names)) < len(names) or not sizes["num_tokens"] or any(len(found) > 1 for found in sizes.values()):
         raise OptionError(
             "the inputs do not describe one largest batch",
-            expected="names that differ, a token dimension, and one size for it and for the request dimension",
+            expected="different names, at least one token dimension, one size for all token dimensions, and one size "
+            "for all request dimensions",
             found=", ".join(f"{spec.name} {spec.shape} {spec.dims()}" for spec in specs) or "no input",
-            remedy="give every input its shape at the same largest batch",
+            remedy="declare the shape of every input for the same largest batch",
         )
     return {field: found.pop() for field, found in sizes.items() if found}
 
 
 def _memory(spec: InputSpec, device: torch.device) -> torch.Tensor:
-    # Two entries more than the largest batch: a first run may need one more, so that two sizes differ, and torch takes
-    # a view as long as its base for another graph.
+    # Two extra entries. The first run may need one to make two sizes differ, and Dynamo compiles another graph for a
+    # view that is as long as its base.
     shape = [size + 2 if dim in spec.dims() else size for dim, size in enumerate(spec.shape)]
     with torch.inference_mode(False):
         return torch.full(shape, _first_value(spec), dtype=spec.dtype, device=device)
@@ -190,11 +200,11 @@ def _first_value(spec: InputSpec) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OutputBuffers:
-    """The results, flat: what a key returns lies in the first entries of the buffers.
+    """The output buffers of a manager, one per leaf of the result; a key writes to the first entries.
 
     Attributes:
-        buffers: a tensor as large as the largest batch for each tensor of the result; other values as they are.
-        dims: for each, {dimension: key field} of the dimensions that a batch cuts.
+        buffers: for each tensor of the result, a tensor at the size of the largest batch; for other leaves, the value.
+        dims: for each leaf, {dimension: key field} of the dimensions that grow with the batch.
     """
 
     buffers: tuple[Any, ...]
@@ -202,7 +212,7 @@ class OutputBuffers:
 
     @classmethod
     def like(cls, leaves: Sequence[Any], dims: Sequence[Mapping[int, str]], largest: Sizes) -> OutputBuffers:
-        """Buffers for results like ``leaves``."""
+        """Allocate buffers for results with the dtypes and devices of ``leaves``, at the sizes in ``largest``."""
         buffers = []
         for leaf, of_leaf in zip(leaves, dims, strict=True):
             if isinstance(leaf, torch.Tensor):
@@ -214,17 +224,17 @@ class OutputBuffers:
         return cls(tuple(buffers), tuple(dict(of_leaf) for of_leaf in dims))
 
     def cut(self, index: int, sizes: Sizes) -> Any:
-        """The first entries of one result, a tensor object of the caller's own."""
+        """The first entries of one result, as a new tensor object over the buffer."""
         part = self.buffers[index]
         for dim, field in self.dims[index].items():
             part = part.narrow(dim, 0, sizes[field])
         return part if self.dims[index] or not isinstance(part, torch.Tensor) else part.detach()
 
     def store(self, leaves: Sequence[Any], sizes: Sizes) -> None:
-        """Copy results of these sizes in, all at once.
+        """Copy results of these sizes into the buffers, in one fused copy.
 
         Raises:
-            ShapeError: one of them is not like it was when the buffers were made.
+            ShapeError: a result has another shape or dtype than its buffer.
         """
         targets, sources = [], []
         for index, leaf in enumerate(leaves):
@@ -243,5 +253,5 @@ class OutputBuffers:
         copy_each(targets, sources)
 
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers if isinstance(buffer, torch.Tensor))

@@ -1,4 +1,4 @@
-"""How a manager captures one key, and what it keeps of it to replay past Dynamo."""
+"""Captures one key of a manager, and records its replay plan and arguments: Note [Steps without Dynamo]."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["CapturedStep", "KeyCapturer"]
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """One captured key.
+    """One captured key, ready to replay.
 
     Attributes:
         inputs: the padded inputs.
-        args: the graph's arguments: those inputs, their sizes, parameters.
-        plan: what replays; None where a step goes through Dynamo.
+        args: flat arguments of the graph: the padded inputs, their sizes, the model's parameters and buffers.
+        plan: the plan that replays the graph; None if steps of this key go through Dynamo.
         returns_flat: the plan returns a flat tuple or list.
-        model: compared in every step that goes past Dynamo.
+        model: state of the model at capture, which a step without Dynamo checks; None if steps go through Dynamo.
     """
 
     inputs: PaddedInputs
@@ -47,7 +47,12 @@ class CapturedStep:
     model: ModelState | None
 
     def holds(self, modules: Sequence[torch.nn.Module], generation: int) -> bool:
-        """Whether what was captured can be replayed as it is."""
+        """Whether the graph can be replayed: model and plan are still valid.
+
+        Args:
+            modules: all modules of the model.
+            generation: the pool's generation, which changes when graphs are dropped.
+        """
         if self.plan is None or self.model is None:
             return True
         return self.model.serves(modules) and self.plan.serves(self.args, generation)
@@ -58,10 +63,10 @@ class KeyCapturer:
 
     Args:
         model: the model over its buffers.
-        learner: knows what it returns.
+        learner: describes the model's results.
 
     Attributes:
-        meter: reads what a capture takes of the device's memory.
+        meter: measures the device memory that a capture allocates.
     """
 
     def __init__(self, model: CompiledModel, learner: ModelLearner) -> None:
@@ -70,16 +75,19 @@ class KeyCapturer:
         self._states: dict[Any, ModelState] = {}
 
     def forget(self) -> None:
-        """Drop the states of the model that earlier captures have in common."""
+        """Drop the model states that captures share."""
         self._states.clear()
 
     def capture(self, key: Key) -> tuple[CapturedStep, CapturedGraph]:
-        """Capture one key inside an open scope, and learn how to replay it past Dynamo.
+        """Capture one key inside an open capture scope.
 
-        The caller tells the dispatcher that the key is captured.
+        The caller marks the key as captured in the dispatcher.
+
+        Returns:
+            The step to replay, and the record of seconds and memory.
 
         Raises:
-            CaptureError: it cannot be captured.
+            CaptureError: the key cannot be captured.
             ShapeError: the model returns another structure than in its first run.
         """
         mode, descriptor = key
@@ -103,16 +111,16 @@ class KeyCapturer:
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
         self._learner.check_graphs(scope.reached, inputs)
-        # Python that a branch on the size adds has to run, though the first run had none.
+        # The graph for this size may have side effects in Python that the graph of the first run did not have.
         is_direct = is_direct and not any(call.callable.side_effects for call in scope.reached)
         through_dynamo = CapturedStep(inputs, (), None, False, None)
         step = self._past_dynamo(scope, inputs, result) if is_direct else through_dynamo
-        scope.reached.clear()  # it holds results, which keep their pool memory
+        scope.reached.clear()  # release the results, which keep pool memory alive
         elapsed = time.perf_counter() - started
         return step, CapturedGraph(mode, descriptor, elapsed, self.meter.reading() - before)
 
     def _end_of_forward(self, results: ModelResults, inputs: PaddedInputs) -> Callable[[list[Any]], list[Any]]:
-        """What ends a forward that is captured as a whole, inside of the capture."""
+        """The function that a FULL capture calls at the end of the forward, with the graph's flat outputs."""
         hooks = self._model.parts.hooks
 
         def end(flat: list[Any]) -> list[Any]:
@@ -140,7 +148,7 @@ class KeyCapturer:
 
 
 def _names_of(sources: LeafSources | str | None) -> Any:
-    """Sources that can be compared between keys: buffers of one input by its name."""
+    """The sources in a form that is equal for all keys: a buffer is replaced by the name of its input."""
     if not isinstance(sources, tuple):
         return sources
     return [source.name if isinstance(source, PaddedBuffer) else source for source in sources]

@@ -1,4 +1,4 @@
-"""The keys of a manager that have graphs: all of them captured in order, within a limit, or one anew."""
+"""The captured keys of a manager: captures all keys in order within a memory limit, or one key in a step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["CapturedLadder"]
 
 
 class CapturedLadder:
-    """What a manager has captured, and how it captures the rest.
+    """The captured keys of a manager; captures missing ones and drops all of them on :meth:`close`.
 
     Args:
-        model: the model over its buffers. Its dispatcher says which keys there are, and is told which are captured.
-        learner: knows what the model returns and writes to.
-        ranks: data-parallel ranks, which capture the same keys together; None for a model of this process alone.
+        model: the model over its buffers. Its dispatcher lists the keys; each captured key is marked there.
+        learner: describes the model's results and the state that it writes to.
+        ranks: data-parallel ranks that capture the same keys together; None without an agreement.
 
     Attributes:
-        steps: key -> its graph.
-        records: key -> what its capture took, in the order of capture.
-        left_out: keys for which there was no room.
+        steps: {key: its captured step}.
+        records: {key: seconds and memory of its capture}, in the order of capture.
+        left_out: keys that were not captured because of ``max_bytes``.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class CapturedLadder:
         return sorted(keys, key=lambda key: key[1].uniform)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Let the other ranks know if the body fails."""
+        """Report a failure of the body to the other ranks."""
         return contextlib.nullcontext() if self._ranks is None else self._ranks.capturing()
 
     def _on_some_rank(self, here: bool) -> bool:
-        """Whether something holds on this rank, or on another that captures with it."""
+        """Whether a condition is true on this rank or on any other rank of the agreement."""
         return here if self._ranks is None else self._ranks.stops(here, len(self.missing()))
 
     # -- all of them --------------------------------------------------------------------------------------------------
@@ -75,13 +75,13 @@ class CapturedLadder:
         fits = self.estimate().pool if limited else None
         with replay_settings(), self._inputs.kept(), self._learner.state_kept(), self._runtime.capturing():
             self.left_out = self._capture_in_order(max_bytes, fits)
-        self._capturer.meter.settle()  # nothing needs any more what warm-ups have left cached
+        self._capturer.meter.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:
             self._runtime.note(f"{len(self.left_out)} keys left out: the pool would exceed {max_bytes} bytes")
 
     def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
-        """Capture what is missing, or as much of it as fits; returns what is left out."""
-        missing = self.missing()  # learning may have found that there is no FULL
+        """Capture the missing keys, or as many as fit; returns the keys that are left out."""
+        missing = self.missing()  # the first run may have removed the FULL keys
         with capture_progress(missing) as progress:
 
             def captured(key: Key) -> None:
@@ -91,14 +91,14 @@ class CapturedLadder:
 
             if fits is None:
                 for key in missing:
-                    self._on_some_rank(False)  # a rank that failed says so here
+                    self._on_some_rank(False)  # raises if another rank has failed
                     captured(key)
                 return ()
             pool = KeyPool(self._runtime.pool_bytes, captured, self._drop_graphs, self._on_some_rank)
             return capture_within(max_bytes, pool, list(self.records), missing, fits)
 
     def estimate(self) -> MemoryEstimate:
-        """What capturing every key takes, see :meth:`CudaGraphManager.estimate`."""
+        """Estimate the memory of all keys, see :meth:`CudaGraphManager.estimate`."""
         with replay_settings():
             self._learner.results()
             keys, known = self._all(), self._estimate
@@ -117,11 +117,11 @@ class CapturedLadder:
             return known
 
     def refuse_unready(self) -> None:
-        """Refuse a step of all ranks where this one could not replay its graphs.
+        """Check that this rank can replay its graphs, before the other ranks rely on it.
 
         Raises:
-            CaptureError: nothing was captured yet.
-            StaticInputError: weights were replaced.
+            CaptureError: nothing has been captured yet.
+            StaticInputError: weights of the model were replaced.
         """
         self.refuse_none_captured()
         for key, step in {id(step.model): (key, step) for key, step in self.steps.items()}.values():
@@ -129,10 +129,10 @@ class CapturedLadder:
                 raise moved_weights(key, "call recapture() on every rank")
 
     def refuse_none_captured(self) -> None:
-        """Refuse to run where no key has a graph, although there are keys.
+        """Refuse to run if the dispatcher has keys and none of them is captured.
 
         Raises:
-            CaptureError: nothing was captured yet.
+            CaptureError: nothing has been captured yet.
         """
         if not (self.steps or self.left_out) and self.missing():
             raise nothing_captured(len(self.missing()))
@@ -140,26 +140,32 @@ class CapturedLadder:
     # -- one of them --------------------------------------------------------------------------------------------------
 
     def step_of(self, key: Key) -> CapturedStep:
-        """The graph of a key; captured now where there is none, or where it reads weights that were replaced."""
-        found = self.steps.get(key)
-        if found is not None and found.holds(self._model.modules, self._runtime.lease.generation):
-            return found
-        return self._captured_anew(key, found)
+        """The captured step of a key; captures the key if it has no graph or its graph reads replaced weights.
 
-    def _captured_anew(self, key: Key, found: CapturedStep | None) -> CapturedStep:
+        Raises:
+            StaticInputError: the key would have to be captured, but ``on_moved_input`` is ``"error"`` or ranks agree
+                on each step.
+            CaptureError: the key cannot be captured.
+        """
+        step = self.steps.get(key)
+        if step is not None and step.holds(self._model.modules, self._runtime.lease.generation):
+            return step
+        return self._captured_anew(key, step)
+
+    def _captured_anew(self, key: Key, stale: CapturedStep | None) -> CapturedStep:
         mode, descriptor = key
         is_known = key in self.records
-        # Ranks that capture in a step on their own leave the others waiting.
+        # A rank that captures during a step would keep the other ranks waiting.
         if self._ranks is not None or (is_known and self._model.settings.policy.on_moved_input == "error"):
             everywhere = self._ranks is not None
             remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
             raise moved_weights(key, remedy)
         if is_known:
-            text = f"{mode} {descriptor}: captured anew, since weights were replaced or a graph was dropped"
+            text = f"{mode} {descriptor}: captured again, because weights were replaced or a graph was dropped"
             self._runtime.note(text)
-        if found is not None:  # others that hold the same weights would keep them alive until their next use
-            self.steps = {other: step for other, step in self.steps.items() if step.model is not found.model}
-            del found
+        if stale is not None:  # drop all steps of the old weights, which would stay allocated until each key's next use
+            self.steps = {other: step for other, step in self.steps.items() if step.model is not stale.model}
+            del stale
         self._runtime.lease.order_after_last_forward()
         with replay_settings(), self._inputs.kept(), self._learner.state_kept(), self._runtime.scopes.opened():
             return self._capture(key)
@@ -169,10 +175,10 @@ class CapturedLadder:
         self._dispatcher.mark_captured(*key)
         return self.steps[key]
 
-    # -- giving them back ---------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Drop all graphs, give the pool back, and forget what was compiled and learned."""
+        """Drop all graphs, release the pool, and discard the compiled code and the description of the results."""
         self._drop_graphs()
         self.left_out, self._estimate = (), None
         self._capturer.forget()

@@ -1,7 +1,7 @@
-"""The first run of a model under a manager: without a graph, over example inputs, and undone.
+"""The first run of a model under a manager: without a graph, over example inputs, with all its effects undone.
 
-It is entered twice. The first entry stops where the first graph is reached: then it is known what the graph writes and
-what Dynamo's code does to Python state, before anything has happened.
+The model is called twice. The first call stops at the entry of the first graph: Dynamo has then compiled it, so the
+tensors that the graph writes to and the changes of Python state are known before anything has run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def model_state_kept(
     generators: Sequence[torch.Generator],
     device: torch.device,
 ) -> Iterator[PythonState]:
-    """Undo what the body does to the Python state of modules, to tensors, and to random numbers."""
+    """Save the Python state of modules, these tensors and the random numbers, and restore them after the body."""
     with state_kept(tensors, generators, device), python_state_kept(modules) as state:
         yield state
 
@@ -47,11 +47,11 @@ class FirstRun:
     """One run of a model without a graph.
 
     Args:
-        compiled: the model through Dynamo.
+        compiled: the compiled model.
         inputs: its padded inputs.
-        scope: an open capture scope, under a forward context without a mode.
+        scope: an open capture scope; the forward context has mode NONE.
         modules: all modules of the model.
-        device: where inputs lie.
+        device: device of the inputs.
 
     Attributes:
         result: what the model returned; None before :meth:`run`.
@@ -73,10 +73,10 @@ class FirstRun:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what a run in the body does to the model.
+        """Restore the model's tensors, Python state and random numbers after a run in the body.
 
         Raises:
-            CaptureError: it does what cannot be undone.
+            CaptureError: the run would change state that cannot be restored.
         """
         first = self._first_entry()
         tensors, generators = self._changed_by(first)
@@ -89,7 +89,7 @@ class FirstRun:
         """Run the model.
 
         Raises:
-            CaptureError: it enters no graph, or a later graph does what cannot be undone.
+            CaptureError: the model enters no graph, or changes state that cannot be restored.
         """
         assert self._state is not None
         versions = versions_of(self.inputs.buffers)
@@ -102,22 +102,22 @@ class FirstRun:
 
     @property
     def reached(self) -> Reached:
-        """The graphs that the run entered."""
+        """The calls of graphs in this run, in order."""
         return self._scope.reached
 
     @property
     def side_effects(self) -> tuple[sideeffects.SideEffect, ...]:
-        """What the graphs' code does to Python state."""
+        """Changes of Python state in the code that Dynamo generated around the graphs."""
         return tuple(effect for call in self.reached for effect in call.callable.side_effects)
 
     def recipe(self) -> ResultRecipe:
-        """How results like this run's are cut and built."""
+        """The recipe that cuts and builds results with the structure of this run's result."""
         buffers = by_tensor(self.inputs.buffers)
         recipe = learn_recipe(self.result, self.reached, buffers, padded=self.inputs.sizes, written=self._written)
         return recipe if len(self.reached) == 1 else recipe.with_state(self._buffers(), self._generators())
 
     def _first_entry(self) -> EnteredCallable | None:
-        """Where the model enters its first graph."""
+        """Call the model up to the entry of its first graph; None if it enters no graph."""
         self._scope.stops_at_entry = True
         try:
             self._compiled(**self.inputs.arguments)
@@ -128,7 +128,7 @@ class FirstRun:
         return None
 
     def _changed_by(self, first: EnteredCallable | None) -> tuple[list[torch.Tensor], list[torch.Generator]]:
-        """Tensors and generators of the model that a run may change."""
+        """The tensors, inputs excluded, and the random number generators that a run may change."""
         own = by_tensor(self.inputs.buffers)
         if first is None:
             return [], []
@@ -137,7 +137,7 @@ class FirstRun:
         generators = [value for value in first.args if isinstance(value, torch.Generator)]
         if first.reached.ends_early is None:
             return state, generators
-        # Python between graphs may change any buffer and generator, and nothing tells which.
+        # Python code between graphs may change any buffer or generator of the model.
         return _distinct([*state, *self._buffers()]), _distinct([*generators, *self._generators()])
 
     def _buffers(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What belongs to a forward besides the model: attention metadata, the forward context, and hooks that move weights."""
+"""The parts of a forward besides the model: attention metadata, the forward context, and hooks that move weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NO_HOOKS = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """Who takes part in every forward of a model, whatever runs or replays it.
+    """The parts of every forward of a model: captures, replays and runs without a graph.
 
     Attributes:
-        attention: makes metadata; None for a model without.
-        hooks: move weights around each forward; None for a model whose weights are on the device.
-        num_ranks: data-parallel ranks that run the same steps; None without an agreement.
+        attention: builds the attention metadata; None for a model without attention metadata.
+        hooks: move weights around each forward; None if all weights are on the device.
+        num_ranks: number of data-parallel ranks that run the same steps; None without an agreement.
     """
 
     attention: AttentionMetadataBuilder | None
@@ -36,15 +36,15 @@ class ForwardParts:
     num_ranks: int | None
 
     def splitting_ops(self) -> list[str]:
-        """The ops that stay eager in PIECEWISE."""
+        """Qualified names of the ops that run eagerly in PIECEWISE mode."""
         return [op for part in (self.attention, self.hooks) if part is not None for op in part.splitting_ops]
 
     def mixing_ops(self) -> tuple[str, ...]:
-        """The ops that may mix the tokens and requests of a batch."""
+        """Qualified names of the ops that may mix the tokens and requests of a batch."""
         return () if self.attention is None else self.attention.splitting_ops
 
     def example(self, key: BatchDescriptor, query_len: int | None) -> Any:
-        """Requests on scratch pages that fill a key, in place of :attr:`Batch.attention`; None without attention.
+        """Example requests on scratch pages, in place of :attr:`Batch.attention`; None without attention.
 
         Args:
             key: the padded shape.
@@ -57,10 +57,12 @@ class ForwardParts:
         )
 
     def metadata(self, attention: Any, key: BatchDescriptor | None, mode: CUDAGraphMode) -> Any:
-        """The attention metadata of one forward, that of the key's graph in FULL; None without attention.
+        """The attention metadata of one forward; None without attention.
+
+        In FULL mode it is the metadata object that the key's graph reads.
 
         Raises:
-            ShapeError: the requests do not fit the key, or each other.
+            ShapeError: the requests do not fit the key, or contradict each other.
         """
         if self.attention is None:
             return None
@@ -78,12 +80,12 @@ class ForwardParts:
         """The forward context of one forward.
 
         Args:
-            metadata: what the model's attention reads.
+            metadata: the attention metadata.
             inputs: the padded inputs.
-            mode: of the forward.
-            key: the padded shape; None before the sizes are known to be a key's.
+            mode: mode of the forward.
+            key: the padded shape; None for a first run, which has no key.
             num_tokens: real tokens of this rank.
-            num_tokens_across_dp: real tokens of each rank; None where all have as many as this one.
+            num_tokens_across_dp: real tokens of each rank; None if every rank has ``num_tokens``.
         """
         alike = None if self.num_ranks is None else (num_tokens,) * self.num_ranks
         return set_forward_context(
@@ -98,15 +100,15 @@ class ForwardParts:
         )
 
     def hooked(self, mode: CUDAGraphMode) -> contextlib.AbstractContextManager[None]:
-        """Let the hooks work around one forward."""
+        """The hooks' context manager for one forward in this mode; does nothing without hooks."""
         return _NO_HOOKS if self.hooks is None else self.hooks.forward(replays=mode is CUDAGraphMode.FULL)
 
 
 def _slot_mapping_of(builder: AttentionMetadataBuilder | None, metadata: Any) -> Any:
-    """The slots that the forward context carries; None without metadata.
+    """The metadata's ``slot_mapping``; None without metadata.
 
     Raises:
-        ContextError: the metadata has none.
+        ContextError: the metadata has no such field.
     """
     if metadata is None:
         return None
@@ -117,10 +119,10 @@ def _slot_mapping_of(builder: AttentionMetadataBuilder | None, metadata: Any) ->
 
 
 class fields_named:  # noqa: N801 - a context manager, named like one
-    """Turn what an op raises when it reads a missing field of ``metadata`` into an error that names the builder.
+    """Translate the error of an op that reads a missing field of ``metadata`` into one that names the builder.
 
     Raises:
-        ContextError: an attribute or a key of ``metadata`` is missing that the body reads.
+        ContextError: the body reads an attribute or a dict key that ``metadata`` does not have.
     """
 
     __slots__ = ("_builder", "_metadata")
@@ -143,7 +145,7 @@ class fields_named:  # noqa: N801 - a context manager, named like one
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
+    """An error and its causes, the latest first."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -153,7 +155,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _field_of(error: BaseException, metadata: Any) -> str | None:
-    """The field of ``metadata`` that ``error`` says is missing."""
+    """The missing field of ``metadata`` that ``error`` names; None if the error has another reason."""
     if isinstance(error, AttributeError) and error.obj is metadata:
         return str(error.name)
     is_key = isinstance(error, KeyError) and isinstance(metadata, Mapping) and len(error.args) == 1
@@ -163,7 +165,7 @@ def _field_of(error: BaseException, metadata: Any) -> str | None:
 def _missing(builder: object, metadata: Any, field: str, place: str) -> ContextError:
     return ContextError(
         f"attention metadata has no field {field!r}",
-        expected=f"every field that the model's attention reads, in what {type(builder).__name__}.build() returns",
+        expected=f"{type(builder).__name__}.build() to return every field that the model's attention reads",
         found=f"a {type(metadata).__name__} without it; {place}",
         remedy=f"add {field!r} to {type(metadata).__name__}, for steps with a key and without",
     )

@@ -1,4 +1,4 @@
-"""Who moves weights around a model's forwards: what a manager asks of it, whoever it is."""
+"""The protocol between a manager and an object that moves weights around the model's forwards."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ __all__ = ["ForwardHooks"]
 
 
 class ForwardHooks(Protocol):
-    """Work around each forward of a model and inside of it, such as copying a layer's weights to the device in time.
+    """Work around and inside each forward of a model, such as copying a layer's weights to the device.
 
-    A manager enters :meth:`forward` around every forward. Before a capture it calls :meth:`sync_prev_onload`, and
-    inside of the capture, at the end of the model, :meth:`join_after_forward`. The model has to be one graph.
+    A manager enters :meth:`forward` around every forward. Before a capture it calls :meth:`sync_prev_onload`. At the
+    end of the model, inside the capture, it calls :meth:`join_after_forward`. The model must be one graph.
     """
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
-        """The ops by which layers announce themselves, as qualified names: they stay eager in PIECEWISE."""
+        """Qualified names of the ops that layers call when they begin; they run eagerly in PIECEWISE mode."""
         ...
 
     @property
     def context(self) -> Mapping[str, Any]:
-        """What those ops read from the forward context, as its ``extra``."""
+        """The values that those ops read from ``ForwardContext.extra``, by name."""
         ...
 
     def check_model(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
-        """Refuse a model, or the device of its inputs, that the hooks were not made for.
+        """Check that the hooks belong to this model and device.
 
         Args:
-            modules: all modules of the model, itself first.
-            device: of the inputs.
+            modules: all modules of the model, the model itself first.
+            device: device of the inputs.
 
         Raises:
-            GraphpassError: what does not fit.
+            GraphpassError: the hooks were created for another model or device.
         """
         ...
 
     def forward(self, *, replays: bool) -> contextlib.AbstractContextManager[None]:
-        """One forward in the body.
+        """A context manager around one forward.
 
         Args:
-            replays: it may be the replay of one graph, which calls no op.
+            replays: the forward may be the replay of one graph, in which no op calls the hooks.
         """
         ...
 
     def sync_prev_onload(self) -> None:
-        """Order the current stream behind all work that the last forward left in flight."""
+        """Make the current stream wait for all work that the last forward has left in flight."""
         ...
 
     def join_after_forward(self) -> None:
-        """End a forward that is being captured: all work that it launched on other streams is joined."""
+        """End a forward inside a capture: the current stream waits for the streams that the forward has used."""
         ...

@@ -19,9 +19,9 @@ class PaddedInputs:
 
     Attributes:
         sizes: the padded size of each key field.
-        buffers: by input.
-        arguments: the tensors alone, as the model is called with them.
-        is_padding: which tokens are padding.
+        buffers: {input name: view of its buffer, with its padding rule}.
+        arguments: {input name: the same view}, the keyword arguments of the model.
+        is_padding: mask of the padded tokens, bool (num_tokens,).
     """
 
     sizes: Sizes

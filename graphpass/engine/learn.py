@@ -1,4 +1,4 @@
-"""What a first run without a graph teaches about a model: its results, what it writes to, whether it needs Dynamo."""
+"""Learns a model's behavior from a first run without a graph: its results, the state it writes, its need of Dynamo."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LEAST_SYMBOLIC = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelResults:
-    """What a model returns, and the buffers in which every step leaves it.
+    """The structure of a model's results, and the buffers that every step writes them to.
 
     Attributes:
         recipe: how to cut and build results.
-        outputs: the buffers.
-        sources: which outputs of the graph they are; None where the graph alone does not tell.
-        why_through_dynamo: why a step cannot go past Dynamo, or None.
+        outputs: one buffer per leaf of the result.
+        sources: the graph output or input that each leaf is; None if the graph's outputs do not determine the result.
+        why_through_dynamo: the reason why steps go through Dynamo, or None; see Note [Steps without Dynamo].
     """
 
     recipe: ResultRecipe
@@ -52,13 +52,13 @@ class ModelResults:
         ]
 
     def keep(self, inputs: PaddedInputs, flat: list[Any]) -> list[Any]:
-        """Copy the flat outputs of a graph at capture into the buffers.
+        """Copy the flat outputs of a graph into the buffers, as part of its capture.
 
         Returns:
-            The flat outputs, those of the result replaced by views of the buffers.
+            The flat outputs, each replaced by a view of its buffer.
 
         Raises:
-            ShapeError: the graph has another number of outputs than that of the first run.
+            ShapeError: the number of outputs differs from the first run.
         """
         assert self.sources is not None
         num_outputs = len({source for source in self.sources if isinstance(source, int)})
@@ -72,10 +72,14 @@ class ModelResults:
         return kept
 
     def store(self, result: Any, sizes: Sizes) -> None:
-        """Copy a result of the model at padded sizes into the buffers.
+        """Copy a result of the model into the buffers.
+
+        Args:
+            result: the model's result at padded sizes.
+            sizes: the padded size of each key field.
 
         Raises:
-            ShapeError: it has another structure than that of the first run, or other shapes.
+            ShapeError: the structure or a shape differs from the first run.
         """
         leaves, spec = trees.flatten(result)
         if spec != self.recipe.spec:
@@ -83,7 +87,7 @@ class ModelResults:
         self.outputs.store(leaves, sizes)
 
     def other_structure(self, found: str) -> ShapeError:
-        """The error for a result of another structure than the first."""
+        """The error for a result whose structure differs from the first run."""
         return ShapeError(
             "the model returned another structure than in its first run",
             expected=str(self.recipe.spec),
@@ -92,12 +96,12 @@ class ModelResults:
         )
 
     def result(self, sizes: Sizes) -> Any:
-        """The model's result over the first entries of the buffers."""
+        """The model's result at these sizes, as views of the buffers."""
         return self.recipe.build_result([self.outputs.cut(index, sizes) for index in range(len(self.outputs.buffers))])
 
 
 class ModelLearner:
-    """Runs a model once before anything is captured, and checks each graph that it enters.
+    """Runs a model once before the first capture, and checks each graph that it enters.
 
     Args:
         model: the model over its buffers.
@@ -109,7 +113,7 @@ class ModelLearner:
         self._checked: set[Any] = set()
 
     def forget(self) -> None:
-        """Drop all that was learned: the model is compiled anew."""
+        """Discard the description of the results, because the model is compiled again."""
         self._results = None
         self._checked.clear()
 
@@ -118,15 +122,15 @@ class ModelLearner:
         return self._model.inputs.num_bytes() + (0 if self._results is None else self._results.outputs.num_bytes())
 
     def results(self) -> ModelResults:
-        """What the model returns; the first call runs it, without a graph, and makes buffers for it.
+        """The description of the model's results; the first call runs the model without a graph and allocates buffers.
 
-        The sizes of that run differ from each other: torch takes two sizes that are equal by chance for one symbol.
+        In that run the sizes of all key fields differ, because torch gives two equal sizes the same symbol.
 
         Raises:
-            CaptureError, ShapeError: the model cannot be captured; the reason is named.
+            CaptureError, ShapeError: the model cannot be captured.
         """
         if self._results is None:
-            with self._model.inputs.kept():  # an engine may have written its batch there
+            with self._model.inputs.kept():  # the caller may have written a batch to the buffers
                 self._results, never_full = self._first_run()
             if self._results.why_through_dynamo is not None:
                 why = self._results.why_through_dynamo
@@ -136,10 +140,10 @@ class ModelLearner:
         return self._results
 
     def check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
-        """Ask each graph that a run has entered for the first time whether it leaves tokens and requests apart.
+        """Check that each graph of a run keeps tokens and requests apart; a graph is checked once.
 
         Raises:
-            CaptureError: it does not; op and line are named.
+            CaptureError: a graph mixes them; the error names op and line.
         """
         declared = self._model.parts.mixing_ops()
         symbols = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
@@ -152,18 +156,18 @@ class ModelLearner:
                 self._checked.add(callable_)
 
     def state_kept(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
-        """Undo what runs in the body do to the model's tensors, to its Python state, and to random numbers.
+        """Save the model's tensors, its Python state and the random numbers, and restore them after the body.
 
         Args:
-            is_step: the body is a step of a model that was learned, not a capture: Python of the model runs only where
-                steps go through Dynamo.
+            is_step: the body is a step, not a capture. The model's Python code then runs only if steps go through
+                Dynamo, so otherwise its Python state is not saved.
         """
         results, device = self.results(), self._model.inputs.device
         modules = () if is_step and results.why_through_dynamo is None else self._model.modules
         return model_state_kept(modules, results.recipe.state, results.recipe.generators, device)
 
     def _first_run(self) -> tuple[ModelResults, str | None]:
-        """What a first run teaches, and why there is no FULL, or None."""
+        """Run the model once; returns its results, and why it cannot have FULL graphs, or None."""
         model = self._model
         keys = [key for _, keys in model.dispatcher.capture_plan() for key in keys]
         for key in keys:
@@ -175,7 +179,7 @@ class ModelLearner:
         with self._run_once(sizes) as run:
             if len(run.reached) == 1:
                 return self._learned_from(run)
-        # What the second graph takes is symbolic once Dynamo has seen another size of it.
+        # Inputs of the second graph get symbolic sizes only after Dynamo has seen a second size.
         with self._run_once({field: size + (-1 if size > _LEAST_SYMBOLIC else 1) for field, size in sizes.items()}):
             pass
         with self._run_once(sizes) as run:
@@ -183,7 +187,7 @@ class ModelLearner:
 
     @contextlib.contextmanager
     def _run_once(self, sizes: Sizes) -> Iterator[FirstRun]:
-        """Run at these sizes without a graph, over example inputs; when the body is left, the run is undone."""
+        """Run the model at these sizes over example inputs, without a graph; the effects are undone after the body."""
         model, parts, num_tokens = self._model, self._model.parts, sizes["num_tokens"]
         inputs = model.padded_at(sizes)
         metadata = model.prepared(inputs, BatchDescriptor(num_tokens), CUDAGraphMode.NONE)

@@ -1,8 +1,7 @@
-"""The manager: persistent buffers, a graph for every key, any batch.
+"""The manager runs any batch of a model over captured graphs.
 
-A step is a dispatch, a fused copy into the buffers, and the replay of what was captured for the key, past Dynamo: the
-arguments of the graph are the manager's own tensors and the model's parameters, held since the capture. What Dynamo's
-guards would have said about them is asked of the parameters' places and addresses and of torch's settings.
+A step dispatches the batch to a key, copies its inputs into persistent buffers, and replays the key's graph without
+Dynamo, see Note [Steps without Dynamo].
 """
 
 from __future__ import annotations
@@ -52,23 +51,26 @@ class CudaGraphManager:
 
     Args:
         model: a module or function, called with one keyword argument for each input.
-        dispatcher: which graphs there are, and which of them serves a batch. The manager marks its keys as captured.
-        inputs: the model's tensors, each with its shape at the largest batch.
-        attention: makes the metadata that the model's attention reads from the forward context; None for a model
-            without. It bounds the dispatcher's mode by what it can be captured with.
-        runtime: owner of pool and statistics; None for one of its own.
-        agreement: the data-parallel ranks that run each step alike, see
-            :class:`graphpass.ranks.group.DataParallelAgreement`; None for a model of this process alone.
-        offloader: brings the weights of the model's layers from host memory, such as a
-            :class:`graphpass.offload.WeightOffloader`; None where they are on the device.
-        device: where the buffers lie; None for the device of the model's first parameter, or the CPU.
-        options: the backend's, see :func:`cgpass.options`; those of mode, sizes and outputs are the manager's own.
+        dispatcher: lists the keys to capture and chooses one for each batch. The manager marks keys as captured.
+        inputs: the model's tensor inputs, each with its shape at the largest batch.
+        attention: builds the metadata that the model's attention reads from the forward context; None for a model
+            without attention metadata. Its ``support`` may lower the dispatcher's mode.
+        runtime: owner of the graph pool and the statistics; None: the manager creates one.
+        agreement: data-parallel ranks that run the same steps, see
+            :class:`graphpass.ranks.group.DataParallelAgreement`; None for a model without data parallelism.
+        offloader: copies the weights of the model's layers from host memory, such as a
+            :class:`graphpass.offload.WeightOffloader`; None if all weights are on the device.
+        device: device of the buffers; None: that of the model's first parameter, or the CPU if it has none.
+        options: options of the backend, see :func:`cgpass.options`. The manager sets mode, sizes and outputs itself.
 
     Attributes:
-        last_step: mode, padded shape and reason of the last run; None before the first.
+        runtime: owner of the graph pool and the statistics.
+        dispatcher: lists the keys and chooses one for each batch.
+        last_step: mode, padded shape and reason of the last run; None before the first run.
 
     Raises:
-        OptionError: an option, an input or a size cannot be used.
+        OptionError: an option, an input or a size is not valid.
+        GraphpassError: the offloader was created for another model or device.
     """
 
     def __init__(
@@ -120,62 +122,74 @@ class CudaGraphManager:
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The input buffers at the largest batch. Whoever writes batches here passes ``inputs=None``."""
+        """The input buffers at the largest batch, by name; after writing a batch here, pass ``inputs=None``."""
         return self._inputs.tensors
 
     def needs_capture(self) -> bool:
-        """Whether some key of the dispatcher has no graph yet."""
+        """Whether a key of the dispatcher has no graph yet."""
         return bool(self._captured.missing())
 
     def capture(self, max_bytes: int | None = None) -> None:
-        """Capture every key that has no graph: mixed batches, then uniform decode, each from the largest down.
+        """Capture every key that has no graph: mixed batches, then uniform decode, each from the largest size down.
 
-        Before each key its inputs and attention metadata are prepared outside of the graph, with short sequences on
-        scratch pages, and again between its warm-up and its recording.
+        Before the warm-up of a key, and again before its recording, the manager fills the inputs and builds example
+        attention metadata: short sequences on scratch pages.
 
         Args:
-            max_bytes: what the graph pool may hold afterwards; :meth:`stats` says which keys were left out, and
-                their batches run without a graph. It is estimated first which keys fit (:meth:`estimate`). One that
-                takes the pool above the limit all the same costs the pool: the others are captured anew without it,
-                as after :meth:`recapture`. So the pool may exceed the limit for as long as one capture takes.
+            max_bytes: limit of the graph pool after the captures; None: no limit. An estimate (:meth:`estimate`)
+                selects the keys that fit. Keys that do not fit are listed in ``stats().left_out``, and their batches
+                run without a graph. If a key exceeds the limit despite the estimate, the pool is dropped and the
+                other keys are captured again, so the pool may exceed the limit during one capture.
 
         Raises:
-            CaptureError: everything is captured already, or a key could not be captured; it names the key.
+            CaptureError: all keys are captured already, or a key could not be captured; the error names the key.
             AgreementError: another rank could not capture its keys.
         """
         with self._turn, self._captured.together():
             self._captured.capture_missing(max_bytes)
 
     def estimate(self) -> MemoryEstimate:
-        """What capturing every key takes of the device's memory, from at most three keys of each mode.
+        """Estimate the device memory that the graphs of all keys need, by capturing at most three keys of each mode.
 
-        They are captured in pools of their own, which are given back; graphs that exist are left alone. The answer
-        holds until the dispatcher's keys change, or :meth:`close`. Results of the last run are overwritten, as by a
-        capture; nobody else may run callables of the runtime meanwhile. Under an agreement every rank calls it.
+        These captures use temporary pools, which are released afterwards; existing graphs stay valid. The estimate is
+        cached until the dispatcher's keys change or :meth:`close` is called. Like a capture, it overwrites the results
+        of the last run, and no other callable of the runtime may run at the same time. Under an agreement every rank
+        must call it.
 
         Raises:
-            CaptureError: a key could not be captured; it names the key.
-            AgreementError: another rank could not.
+            CaptureError: a key could not be captured; the error names the key.
+            AgreementError: another rank could not capture a key.
         """
         with self._turn, self._captured.together():
             return self._captured.estimate()
 
     def recapture(self, max_bytes: int | None = None) -> None:
-        """Drop all graphs and capture every key anew: after the weights were replaced, or a setting changed."""
+        """Drop all graphs and capture every key again, after weights were replaced or a setting of torch changed.
+
+        Args:
+            max_bytes: see :meth:`capture`.
+
+        Raises:
+            CaptureError, AgreementError: see :meth:`capture`.
+        """
         self.close()
         self.capture(max_bytes)
 
     def run(self, batch: Batch) -> Any:
-        """What the model returns for this batch, over a graph where one fits.
+        """Run a batch: replay the graph of its key, or run the compiled model if no key fits.
 
-        Its tensors lie in buffers of the manager that all sizes share: they are valid until the next run.
+        Returns:
+            The model's result at real sizes. Its tensors are views of the manager's output buffers, which the next
+            run overwrites.
 
         Raises:
-            ShapeError: the batch is larger than the buffers, or its inputs or requests do not fit it.
-            CaptureError: nothing was captured yet, torch's settings are not those of the capture, or the call stands
-                inside ``vmap``, ``grad`` or forward-mode AD.
-            ContextError: the attention's metadata lacks a field that the model reads.
-            AgreementError: another data-parallel rank failed, is gone or is configured differently; nothing has run.
+            ShapeError: the batch is larger than the buffers, or its inputs or requests do not have its sizes.
+            CaptureError: nothing has been captured yet, torch's settings differ from those of the capture, or the
+                call is inside ``vmap``, ``grad`` or forward-mode AD.
+            StaticInputError: weights were replaced, and ``on_moved_input`` is ``"error"`` or ranks agree on each step.
+            ContextError: the attention metadata lacks a field that the model reads.
+            AgreementError: another data-parallel rank failed, does not answer, or is configured differently; nothing
+                has run.
         """
         transform = transforms.active_transform()
         if transform is not None:
@@ -190,14 +204,18 @@ class CudaGraphManager:
             return self._run(decision.step, batch, self._sizes_of(batch), decision)
 
     def run_idle(self) -> bool:
-        """Take part in a step of the data-parallel ranks without a batch; whether some rank has one.
+        """Take part in a step of the data-parallel ranks without a batch.
 
-        If so, a dummy batch of the agreed size runs: inputs are padding, attention has example metadata on scratch
-        pages, nothing that the model keeps is changed. Without an agreement there is nothing to take part in.
+        If another rank has a batch, a dummy batch of the agreed size runs here: its inputs are padding, its attention
+        metadata uses scratch pages, and the model's state is restored afterwards.
+
+        Returns:
+            Whether a rank has a batch; False without an agreement.
 
         Raises:
             AgreementError: as :meth:`run`.
-            CaptureError: nothing was captured yet.
+            CaptureError: nothing has been captured yet.
+            StaticInputError: weights were replaced.
         """
         with self._turn:
             if self._ranks is None:
@@ -207,7 +225,7 @@ class CudaGraphManager:
             return decision.agreed.has_work
 
     def stats(self) -> ManagerStats:
-        """What was captured and how it was used so far."""
+        """A snapshot of the captured keys, their memory and traffic, and the batches without a graph."""
         return ManagerStats(
             keys=tuple(map(self._counts.traffic.of, self._captured.records.values())),
             fallbacks=self._counts.by_reason(),
@@ -218,18 +236,18 @@ class CudaGraphManager:
         )
 
     def report(self) -> Report:
-        """The tables of :meth:`stats`, and regions with reasons, counts of each graph, notes."""
+        """The tables of :meth:`stats`, and those of the runtime: regions with reasons, counts of each graph, notes."""
         return Report((*self.stats().tables(), *self.runtime.report().tables))
 
     def close(self) -> None:
-        """Drop all graphs and give the pool back; it can be captured again."""
+        """Drop all graphs and release the pool. :meth:`capture` can be called again."""
         with self._turn:
             self._captured.close()
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
     def _bound_mode(self) -> None:
-        """Bound the dispatcher's mode by what attention can be captured with."""
+        """Lower the dispatcher's mode to one that the attention supports."""
         if self.attention is None:
             return
         query_len = self.dispatcher.uniform_decode_query_len
@@ -242,10 +260,10 @@ class CudaGraphManager:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def _asked(self, batch: Batch) -> dict[str, Any]:
-        """What the dispatcher is asked for a batch."""
+        """The dispatcher's arguments for a batch."""
         extra = batch.extra
         if self.attention is not None:
-            # A ladder for what attention bounds, or one bound for all keys.
+            # A field without capture sizes has one bound for all keys.
             extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
         return {
             "num_tokens": batch.num_tokens,
@@ -256,7 +274,10 @@ class CudaGraphManager:
         }
 
     def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
-        """The same before the other ranks count on this one: all that could keep it from its step is checked first."""
+        """The dispatcher's arguments that this rank proposes to the others; None without tokens.
+
+        Everything that could fail on this rank alone is checked before the proposal, so that the others do not wait.
+        """
         self._captured.refuse_unready()
         if batch is None or batch.num_tokens == 0:
             return None
@@ -266,7 +287,7 @@ class CudaGraphManager:
         return self._asked(batch)
 
     def _run_dummy(self, decision: RankDecision) -> Any:
-        """A rank's part in a step that it has no batch for; the result of an empty batch."""
+        """Run a dummy batch for a step of the other ranks; returns the result of an empty batch."""
         step, sizes = decision.step, dict.fromkeys(self._inputs.largest, 0)
         if not decision.agreed.has_work:
             return self._run(step, Batch(0), sizes, decision)
@@ -278,14 +299,14 @@ class CudaGraphManager:
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
         self.last_step = step
         if decision is not None and decision.is_lower:
-            self.runtime.note(f"{step.mode} is what all ranks can run: {decision.agreed.why}")
+            self.runtime.note(f"all ranks run {step.mode}: {decision.agreed.why}")
         if not step.mode:
             return self._without_graph(step, batch, sizes, decision)
         key = (step.mode, step.descriptor)
-        found = self._captured.step_of(key)
+        captured = self._captured.step_of(key)
         across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            result = self._runner.replay(found, key, batch, sizes, across_dp)
+            result = self._runner.replay(captured, key, batch, sizes, across_dp)
         self._counts.traffic.replayed(key, batch.num_tokens)
         return result
 
@@ -293,7 +314,7 @@ class CudaGraphManager:
         if step.reason is DispatchReason.NOT_CAPTURED:
             self._captured.refuse_none_captured()
         self._counts.fell_back(step, batch.num_tokens)
-        cause = step.reason if decision is None else decision.agreed.reason  # of all ranks: none refuses it alone
+        cause = step.reason if decision is None else decision.agreed.reason  # the same on all ranks, as is an error
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
         if step.reason is DispatchReason.EMPTY:
@@ -302,16 +323,16 @@ class CudaGraphManager:
         return self._runner.run_without_graph(step.descriptor, batch, sizes, across_dp)
 
     def _report_fallback(self, step: Dispatch, why: str) -> None:
-        text = f"no graph for {step.descriptor}: {why}; it runs compiled, without a graph"
+        text = f"no graph for {step.descriptor}: {why}; the batch runs compiled, without a graph"
         self._compiled.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason))
 
     # -- shapes -----------------------------------------------------------------------------------------------------
 
     def _sizes_of(self, batch: Batch) -> dict[str, int]:
-        """The real size of each field that an input is cut by.
+        """The real size of each key field of the inputs.
 
         Raises:
-            ShapeError: the batch is larger than the buffers, or says no number of requests where an input has them.
+            ShapeError: the batch is larger than the buffers, or has no ``num_reqs`` although an input needs it.
         """
         sizes = {}
         for field, largest in self._inputs.largest.items():

@@ -1,8 +1,8 @@
-"""Whether a model leaves the tokens and requests of a batch apart.
+"""Refuses a model that mixes the tokens or requests of a batch outside of its attention.
 
-A batch packs the tokens of many requests into one row, and padding behind them. A model may mix them in the ops that
-its attention declares, which know whose token is whose; anywhere else a result would depend on what else is in the
-batch.
+A batch packs the tokens of many requests into one row, with padding behind them. The ops that the attention declares
+know the request of each token, so they may combine tokens. In any other op the result of a request would depend on the
+other requests of the batch and on the padding.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def refuse_mixing(callable_: ReachedCallable, symbols: GraphSymbols, declared: C
 
     Args:
         callable_: the graph's callable.
-        symbols: which of its symbols count tokens and requests.
-        declared: the ops that may mix.
+        symbols: the key fields of the graph's symbols.
+        declared: qualified names of the ops that may mix tokens and requests.
 
     Raises:
-        CaptureError: naming op and line.
+        CaptureError: an op mixes them, or the graph fixes a size; the error names op and line.
     """
     if symbols.fixed:
         fixed = " and ".join(symbols.fixed)
         raise CaptureError(
-            f"the model fixes {fixed}, so nothing can show that tokens and requests stay apart",
+            f"the model fixes {fixed}, so it cannot be proved that tokens and requests stay apart",
             expected="a graph that serves every size: its code neither loops over a size nor depends on its value",
             found=f"{callable_.name}, compiled for one {fixed}",
-            remedy="keep sizes out of Python's control flow, or move that part into an op with a padding rule "
+            remedy="do not branch or loop on sizes in Python, or move that code into an op with a padding rule "
             "(graphpass.regions.register_padding_rule)",
         )
     for field in dict.fromkeys(symbols.fields.values()):
@@ -49,22 +49,22 @@ def refuse_mixing(callable_: ReachedCallable, symbols: GraphSymbols, declared: C
 
 
 def refuse_tensors_between(callable_: ReachedCallable, symbols: GraphSymbols, state: PythonState) -> None:
-    """Refuse a later graph of a run that reads tensors which Python has computed between the graphs.
+    """Refuse a later graph of a run that reads tensors which Python code has computed between the graphs.
 
     Args:
         callable_: the graph's callable.
-        symbols: of the graph, with its inputs of unknown origin.
-        state: what the model's modules hold; those tensors are the model's own.
+        symbols: the graph's symbols and its inputs of unknown origin.
+        state: attributes and containers of the model's modules; tensors in them are allowed.
 
     Raises:
-        CaptureError: naming a tensor.
+        CaptureError: the graph reads such a tensor; the error names it.
     """
     names = [name for name, tensor in symbols.unknown if not state.holds_tensor(tensor)]
     if names:
         raise CaptureError(
             f"{callable_.name} reads a tensor that Python computes between the graphs of the model",
-            expected="tensors that are inputs, weights, or results of an earlier graph: only graphs can show that "
-            "tokens and requests stay apart",
+            expected="inputs, weights, or results of an earlier graph: only for code inside graphs can it be proved "
+            "that tokens and requests stay apart",
             found=", ".join(names),
             remedy="remove the graph break (TORCH_LOGS=graph_breaks names it), or move that code into an op with a "
             "padding rule (graphpass.regions.register_padding_rule)",
@@ -81,8 +81,8 @@ def _mixes(parts: Partition, what: str, findings: Sequence[PaddingFinding]) -> C
     first = findings[0]
     return CaptureError(
         f"the model mixes the {what} of a batch through {first.op} {_place_of(parts, first)}",
-        expected=f"{what} that meet in the ops that the attention declares alone: a batch packs the {what} of many "
-        "requests, with padding behind them",
+        expected=f"only the ops that the attention declares combine {what}: a batch packs the {what} of many requests, "
+        "with padding behind them",
         found="; ".join(lines[:_SHOWN]) + more,
         remedy="use attention that knows the requests (attn_implementation='graphpass_paged', or your own op in "
         f"splitting_ops of the AttentionMetadataBuilder); for another op that keeps {what} apart register a padding "
@@ -94,12 +94,12 @@ def _place_of(parts: Partition, finding: PaddingFinding) -> str:
     """Module and line of a finding: ``in layers.3.mixer at model.py:12: `x.mean(0)` ``."""
     line, _, source = finding.where.partition(": ")
     module = _module_at(parts, line)
-    place = f"at {line}: `{source}`" if source else f"at {line}" if line else "in a line that is not known"
+    place = f"at {line}: `{source}`" if source else f"at {line}" if line else "in an unknown line"
     return f"in {module} {place}" if module else place
 
 
 def _module_at(parts: Partition, line: str) -> str:
-    """The module whose forward has this line, by its path in the model; empty where no node of the graph tells."""
+    """Path and class of the module whose forward contains this line; empty if no node of the graph has the line."""
     for region in parts.regions:
         for node in region.graph_module.graph.nodes:
             if line and where_of(node.meta.get("stack_trace")).partition(": ")[0] == line:

@@ -1,4 +1,4 @@
-"""A model through Dynamo, over a manager's buffers: what every forward of it needs, whatever runs or replays it."""
+"""A compiled model over a manager's buffers: shared by the first run, captures and steps."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = ["CompiledModel"]
 
 
 class CompiledModel:
-    """A compiled model and the buffers that it is called with.
+    """A compiled model and its input buffers.
 
     Args:
-        model: what is compiled, called with one keyword argument for each input.
-        dispatcher: its keys.
+        model: the module or function to compile, called with one keyword argument for each input.
+        dispatcher: lists the keys.
         inputs: the persistent input buffers.
-        parts: who else takes part in each forward.
-        runtime: owner of pool and statistics.
-        options: the backend's, the manager's own left out.
+        parts: attention, hooks and ranks.
+        runtime: owner of the graph pool and the statistics.
+        options: the user's options of the backend.
 
     Attributes:
-        settings: the options, validated.
+        settings: the validated options.
         fallbacks: reports batches without a graph.
         modules: all modules of the model, as of the last capture.
-        compiled: the model through Dynamo.
+        compiled: the model after ``torch.compile``.
 
     Raises:
-        OptionError: an option cannot be used.
+        OptionError: an option is not valid.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CompiledModel:
         options: Mapping[str, Any],
     ) -> None:
         self.dispatcher, self.inputs, self.parts, self.runtime = dispatcher, inputs, parts, runtime
-        # A model with an op that no graph can hold goes on with regions.
+        # If an op cannot be captured, the model runs with the PIECEWISE graphs of its regions.
         has_full = dispatcher.mode.has_mode(CUDAGraphMode.FULL)
         self._model = model
         self._options = {
@@ -64,8 +64,8 @@ class CompiledModel:
             "splitting_ops": [*parts.splitting_ops(), *options.get("splitting_ops", ())],
             "outputs": "view",
             "runtime": runtime,
-            # Where a step goes through Dynamo, it may reach other code than the one that was captured. Ranks that
-            # capture in a step leave the others behind.
+            # A step through Dynamo may reach code that was not captured. A rank that captured it during the step would
+            # keep the other ranks waiting.
             "lazy_capture": parts.num_ranks is None and options.get("on_moved_input") != "error",
         }
         self.settings = Settings.of(self._options)
@@ -77,12 +77,12 @@ class CompiledModel:
         self.compile_anew()
 
     def compile_anew(self) -> None:
-        """Compile the model, hooks and all, as if it never had been."""
+        """Compile the model and its module hooks again, without the code of earlier compilations."""
         self._entry = entry_of(self._model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
 
     def find_modules(self) -> None:
-        """Take the model's modules as they are now."""
+        """Update :attr:`modules` to the model's current modules."""
         self.modules = modules_of(self._model)
 
     def padded_at(self, sizes: Sizes) -> PaddedInputs:
@@ -96,10 +96,10 @@ class CompiledModel:
         return known
 
     def sizes_of(self, key: BatchDescriptor) -> dict[str, int]:
-        """The padded size of each field; all rows of an input by request, where the key names no number of them.
+        """The padded size of each key field; without a request count in the key, the largest number of requests.
 
         Raises:
-            OptionError: the buffers are smaller.
+            OptionError: the key is larger than the buffers.
         """
         sizes = {**self.inputs.largest, "num_tokens": key.num_tokens}
         if "num_reqs" in sizes and key.num_reqs is not None:
@@ -109,7 +109,11 @@ class CompiledModel:
         return sizes
 
     def prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
-        """Fill the inputs with valid entries and make example metadata: what a capture, or a first run, reads."""
+        """Prepare a capture or a first run: reset the inputs to padding, synchronize the hooks, build example metadata.
+
+        Returns:
+            The attention metadata; None without attention.
+        """
         self.inputs.blank()
         self.inputs.fill(None, inputs.sizes, inputs.buffers)
         if self.parts.hooks is not None:
@@ -118,7 +122,11 @@ class CompiledModel:
         return self.parts.metadata(example, key, mode)
 
     def state_of(self, args: Sequence[Any]) -> ModelState | None:
-        """The model behind a graph with these arguments; None where it reads tensors that no module keeps."""
+        """The state of the model that a graph with these arguments reads.
+
+        Returns:
+            None if an argument is a tensor that is neither an input nor stored in a module of the model.
+        """
         own = self.inputs.storages()
         kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
         return ModelState.of_arguments(self.modules, kept)

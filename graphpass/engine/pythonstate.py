@@ -1,7 +1,7 @@
-"""What a model keeps in Python: attributes of its modules, and the lists, dicts and sets in them.
+"""Saves and restores the Python state of a model: attributes of its modules, and the lists, dicts and sets in them.
 
-A capture calls the model, and a model that counts its calls would count captures. Buffers and random numbers can be
-saved as tensors; attributes are saved here.
+A capture calls the model, so a model that counts its calls would count captures. This module restores Python
+attributes; :mod:`graphpass.capture.snapshot` restores tensors and torch's random numbers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["PythonState", "python_state_kept", "refuse_kept_tensors", "refuse_si
 
 @dataclass(frozen=True, slots=True)
 class PythonState:
-    """Shallow copies of the attributes of modules, and of all built-in containers that hang on them.
+    """Shallow copies of the attributes of modules, and of all built-in containers that are reachable from them.
 
     Attributes:
-        copies: id of each dict, list, set or deque -> it, and its items.
+        copies: {id of a dict, list, set or deque: (the container, a copy of its items)}.
         modules: ids of the modules.
-        numbers: state of Python's random numbers.
+        numbers: state of Python's ``random`` module.
     """
 
     copies: dict[int, tuple[Any, Any]]
@@ -37,7 +37,7 @@ class PythonState:
 
     @classmethod
     def of(cls, modules: Sequence[torch.nn.Module]) -> PythonState:
-        """The state as it is."""
+        """Copy the current state of these modules."""
         copies: dict[int, tuple[Any, Any]] = {}
         waiting: list[Any] = [vars(module) for module in modules]
         while waiting:
@@ -51,11 +51,11 @@ class PythonState:
         return cls(copies, frozenset(map(id, modules)), random.getstate())
 
     def holds(self, owner: int) -> bool:
-        """Whether the object with this id is a module or container that :meth:`restore` puts back."""
+        """Whether the object with this id is a module or container that :meth:`restore` restores."""
         return owner in self.modules or owner in self.copies
 
     def holds_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether an attribute or container of the modules held this very tensor."""
+        """Whether this tensor object was in an attribute or container of the modules."""
         return any(
             value is tensor
             for _, items in self.copies.values()
@@ -63,7 +63,7 @@ class PythonState:
         )
 
     def new_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Tensors that have entered a container since, each with the text of its key or position."""
+        """Tensors that were added to a container since the copy, each with its key or position as text."""
         found = []
         for container, items in self.copies.values():
             known = set(map(id, items.values() if isinstance(items, dict) else items))
@@ -72,7 +72,7 @@ class PythonState:
         return found
 
     def restore(self) -> None:
-        """Put everything back that is not what it was; what is unchanged is not touched."""
+        """Restore the containers that have changed; unchanged ones are not written to."""
         for container, items in self.copies.values():
             if not _same(_items_of(container), items):
                 _refill(container, items)
@@ -87,7 +87,7 @@ def _items_of(container: Any) -> Any:
 
 
 def _same(found: Any, saved: Any) -> bool:
-    """Whether two copies hold the same objects in the same order."""
+    """Whether two copies contain the same objects in the same order."""
     if isinstance(saved, dict) and list(found) != list(saved):
         return False
     pairs = (found.values(), saved.values()) if isinstance(saved, dict) else (found, saved)
@@ -95,7 +95,7 @@ def _same(found: Any, saved: Any) -> bool:
 
 
 def _refill(container: Any, items: Any) -> None:
-    """Exchange the items by the methods of the built-in class: those of a subclass may do more."""
+    """Replace the items by methods of the built-in class, because a subclass may override them with side effects."""
     kind = next(kind for kind in _REFILLED if isinstance(container, kind))
     kind.clear(container)
     _REFILLED[kind](container, items)
@@ -112,7 +112,7 @@ _REFILLED: dict[Any, Callable[[Any, Any], None]] = {
 
 @contextlib.contextmanager
 def python_state_kept(modules: Sequence[torch.nn.Module]) -> Iterator[PythonState]:
-    """Undo what the body does to the Python state of modules, also when it raises."""
+    """Restore the Python state of modules after the body, also if it raises."""
     state = PythonState.of(modules)
     try:
         yield state
@@ -121,33 +121,36 @@ def python_state_kept(modules: Sequence[torch.nn.Module]) -> Iterator[PythonStat
 
 
 def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: PythonState) -> None:
-    """Refuse a model whose calls leave something in Python that a manager can neither keep nor undo.
+    """Refuse a model whose calls change Python state that a manager cannot restore.
 
     Raises:
-        CaptureError: a call stores a tensor, which lies in memory that later steps overwrite, or changes an object that
-            is not part of the model's modules.
+        CaptureError: a call stores a tensor, whose memory later steps overwrite, or changes an object that is not
+            part of the model's modules.
     """
     for effect in effects:
         if effect.keeps_tensor:
             raise _keeps_tensor(f"a forward that {effect.text}")
         if effect.owner is not None and not state.holds(effect.owner):
             raise CaptureError(
-                "the model changes Python state that a capture cannot put back",
-                expected="changes of the model's own modules, and of lists, dicts and sets in their attributes",
+                "the model changes Python state that cannot be restored after a capture",
+                expected="changes only to attributes of the model's modules, and to lists, dicts and sets in them",
                 found=f"a forward that {effect.text}",
-                remedy="keep it in an attribute of a module or in a registered buffer, or count outside of the model",
+                remedy="store the state in an attribute of a module or in a registered buffer, or update it outside of "
+                "the model",
             )
 
 
 def refuse_kept_tensors(state: PythonState, own: Collection[int]) -> None:
-    """Refuse a model whose Python between graphs, which no record covers, stores tensors in its modules.
+    """Refuse a model whose Python code between graphs stores tensors in its modules.
+
+    Dynamo records the side effects inside of graphs alone, so the modules are compared before and after a run.
 
     Args:
-        state: the state before a run that is over.
-        own: ids of tensors that belong to the model.
+        state: the state before the run.
+        own: ids of the model's buffers, which are allowed.
 
     Raises:
-        CaptureError: it does.
+        CaptureError: the run has stored a tensor.
     """
     for name, tensor in state.new_tensors():
         if id(tensor) not in own and not isinstance(tensor, torch.nn.Parameter):
@@ -156,9 +159,8 @@ def refuse_kept_tensors(state: PythonState, own: Collection[int]) -> None:
 
 def _keeps_tensor(found: str) -> CaptureError:
     return CaptureError(
-        "the model keeps a tensor beyond its call",
-        expected="a forward that stores no argument and no result in Python objects: the manager's memory is "
-        "overwritten by the next step",
+        "the model stores a tensor in a Python object",
+        expected="a forward that stores no argument and no result: the next step overwrites their memory",
         found=found,
         remedy="return the tensor, or copy it into a registered buffer: self.last.copy_(x)",
     )

@@ -1,4 +1,4 @@
-"""What a manager refuses, and how to mend it."""
+"""The errors of a manager, with their remedies."""
 
 from __future__ import annotations
 
@@ -25,58 +25,58 @@ __all__ = [
 
 
 def nothing_to_capture(num_captured: int) -> CaptureError:
-    """Every key has its graph."""
-    again, none = "call recapture() to capture them anew", "give the dispatcher a mode and sizes"
+    """``capture()`` was called although every key has a graph, or there are no keys."""
+    again, none = "call recapture() to capture them again", "create the dispatcher with a mode and sizes"
     return CaptureError(
         "there is nothing to capture",
-        expected="keys without a graph: needs_capture()",
+        expected="a key without a graph (needs_capture())",
         found=f"{num_captured} keys, all captured" if num_captured else "a dispatcher without keys",
         remedy=again if num_captured else none,
     )
 
 
 def nothing_captured(num_keys: int) -> CaptureError:
-    """No key has its graph."""
+    """A batch or a step of the ranks came before the first capture."""
     return CaptureError(
         "nothing has been captured yet",
         expected="capture() before the first run",
         found=f"{num_keys} keys without a graph",
-        remedy="call capture(), or make the dispatcher with lazy=True to capture each key at its first use",
+        remedy="call capture(), or create the dispatcher with lazy=True to capture each key at its first use",
     )
 
 
 def nothing_reached(key: str) -> CaptureError:
-    """A call in a capture scope entered no compiled graph."""
+    """A call of the model during a capture entered no compiled graph."""
     return CaptureError(
         f"nothing was captured for {key}",
         expected="a call that enters a compiled graph",
-        found="Dynamo ran the model without one: its recompile limit is reached, or it skips the model",
-        remedy="let sizes that vary be symbolic (no loops over a size), or raise torch._dynamo.config.recompile_limit",
+        found="Dynamo ran the model uncompiled: it reached its recompile limit, or it skips the model",
+        remedy="do not loop over a size that varies, or raise torch._dynamo.config.recompile_limit",
     )
 
 
 def inside_transform(transform: str) -> CaptureError:
-    """A batch came inside ``vmap``, ``grad`` or forward-mode AD."""
+    """A manager was called inside ``vmap``, ``grad`` or forward-mode AD."""
     return CaptureError(
         f"a manager was called inside {transform}",
-        expected="a call outside of function transforms and forward-mode AD: graphs compute values alone",
+        expected="a call outside of function transforms and forward-mode AD: a graph computes plain values",
         found=transform,
-        remedy="transform the model itself, or give the manager a model that has the transform inside",
+        remedy="transform the model itself, or create the manager with a model that applies the transform",
     )
 
 
 def moved_weights(key: tuple[CUDAGraphMode, BatchDescriptor], remedy: str) -> StaticInputError:
-    """A graph reads weights that the model does not have any more."""
+    """The graph of a key reads weights that have been replaced or moved."""
     return StaticInputError(
-        f"the model's weights are not where the graph of {key[0]} {key[1]} reads them",
-        expected="the parameters and buffers of the capture, written in place",
-        found="others, or at other addresses",
+        f"the graph of {key[0]} {key[1]} reads weights that were replaced or moved since its capture",
+        expected="the parameters and buffers of the capture, updated in place",
+        found="other tensors, or other addresses",
         remedy=remedy,
     )
 
 
 def no_graph(step: Dispatch, why: str) -> CaptureError:
-    """A batch has no graph where each has to have one."""
+    """A batch has no graph, and ``on_fallback`` is ``"error"``."""
     return CaptureError(
         "this batch has no graph, and on_fallback is 'error'",
         expected="a batch that fits a captured key",
@@ -86,12 +86,12 @@ def no_graph(step: Dispatch, why: str) -> CaptureError:
 
 
 def too_large(field: str, size: object, largest: int) -> ShapeError:
-    """A batch is larger than the buffers."""
+    """A batch is larger than the buffers, or its size is not a count."""
     return ShapeError(
         "the batch does not fit the buffers",
         expected=f"{field} from 0 to {largest}",
         found=f"{field}={size!r}",
-        remedy="split the batch, or declare the inputs at a larger batch",
+        remedy="split the batch, or declare larger inputs (InputSpec.shape)",
     )
 
 
@@ -101,31 +101,36 @@ def too_large_key(key: BatchDescriptor, sizes: Mapping[str, int], largest: Mappi
         f"the key {key} does not fit the buffers",
         expected=f"at most {largest}",
         found=str(sizes),
-        remedy="declare the inputs at the dispatcher's largest size",
+        remedy="declare the inputs for the dispatcher's largest size (InputSpec.shape)",
     )
 
 
 def not_with_offloading(found: str, expected: str) -> OptionError:
-    """An offloader cannot bring the weights of these forwards in time."""
+    """A model or option that cannot be combined with an offloader."""
     return OptionError(
-        "offloaded weights cannot be brought in time",
+        "the offloader cannot copy weights in time for this model or option",
         expected=expected,
         found=found,
-        remedy="leave it out, or run the model without an offloader",
+        remedy="use the expected model or option, or run the model without an offloader",
     )
 
 
 def refuse_options(options: Mapping[str, Any], own: Collection[str]) -> None:
-    """Refuse options that are the manager's own.
+    """Refuse options that the manager sets itself.
+
+    Args:
+        options: the user's options.
+        own: names of the options that the manager sets.
 
     Raises:
-        OptionError: naming one.
+        OptionError: the user has passed one; the error names it.
     """
-    found = sorted(set(own).intersection(options))
-    if found:
+    refused = sorted(set(own).intersection(options))
+    if refused:
         raise OptionError(
-            f"option {found[0]!r} is the manager's own",
-            expected="options of compiling: compiler, splitting_ops, on_fallback, on_moved_input, debug, compare, ...",
-            found=f"{found[0]}={options[found[0]]!r}",
-            remedy="modes and sizes are the dispatcher's; outputs always lie in the manager's buffers",
+            f"option {refused[0]!r} is set by the manager",
+            expected="other options of the backend: compiler, splitting_ops, on_fallback, on_moved_input, debug, "
+            "compare, ...",
+            found=f"{refused[0]}={options[refused[0]]!r}",
+            remedy="leave it out: the dispatcher sets mode and sizes, and outputs are views of the manager's buffers",
         )

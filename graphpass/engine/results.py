@@ -1,7 +1,7 @@
-"""What a first run teaches about a model's result: how to cut it to real sizes, and how to build it again.
+"""Learns from a first run how to cut a model's result to real sizes, and how to rebuild its structure.
 
-Graphs return flat tensors at padded sizes. Which dimension of which tensor carries which key field is read off the
-symbols of the graphs, from the manager's inputs through every graph that the run entered.
+Graphs return flat tensors at padded sizes. The symbols of the graphs tell which dimension of a tensor has the size of
+which key field: they are followed from the manager's inputs through every graph that the run entered.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from graphpass.ladder.padding import PaddedBuffer
 __all__ = ["GraphSymbols", "LeafSources", "Reached", "ResultRecipe", "leaf_sources", "learn_recipe", "symbols_of"]
 
 Reached = Sequence[ReachedCall]
-"""(callable, its flat arguments, its flat outputs) of each graph that a run entered, in order."""
+"""The calls of graphs in one run, in order: each with callable, flat arguments and flat outputs."""
 
 Dims = Mapping[int, str]
 LeafSources = tuple[int | PaddedBuffer | None, ...]
-"""For each leaf of a result: the graph's flat output that it is, or the buffer of the argument that is returned as it
-is; None for None."""
+"""The source of each leaf of a result: the index of a flat output of the graph, the buffer of an input that the model
+returns unchanged, or None for a leaf that is None."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSymbols:
-    """What the symbols of one graph stand for.
+    """The meaning of the symbols of one graph.
 
     Attributes:
-        fields: symbol -> key field.
-        fixed: key fields that no symbol carries, since the model fixed their size.
-        others: symbols that are no key field.
-        unknown: (name, tensor) of inputs that are no input of the model, no parameter, and no output of an earlier
-            graph of the same run.
+        fields: {symbol: key field}.
+        fixed: key fields without a symbol, because the model fixes their size.
+        others: symbols that are not key fields.
+        unknown: (name, tensor) of each graph input that is neither an input of the model, nor a parameter, nor an
+            output of an earlier graph of the same run.
     """
 
     fields: Mapping[sympy.Symbol, str]
@@ -50,15 +50,15 @@ class GraphSymbols:
 
 @dataclass(frozen=True, slots=True)
 class ResultRecipe:
-    """How to turn the outputs of one key into the model's result.
+    """How to turn the outputs of a graph into the model's result, and the state that a run changes.
 
     Attributes:
-        cuts: for each leaf of the result, {dimension: key field} to cut to the real size.
-        spec: the result's structure.
-        build_result: makes leaves into that structure.
+        cuts: for each leaf of the result, {dimension: key field} of the dimensions to cut to the real size.
+        spec: the pytree structure of the result.
+        build_result: builds that structure from a list of leaves.
         mutated: names of the inputs that the model writes to.
-        state: tensors of the model, or reached by it, that it writes to.
-        generators: random number generators that it draws from.
+        state: other tensors that the model writes to.
+        generators: random number generators that the model draws from.
     """
 
     cuts: tuple[Dims, ...]
@@ -69,7 +69,7 @@ class ResultRecipe:
     generators: tuple[torch.Generator, ...]
 
     def with_state(self, tensors: Iterable[torch.Tensor], generators: Iterable[torch.Generator]) -> ResultRecipe:
-        """The same recipe of a model that may change these, too."""
+        """The same recipe for a model that may also change these tensors and generators."""
         state = {id(tensor): tensor for tensor in (*self.state, *tensors)}
         drawn = {id(generator): generator for generator in (*self.generators, *generators)}
         return replace(self, state=tuple(state.values()), generators=tuple(drawn.values()))
@@ -83,17 +83,17 @@ def learn_recipe(
     padded: Mapping[str, int],
     written: Collection[str],
 ) -> ResultRecipe:
-    """Learn from one run.
+    """Derive the recipe from one run.
 
     Args:
-        result: what the model returned.
-        reached: the graphs that the run entered.
-        buffers: id of an input tensor -> its buffer.
-        padded: padded size of each key field.
+        result: the model's result in that run.
+        reached: the calls of graphs in that run.
+        buffers: {id of an input tensor: its buffer}.
+        padded: the padded size of each key field.
         written: names of the inputs that the run wrote to, also between graphs.
 
     Raises:
-        ShapeError: nothing says how to cut an output.
+        ShapeError: it is not known how to cut an output to the real size.
     """
     leaves, spec = trees.flatten(result)
     followed = _followed(reached, buffers, padded)
@@ -107,7 +107,7 @@ def learn_recipe(
         elif id(leaf) in followed.dims:
             cuts.append(followed.dims[id(leaf)])
         else:
-            raise _unclear(index, leaf, followed.unclear.get(id(leaf), "it is made outside of the captured graphs"))
+            raise _unclear(index, leaf, followed.unclear.get(id(leaf), "it is computed outside of the captured graphs"))
     mutations = [call.args[position] for call in reached for position in call.callable.partition.mutated_inputs]
     return ResultRecipe(
         cuts=tuple(cuts),
@@ -120,12 +120,12 @@ def learn_recipe(
 
 
 def symbols_of(reached: Reached, buffers: Mapping[int, PaddedBuffer], padded: Mapping[str, int]) -> list[GraphSymbols]:
-    """The key fields among the symbols of each graph that a run entered."""
+    """The symbols of each graph of a run; arguments as in :func:`learn_recipe`."""
     return _followed(reached, buffers, padded).symbols
 
 
 def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, PaddedBuffer]) -> LeafSources | str:
-    """Where the leaves of a result come from; or why the graph alone does not tell."""
+    """The source of each leaf of a result, or the reason why the graph's outputs do not determine the result."""
     if len(reached) > 1:
         return f"the model is {len(reached)} graphs, with Python between them"
     outputs = reached[0].outputs
@@ -139,9 +139,9 @@ def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, 
         elif id(leaf) in buffers:
             sources.append(buffers[id(leaf)])
         else:
-            return "its result holds more than the graph's outputs"
+            return "its result contains more than the graph's outputs"
     if {source for source in sources if isinstance(source, int)} != set(range(len(outputs))):
-        return "the graph has outputs that are no part of the result: the model keeps state"
+        return "the graph has outputs that are not part of the result: the model stores state"
     return tuple(sources)
 
 
@@ -150,12 +150,12 @@ def leaf_sources(leaves: Sequence[Any], reached: Reached, buffers: Mapping[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """Key fields, followed by symbol from the inputs through the graphs of a run.
+    """Key fields, followed by their symbols from the inputs through the graphs of a run.
 
     Attributes:
-        dims: id of a tensor -> {dimension: key field}.
-        unclear: id of an output that is not in ``dims`` -> why.
-        symbols: of each graph.
+        dims: {id of a tensor: {dimension: key field}}.
+        unclear: {id of an output that is not in ``dims``: the reason}.
+        symbols: the symbols of each graph.
     """
 
     dims: dict[int, dict[int, str]]
@@ -195,7 +195,7 @@ def _symbols(
             if padded[field] > 1:
                 fixed.append(field)
     for given, value in zip(callable_.partition.inputs, args, strict=True):
-        # Sizes that are equal by chance can be one symbol, which then tells nothing.
+        # If another size equals a key field by chance, torch gives both the same symbol, which is then ambiguous.
         for dim, size in enumerate(given.value.shape if id(value) in known else ()):
             expression = symbolic.expression_of(size)
             if dim in known[id(value)]:
@@ -218,10 +218,10 @@ def _dims_by_symbol(shape: Sequence[Any], symbols: GraphSymbols) -> tuple[dict[i
         if size in symbols.fields:
             dims[dim] = symbols.fields[size]
         elif isinstance(size, sympy.Expr) and size.free_symbols - symbols.others:
-            return {}, f"dimension {dim} has size {size}, which mixes real and padded rows or is no key field"
+            return {}, f"dimension {dim} has size {size}, which is not the symbol of one key field"
     if symbols.fixed and shape:
         fixed = ", ".join(symbols.fixed)
-        return {}, f"the model fixes {fixed}, so that no symbol tells which dimension carries it"
+        return {}, f"the model fixes {fixed}, so no symbol tells which dimension has this size"
     return dims, None
 
 
@@ -230,21 +230,21 @@ def _dims_by_symbol(shape: Sequence[Any], symbols: GraphSymbols) -> tuple[dict[i
 
 def _unclear(index: int, leaf: torch.Tensor, problem: str) -> ShapeError:
     return ShapeError(
-        f"nothing says how to cut output {index} to the real size",
+        f"output {index} cannot be cut to the real size",
         expected="a dimension whose size is the symbol of one key field",
         found=f"shape {tuple(leaf.shape)}: {problem}",
-        remedy="return the tensor before it is reshaped, with tokens or requests in a dimension of their own, or leave "
-        "it out of the result",
+        remedy="return the tensor before it is reshaped, with a separate dimension for tokens or requests, or leave it "
+        "out of the result",
     )
 
 
 def _refuse_unknown_structure(index: int, leaf: Any) -> None:
-    """An object that torch's pytrees do not look into may hold padded tensors, which nothing would cut."""
+    """Refuse an object that is not a pytree: it may contain padded tensors, which could not be cut."""
     if leaf is None or isinstance(leaf, _PLAIN):
         return
     raise ShapeError(
-        f"output {index} is a {type(leaf).__name__}, whose tensors cannot be seen",
-        expected="tensors, numbers and text in tuples, lists, dicts and classes that torch's pytrees know",
+        f"output {index} is a {type(leaf).__name__}, which may contain tensors that cannot be cut to the real size",
+        expected="tensors, numbers and strings in tuples, lists, dicts and classes that are registered as pytrees",
         found=repr(leaf)[:200],
         remedy="return a dict, register the class (torch.export.register_dataclass), or leave it out of the result "
         "(use_cache=False)",
@@ -252,19 +252,19 @@ def _refuse_unknown_structure(index: int, leaf: Any) -> None:
 
 
 def _numbers_of_sizes(reached: Reached, padded: Mapping[str, int]) -> list[Any]:
-    """Values of this key's padded sizes, and of the numbers that the graphs compute from them."""
-    if all(size == 1 for size in padded.values()):  # nothing smaller could be padded to it
+    """The padded sizes, and the numbers that the graphs compute from them."""
+    if all(size == 1 for size in padded.values()):  # no smaller batch could be padded to it
         return []
     computed = [call.outputs[p] for call in reached for p in call.callable.partition.symbolic_numbers]
     return [*computed, *(size for size in padded.values() if size > 1)]
 
 
 def _refuse_padded_number(index: int, leaf: Any, numbers: Sequence[Any]) -> None:
-    """A number that may come from a padded size would be another one without padding."""
+    """Refuse a number that may depend on a padded size, since its value would be wrong for the real size."""
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and leaf in numbers:
         raise ShapeError(
             f"output {index} is a number that comes from the padded size, or equals it",
-            expected="sizes left to the caller, who knows the real ones",
+            expected="a result without sizes: the caller knows the real ones",
             found=repr(leaf),
             remedy="leave it out of the result",
         )

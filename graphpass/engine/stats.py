@@ -1,4 +1,4 @@
-"""What a manager has run: counted in every step, read when somebody asks."""
+"""Statistics of a manager: counters that every step increments, and snapshots of them as tables or Prometheus text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["CapturedGroup", "ManagerStats", "StepCounts", "keys_by_group"]
 
 @dataclass(frozen=True, slots=True)
 class CapturedGroup:
-    """What the captures of one kind of keys took together.
+    """Time and memory of the captures of one group of keys.
 
     Attributes:
         name: ``mixed PIECEWISE``, ``mixed FULL`` or ``decode FULL``.
-        num_keys: keys that have a graph.
-        seconds: of their captures.
-        memory: by which they grew the device's memory.
+        num_keys: number of captured keys.
+        seconds: total duration of their captures.
+        memory: total device memory that their captures allocated.
     """
 
     name: str
@@ -37,7 +37,7 @@ class CapturedGroup:
 
 
 def keys_by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """The keys of each group, in their order; a group is named as in :class:`CapturedGroup`."""
+    """{group name: its keys in the given order}; for the names see :class:`CapturedGroup`."""
     groups: dict[str, list[Key]] = {}
     for key in keys:
         mode, descriptor = key
@@ -47,15 +47,15 @@ def keys_by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """A snapshot. ``print`` it, index it with ``stats["Dispatches"]``, or ask for :meth:`prometheus`.
+    """A snapshot of a manager's counters: ``print(stats)``, ``stats["Dispatches"]`` or :meth:`prometheus`.
 
     Attributes:
-        keys: every captured key, in the order of capture.
-        fallbacks: batches without a graph, by reason.
-        fallback_tokens: their tokens.
-        left_out: keys that were not captured, as ``capture(max_bytes=...)`` was reached.
-        pool_bytes: of the graph pool; 0 on the CPU tape.
-        buffer_bytes: of the manager's input and output buffers.
+        keys: capture and traffic of every captured key, in the order of capture.
+        fallbacks: {reason: number of batches without a graph}.
+        fallback_tokens: real tokens of these batches.
+        left_out: (mode, key) of each key that was not captured because of ``capture(max_bytes=...)``.
+        pool_bytes: bytes of the graph pool; 0 on the CPU, which has no pool.
+        buffer_bytes: bytes of the manager's input and output buffers.
     """
 
     keys: tuple[Traffic, ...]
@@ -72,7 +72,7 @@ class ManagerStats:
 
     @property
     def groups(self) -> tuple[CapturedGroup, ...]:
-        """The captured keys by kind, in the order of capture."""
+        """Time and memory of the captured keys by group, in the order of capture."""
         captured = {key.captured.key: key.captured for key in self.keys}
         return tuple(
             CapturedGroup(
@@ -85,7 +85,7 @@ class ManagerStats:
         )
 
     def tables(self) -> tuple[Table, ...]:
-        """The dispatch table, the fallbacks and the memory, by group of keys and in all."""
+        """The tables ``Dispatches``, ``Without a graph``, ``Left out``, ``Captured`` and ``Memory``."""
         rows = tuple(
             (
                 str(key.captured.mode),
@@ -120,7 +120,7 @@ class ManagerStats:
         return Report(self.tables())[title]
 
     def prometheus(self) -> str:
-        """The same in Prometheus' text format, for an endpoint to serve.
+        """The snapshot in Prometheus' text format, to serve from an endpoint.
 
         Raises:
             OptionError: the package ``prometheus-client`` is not installed.
@@ -137,28 +137,28 @@ class ManagerStats:
         fallbacks = [((str(reason),), times) for reason, times in self.fallbacks.items()]
         group_seconds = [((group.name,), group.seconds) for group in self.groups]
         group_bytes = [((g.name, kind), size) for g in self.groups for kind, size in _parts(g.memory).items()]
-        taken = "Device memory that a group's captures took"
+        allocated = "Device memory that a group's captures allocated"
         return (
             Metric("graphpass_replays", "Batches that replayed a key", replays, labels, is_counter=True),
             Metric("graphpass_real_tokens", "Tokens of those batches", real, labels, is_counter=True),
-            Metric("graphpass_padded_tokens", "Tokens computed for them", padded, labels, is_counter=True),
+            Metric("graphpass_padded_tokens", "Tokens of those batches with padding", padded, labels, is_counter=True),
             Metric("graphpass_capture_seconds", "Seconds of a key's capture", seconds, labels),
             Metric("graphpass_fallbacks", "Batches without a graph", fallbacks, ("reason",), is_counter=True),
             Metric("graphpass_group_seconds", "Seconds of a group's captures", group_seconds, ("group",)),
-            Metric("graphpass_group_bytes", taken, group_bytes, ("group", "kind")),
+            Metric("graphpass_group_bytes", allocated, group_bytes, ("group", "kind")),
             Metric("graphpass_pool_bytes", "Bytes of the graph pool", [((), self.pool_bytes)]),
             Metric("graphpass_buffer_bytes", "Bytes of the buffers", [((), self.buffer_bytes)]),
         )
 
 
 def _parts(memory: MemoryGrowth) -> dict[str, int]:
-    """The bytes of each kind."""
+    """{kind of memory: bytes}."""
     return {"pool": memory.pool_bytes, "cached": memory.cached_bytes, "driver": memory.driver_bytes}
 
 
 @dataclass(slots=True)
 class StepCounts:
-    """Counts as they happen: an addition or two in each step."""
+    """Counters that every step increments."""
 
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
     fallbacks: Counter[DispatchReason] = field(default_factory=Counter)

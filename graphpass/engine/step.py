@@ -21,11 +21,11 @@ __all__ = ["StepRunner"]
 
 
 class StepRunner:
-    """Runs steps of a model; the dispatcher has decided how.
+    """Runs the steps of a model, with or without a graph as the dispatcher has decided.
 
     Args:
         model: the model over its buffers.
-        learner: knows what it returns.
+        learner: describes the model's results.
     """
 
     def __init__(self, model: CompiledModel, learner: ModelLearner) -> None:
@@ -37,22 +37,22 @@ class StepRunner:
         """Replay a key's graph over a batch.
 
         Args:
-            step: what was captured for the key; the model is still the captured one.
-            key: its mode and padded shape.
-            batch: at real sizes.
+            step: the captured step of the key; the caller has checked that it is still valid.
+            key: mode and padded shape.
+            batch: the batch, without padding.
             sizes: the real size of each key field.
             across_dp: real tokens of each data-parallel rank; None without an agreement.
 
         Returns:
-            The model's result, in buffers that all sizes share.
+            The model's result at real sizes, as views of the output buffers, which the next step overwrites.
 
         Raises:
-            ShapeError: the inputs or requests do not fit.
-            ContextError: the attention's metadata lacks a field.
+            ShapeError: the inputs or requests do not fit the key.
+            ContextError: the attention metadata lacks a field that the model reads.
         """
         mode, descriptor = key
         model, parts, results = self._model, self._model.parts, self._learner.results()
-        # What is filled now may still be read by a replay on another stream.
+        # A replay on another stream may still be reading the buffers.
         model.runtime.lease.order_after_last_forward()
         model.inputs.fill(batch.inputs, sizes, step.inputs.buffers)
         metadata = parts.metadata(batch.attention, descriptor, mode)
@@ -80,14 +80,14 @@ class StepRunner:
         """Run the compiled model over a batch at its real number of tokens.
 
         Args:
-            padded: the shape that the ranks agreed on; of a batch without tokens, what is computed.
-            batch: at real sizes.
+            padded: the shape that the ranks agreed on, which a batch without tokens runs at.
+            batch: the batch, without padding.
             sizes: the real size of each key field.
             across_dp: real tokens of each data-parallel rank; None without an agreement.
         """
         with replay_settings():
             model, parts, results = self._model, self._model.parts, self._learner.results()
-            # All rows of an input by request: their number says nothing that a compiled region has to know.
+            # Inputs with a request dimension have all their rows, so that regions are not compiled for each count.
             num_loras = batch.num_active_loras
             unpadded = BatchDescriptor(
                 batch.num_tokens or padded.num_tokens,

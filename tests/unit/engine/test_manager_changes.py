@@ -27,7 +27,7 @@ def test_weights_replaced_in_every_way_are_found() -> None:
         assert_right(manager, model)
         model.inner = nn.Linear(WIDTH, 5).eval()
         assert_right(manager, model)
-    assert "captured anew" in notes(manager)
+    assert "captured again" in notes(manager)
 
 
 def test_weights_written_in_place_need_no_capture() -> None:
@@ -153,7 +153,7 @@ def test_an_exchanged_submodule_without_parameters_is_found(mode: str) -> None:
     assert_right(manager, model)
     model.act = nn.ReLU()
     assert_right(manager, model)
-    assert "captured anew" in notes(manager)
+    assert "captured again" in notes(manager)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_options_that_are_its_own_are_refused_by_name(option: str) -> None:
     if option == "runtime":
         assert CudaGraphManager(Rows(), dispatcher, [X], compiler="eager", **given).runtime is given["runtime"]
         return
-    with pytest.raises(OptionError, match=f"'{option}' is the manager's own") as raised:
+    with pytest.raises(OptionError, match=f"'{option}' is set by the manager") as raised:
         CudaGraphManager(Rows(), dispatcher, [X], **given)
     assert "dispatcher" in raised.value.remedy
 

@@ -221,7 +221,7 @@ def test_a_tensor_that_python_between_graphs_keeps_is_refused(mode: str) -> None
             return x * 2
 
     model = Remembers()
-    with pytest.raises(CaptureError, match="keeps a tensor beyond its call") as raised:
+    with pytest.raises(CaptureError, match="stores a tensor in a Python object") as raised:
         made(model, mode).capture()
     assert "'last'" in raised.value.found
     assert not hasattr(model, "last")
@@ -275,7 +275,7 @@ def test_python_state_outside_of_modules_is_refused_before_anything_has_changed(
 ) -> None:
     model = Keeps(change)
     held = (counted, list(STEPS), model.stats.calls)
-    with pytest.raises(CaptureError, match="cannot put back") as raised:
+    with pytest.raises(CaptureError, match="cannot be restored after a capture") as raised:
         made(model).capture()
     assert found in raised.value.found
     assert "test_manager_python_state.py:" in raised.value.found
@@ -290,7 +290,7 @@ def test_a_function_that_counts_its_calls_is_refused() -> None:
         calls += 1
         return x * 2
 
-    with pytest.raises(CaptureError, match="cannot put back") as raised:
+    with pytest.raises(CaptureError, match="cannot be restored after a capture") as raised:
         made(model).capture()
     assert "a variable of an enclosing function (test_manager_python_state.py:" in raised.value.found
     assert calls == 0
@@ -326,7 +326,7 @@ def replace_buffer(model: Keeps, x: torch.Tensor) -> None:
 def test_a_tensor_that_outlives_its_call_is_refused(change: Callable[[Any, torch.Tensor], object]) -> None:
     """It would lie in memory that the next step overwrites."""
     model = Keeps(change)
-    with pytest.raises(CaptureError, match="keeps a tensor beyond its call") as raised:
+    with pytest.raises(CaptureError, match="stores a tensor in a Python object") as raised:
         made(model).capture()
     assert "test_manager_python_state.py:" in raised.value.found
     assert "registered buffer" in raised.value.remedy

@@ -117,7 +117,7 @@ def test_a_result_that_nothing_says_how_to_cut_is_refused_by_name() -> None:
     manager = made(lambda x: x.reshape(-1))
     with pytest.raises(ShapeError, match="output 0") as raised:
         manager.capture()
-    assert "dimension of their own" in raised.value.remedy
+    assert "separate dimension" in raised.value.remedy
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])

@@ -193,13 +193,13 @@ def test_inputs_that_describe_no_largest_batch_are_refused(specs: list[InputSpec
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"shape": (0, 4)}, "no such buffer"),
-        ({"shape": (4.0, 4)}, "no such buffer"),
-        ({"shape": (True, 4)}, "no such buffer"),
+        ({"shape": (0, 4)}, "the shape of input 'x' is not valid"),
+        ({"shape": (4.0, 4)}, "the shape of input 'x' is not valid"),
+        ({"shape": (True, 4)}, "the shape of input 'x' is not valid"),
         ({"token_dim": 2}, "token_dim of input 'x'"),
         ({"token_dim": -3}, "token_dim of input 'x'"),
         ({"request_dim": 5}, "request_dim of input 'x'"),
-        ({"token_dim": 1, "request_dim": -1}, "one dimension for tokens and requests"),
+        ({"token_dim": 1, "request_dim": -1}, "the same dimension for tokens and requests"),
         ({"padding": "last"}, "no padding rule"),
         ({"padding": None}, "no padding rule"),
     ],
