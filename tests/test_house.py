@@ -392,6 +392,12 @@ def test_each_guarantee_is_linked_to_tests_that_exist() -> None:
     assert missing == []
 
 
+def test_each_note_is_cited_by_the_code_and_each_citation_has_a_note() -> None:
+    notes = set(re.findall(r"^## Note \[(.+)\]$", (ROOT / "docs/design/notes.md").read_text(encoding="utf-8"), re.M))
+    cited = {name for source in SOURCES for name in re.findall(r"Note\s+\[(.+?)\]", source.read_text(encoding="utf-8"))}
+    assert notes == cited
+
+
 def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 

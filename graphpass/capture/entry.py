@@ -1,4 +1,8 @@
-"""One captured graph with everything a replay needs: made when its capture has succeeded, never filled in later."""
+"""One captured graph with everything that a replay needs; an entry is complete when it is created.
+
+Static inputs are compared by address, see Note [Address rule]; copied inputs by the way they share memory, see
+Note [Alias patterns] in docs/design.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The pool rule, one forward at a time, and the pool that it holds for.
 
-Graphs that share a pool overwrite each other's memory, so a pool has one forward in flight. A second thread waits for
-its turn; a forward that starts inside another one is refused.
+See Note [Pool rule] in docs/design.
 """
 
 from __future__ import annotations

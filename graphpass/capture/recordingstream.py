@@ -1,12 +1,4 @@
-"""A CUDA stream that nothing but recordings into one pool runs on.
-
-torch keeps a workspace for the matrix products of each stream, allocated at the first of them and handed to all later
-ones. A recording bakes its address in. On a stream that others use too, that is memory outside of the graph's pool,
-which torch frees when anybody's graph there is reset, or when Inductor records graphs of its own: the replay would
-write to memory that others have (https://github.com/pytorch/pytorch/issues/193402). On a stream where only recordings
-run, the workspace lies in the pool, like every other memory of the graph. torch hands its own streams out in turn, to
-anybody; so this one comes from the driver.
-"""
+"""A CUDA stream that runs only the recordings of one pool, see Note [Workspaces] in docs/design."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 """A replay plan: one key of a whole callable as a flat sequence of replays and eager calls.
 
-Going through the wrappers, every region looks its entry up, checks its inputs and copies them by itself. Once all
-regions of a key are captured, a plan does once a step what it can do once: it compares static addresses and numbers,
-copies the callable's own inputs into the buffers of all regions, and then runs the same stitched code with each
-captured region bound to its graph. What a region reads from an earlier replay lies where that replay always writes it.
-What an eager region hands over is looked at each time.
+See Note [Why a plan] in docs/design.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Static input buffers: memory graphpass owns, outside the pool, that inputs are copied into before a replay.
 
 A graph reads fixed addresses, so every input whose address is not static gets a buffer here. Inputs that share a
-storage share one buffer, at the same relative offsets; what the region mutates is copied back to the caller's tensor.
+storage share one buffer, see Note [Alias patterns] in docs/design. A mutated buffer is copied back to the caller's
+tensor.
 """
 
 from __future__ import annotations
