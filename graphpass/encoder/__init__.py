@@ -1,4 +1,4 @@
-"""Whole-encoder graphs: images of any size, packed and padded into a ladder of token budgets."""
+"""Whole-encoder CUDA graphs: images of any size are packed and padded to one of several token budgets."""
 
 from graphpass.encoder.budgets import generate_budgets, smallest_fitting_budget
 from graphpass.encoder.packing import PackedBatch, PackingCosts, pack_items

@@ -1,7 +1,7 @@
-"""The encoder manager: any images through a few whole-encoder graphs.
+"""The encoder manager: encodes images of any size with a few whole-encoder graphs.
 
-A request is packed into batches (:mod:`graphpass.encoder.planner`), each batch replays a graph or runs eagerly, and the
-results come back in the order of the request. The manager owns what lasts; what it decides is decided elsewhere.
+A request is packed into batches (:mod:`graphpass.encoder.planner`). Each batch replays a graph or runs eagerly. Results
+are returned in the order of the request. The manager owns graphs, buffers and counters.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _log = logging.getLogger("graphpass")
 
 
 class EncoderCudaGraphManager:
-    """Captures an encoder for a ladder of budgets, and encodes items over the graphs.
+    """Captures an encoder for a ladder of token budgets, and encodes items by replaying the graphs.
 
-    One request at a time: threads wait for each other.
+    Threads may share a manager; their requests run one after the other.
 
     Args:
-        model: the encoder; :meth:`from_model` makes one of a stock tower.
+        model: the encoder; :meth:`from_model` creates one from a stock tower.
         options: see :class:`EncoderOptions`.
-        device: where the encoder runs.
-        dtype: of its inputs and outputs.
-        group: a ``torch.distributed`` process group over which items are shared out; every rank makes a manager, and
-            calls :meth:`execute` with the same items. None: this process encodes all.
+        device: device of the encoder.
+        dtype: dtype of its inputs and outputs.
+        group: a ``torch.distributed`` process group that distributes items over its ranks. Every rank creates a manager
+            and calls :meth:`execute` with the same items. None: this process encodes all items.
 
     Attributes:
-        runtime: counts what was compiled. Graphs have a runtime of their own.
+        runtime: counts compiled artifacts. Graphs have a separate runtime.
 
     Raises:
-        EncoderConfigError: the options contradict each other, or the model.
+        EncoderConfigError: an option contradicts another option or the model.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class EncoderCudaGraphManager:
         group: Any = None,
         **adapter_options: Any,
     ) -> Self:
-        """A manager for a stock Hugging Face tower, through the adapter of its class.
+        """A manager for a stock Hugging Face tower, through the adapter for its class.
 
         Args:
-            tower: the vision tower, ``model.visual`` or ``model.vision_model``.
-            options: as for the class.
-            device: None: where the tower's parameters are.
-            dtype: None: that of the tower's parameters.
-            group: as for the class.
-            adapter_options: of the adapter.
+            tower: the vision tower, ``model.visual`` or ``model.vision_model``. Its weights are shared, not copied.
+            options: see the class.
+            device: None: the device of the tower's parameters.
+            dtype: None: the dtype of the tower's parameters.
+            group: see the class.
+            adapter_options: options of the adapter.
 
         Raises:
-            EncoderConfigError: no adapter is known for the class.
+            EncoderConfigError: there is no adapter for the class of the tower.
         """
         from graphpass.encoder.adapters import adapter_for
 
@@ -117,45 +117,45 @@ class EncoderCudaGraphManager:
     # -- capturing --------------------------------------------------------------------------------------------------
 
     def get_num_graphs_to_capture(self) -> int:
-        """How many graphs :meth:`capture` makes; 0 with ``enable=False``."""
+        """Number of graphs that :meth:`capture` captures; 0 with ``enable=False``."""
         return len(self._ladder.keys) if self._options.enable else 0
 
     def is_captured(self) -> bool:
-        """Whether some graph can be replayed."""
+        """Whether there is a captured graph."""
         return self._captured is not None and bool(self._captured.budgets)
 
     def capture(self, graph_pool: Any = None) -> None:
-        """Capture every budget, the largest first, and time what they cost.
+        """Capture a graph for every budget, the largest first, and measure the costs of replays and eager calls.
 
-        A budget that cannot be captured is left out: batches take a larger one, or run eagerly.
+        A budget whose capture fails gets no graph: its batches replay a larger budget or run eagerly.
 
         Args:
-            graph_pool: a CUDA graph pool to share (``torch.cuda.graph_pool_handle()``); None for one of its own.
+            graph_pool: a CUDA graph pool to share (``torch.cuda.graph_pool_handle()``); None: a new pool.
 
         Raises:
-            CaptureError: there are graphs already.
-            EncoderConfigError: the encoder does not keep to its configuration.
+            CaptureError: the encoder is already captured.
+            EncoderConfigError: a method of the encoder contradicts its configuration.
         """
         with self._lock, capture_settings():
             if self._captured is not None and self._captured.budgets:
                 raise CaptureError(
-                    "the encoder is captured already",
+                    "the encoder is already captured",
                     expected="a manager without graphs",
                     found=f"{len(self._captured.budgets)} graphs",
                     remedy="call clear() first",
                 )
             if not self._options.enable:
                 return
-            self._drop_graphs()  # of a capture in which every budget failed
+            self._drop_graphs()  # an earlier capture may have failed for every budget
             self._compile()
             self._captured = self._ladder.capture(graph_pool)
             self._is_to_recapture = False
 
     def estimate(self) -> MemoryEstimate:
-        """What :meth:`capture` will take, from at most three captures in a throwaway pool.
+        """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.
 
         Raises:
-            CaptureError: one of them failed.
+            CaptureError: one of these captures failed.
         """
         with self._lock, capture_settings():
             if not self._options.enable:
@@ -164,7 +164,7 @@ class EncoderCudaGraphManager:
             return self._ladder.estimate()
 
     def clear(self) -> None:
-        """Drop all graphs, buffers and the pool. Statistics go on; everything runs eagerly, or is captured again."""
+        """Release all graphs, buffers and the pool. Counters are kept; requests run eagerly until the next capture."""
         with self._lock:
             self._drop_graphs()
             self._is_to_recapture, self._graph_pool = False, None
@@ -183,19 +183,22 @@ class EncoderCudaGraphManager:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def execute(self, items: EncoderItems) -> list[EncoderOutput]:
-        """Encode items; the result of each one, in their order.
+        """Encode items.
 
-        Results are independent of later calls. Where weights of the model were replaced, or have moved, since the
-        capture, everything is captured anew first. Under other settings than at the capture (autocast, training mode,
-        precision of float32 products, default dtype, determinism) it runs eagerly, under those that hold now.
+        If weights of the model were replaced or moved since the capture, all graphs are captured again first. If a
+        setting differs from the capture (autocast, training mode, precision of float32 products, default dtype,
+        determinism), the items run eagerly under the current settings.
 
         Args:
-            items: one mapping of everything, as the model's processor returns it.
+            items: all items in one mapping, as the model's processor returns them.
+
+        Returns:
+            The result of each item, in order. The caller owns them: later calls do not write to them.
 
         Raises:
-            AgreementError: another rank failed in its share, was given other items, or is gone.
-            EncoderConfigError: the model does not keep to its configuration.
-            ShapeError: what it prepares does not fit the buffers.
+            AgreementError: another rank failed, has ended, or called it with other items.
+            EncoderConfigError: a method of the encoder contradicts its configuration.
+            ShapeError: the contents that the encoder prepared do not fit the buffers.
         """
         with self._lock, capture_settings():
             results = self._encoded(items) if self._agreement is None else self._encoded_by_all(items, self._agreement)
@@ -205,14 +208,14 @@ class EncoderCudaGraphManager:
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The memory of each buffer, flat, which all budgets share; empty before the capture.
+        """{name: flat memory of the buffer}. All budgets share it; it is empty before the capture.
 
-        Every replay writes it: items that lie in it are overwritten before they are read.
+        The manager owns it and every replay overwrites it, so items must not alias it.
         """
         return {} if self._captured is None else self._captured.graphs.buffers.tensors
 
     def get_cumulative_stats(self) -> EncoderStats:
-        """Hits, misses and padding so far, of each budget and in all."""
+        """Hits, misses and padding since the manager was created, for each budget and in total."""
         captured = self._captured
         if captured is None:
             return self._counts.snapshot((), (), pool_bytes=0, buffer_bytes=0)
@@ -235,7 +238,7 @@ class EncoderCudaGraphManager:
         return [results[item] for item in range(len(specs))]
 
     def _encoded_by_all(self, items: EncoderItems, agreement: DataParallelAgreement) -> list[EncoderOutput]:
-        """This rank encodes its share; everybody gets everything."""
+        """Encode this rank's share of the items and gather the results of all ranks."""
 
         def encoded(
             specs: Sequence[EncoderItemSpec], share: Sequence[int]
@@ -250,7 +253,7 @@ class EncoderCudaGraphManager:
         return list(self._postprocessed(outputs, specs)) if specs else []
 
     def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """The sizes of a request's items, which counts the request."""
+        """The sizes of the items of a request. Counts the request."""
         specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
         self._counts.requests += 1
         return specs
@@ -258,7 +261,7 @@ class EncoderCudaGraphManager:
     def _runs(
         self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
     ) -> Iterator[tuple[EncoderBatch, tuple[torch.Tensor, ...]]]:
-        """Batch after batch with its outputs, those of a replay valid until the next one."""
+        """Run the batches one after the other. The outputs of a replay are valid until the next replay."""
         self._follow_weights()
         everything = tuple(range(len(specs)))
         for batch in self._planner().plan(specs):
@@ -269,19 +272,19 @@ class EncoderCudaGraphManager:
             yield batch, self._outputs(of_batch, batch, num_tokens)
 
     def _follow_weights(self) -> None:
-        """Capture anew what was captured with other weights, as soon as the settings are those of that capture."""
+        """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
         captured = self._captured
         if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
-            _log.warning("weights of the encoder were replaced or moved: its graphs are captured anew")
+            _log.warning("weights of the encoder were replaced or moved: its graphs are captured again")
             self._drop_graphs()
             self._is_to_recapture, self._graph_pool = True, captured.graph_pool
         if self._is_to_recapture:  # by this request, or an earlier one in which that failed
             self.capture(self._graph_pool)
 
     def _planner(self) -> BatchPlanner:
-        """The captured ladder's; where its graphs would answer under settings that hold no more, the eager one.
+        """The planner of the captured ladder, or the eager planner if a setting differs from the capture.
 
-        Asked after :meth:`_follow_weights`: weights that differ still differ together with a setting.
+        It runs after :meth:`_follow_weights`, so weights are either unchanged or changed together with a setting.
         """
         if self._captured is None:
             return self._eager_planner
@@ -289,12 +292,12 @@ class EncoderCudaGraphManager:
         if setting is None:
             return self._captured.planner
         if self._counts.under_another(setting):
-            remedy = "clear() and capture() under it for graphs"
-            _log.warning("%s is not what it was when the encoder was captured: it runs eagerly; %s", setting, remedy)
+            remedy = "call clear() and capture() under the new setting to use graphs"
+            _log.warning("%s changed since the encoder was captured: it runs eagerly; %s", setting, remedy)
         return self._eager_planner
 
     def _outputs(self, items: EncoderItems, batch: EncoderBatch, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """The rows of a batch's items, without padding; of a replay in the pool."""
+        """The output rows of a batch without padding. The outputs of a replay are in the graph pool."""
         if batch.key is None:
             outputs = eager_outputs(self._model, items)
             check_outputs(outputs, num_tokens, self._config, "encoder_eager_forward")
@@ -312,9 +315,9 @@ class EncoderCudaGraphManager:
         if len(found) != len(specs):
             raise EncoderConfigError(
                 "postprocess_encoder_output returned another number of results",
-                expected=f"{len(specs)}, one an item",
+                expected=f"{len(specs)}, one for each item",
                 found=str(len(found)),
-                remedy="return one result for each of the specs",
+                remedy="return one result for each spec",
             )
         return found
 
@@ -326,7 +329,7 @@ def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, devic
             "the encoder cannot be compiled",
             expected="a model with compile_encoder(compiler, runtime)",
             found=f"compile=True and {type(model).__name__}",
-            remedy="leave compile out to capture the eager encoder",
+            remedy="omit compile to capture the eager encoder",
         )
     if options.compile is False or not can_be_compiled:
         return None
@@ -334,7 +337,7 @@ def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, devic
 
 
 def _owned(result: EncoderOutput, lent: set[int]) -> EncoderOutput:
-    """``result`` with a copy of everything that lies in memory of ``lent``."""
+    """``result``, with clones of all tensors whose storage id is in ``lent``."""
     if isinstance(result, torch.Tensor):
         return result.clone() if storage_id(result) in lent else result
     return tuple(part.clone() if storage_id(part) in lent else part for part in result)

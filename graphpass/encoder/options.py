@@ -1,4 +1,4 @@
-"""Options of encoder graphs, and the keys that follow from them and from what the model says of itself."""
+"""Options of encoder graphs, and the keys that follow from the options and the encoder's configuration."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _USUAL_ITEMS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOptions:
-    """How an encoder is captured and packed. What is None is inferred from the model.
+    """Options for capture and packing. None means: inferred from the model.
 
     Attributes:
-        enable: capture graphs at all; without, everything runs eagerly.
-        token_budgets: the output tokens of each graph. None: the finest ladder of ``max_graphs`` graphs over the
-            model's range. From 16 to 4096 tokens, the default pads no batch by more than 12.5 %.
-        max_graphs: how many graphs an inferred ladder may have in all. One takes about 0.1 s to capture.
-        max_pool_bytes: what the pool ends at or below; keys for which there is no room are left out. None: no bound.
-        max_items_per_batch: items of one replay.
-        max_frames_per_batch: frames of one replay, for models that count them. None: as many as the model allows, below
-            the largest budget no more than smallest items.
-        compile: capture the compiled encoder. None: if the model can be compiled.
+        enable: False: capture no graphs and run everything eagerly.
+        token_budgets: output tokens of each graph. None: the finest ladder of ``max_graphs`` graphs over the model's
+            range. From 16 to 4096 tokens, the default pads no batch by more than 12.5 %.
+        max_graphs: maximum number of graphs of an inferred ladder. One graph takes about 0.1 s to capture.
+        max_pool_bytes: limit on the size of the graph pool; keys that would exceed it get no graph. None: no limit.
+        max_items_per_batch: maximum number of items in one replay.
+        max_frames_per_batch: maximum number of frames in one replay, for models that count frames. None: the model's
+            limit; below the largest budget also at most as many frames as the budget has room for smallest items.
+        compile: compile the encoder before the capture. None: compile if the model can be compiled.
         compiler: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
-        costs: ``measured``: replays and eager calls are timed after the capture, and the cheaper plan runs. None: the
-            greedy without costs. Or costs to go by, by budget, in seconds.
-        max_eager_tokens: output tokens of one eager call over several items. None: the largest budget.
-        log_every: after how many requests the statistics are logged.
+        costs: ``measured``: time replays and eager calls after the capture and run the cheapest plan. None: pack
+            greedily. :class:`PackingCosts`: costs for each budget, in seconds.
+        max_eager_tokens: maximum output tokens of one eager call over several items. None: the largest budget.
+        log_every: the statistics are logged every this many requests.
 
     Raises:
-        EncoderConfigError: a value that no model could have; what depends on the model is refused by the manager.
+        EncoderConfigError: a value that is wrong for every model. The manager checks values that depend on the model.
     """
 
     enable: bool = True
@@ -75,8 +75,8 @@ class EncoderOptions:
             budgets = checked_budgets(self.token_budgets, 1)
             if self.max_items_per_batch is not None and self.max_items_per_batch > budgets[0]:
                 raise EncoderConfigError(
-                    "max_items_per_batch is more than the smallest budget holds",
-                    expected=f"at most {budgets[0]} items, of one token each, in {budgets[0]} tokens",
+                    "max_items_per_batch is larger than the smallest budget",
+                    expected=f"at most {budgets[0]} items of one token each in {budgets[0]} tokens",
                     found=f"max_items_per_batch={self.max_items_per_batch}",
                     remedy=f"lower it to {budgets[0]}, or leave out the smallest budgets",
                 )
@@ -89,16 +89,16 @@ class EncoderOptions:
 
 def _unusable(name: str, expected: str, found: object) -> EncoderConfigError:
     return EncoderConfigError(
-        f"option {name} cannot be used", expected=expected, found=f"{name}={found!r}", remedy="leave it out"
+        f"option {name} has a wrong value", expected=expected, found=f"{name}={found!r}", remedy="omit the option"
     )
 
 
 def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
-    """``config`` if it contradicts nothing.
+    """Return ``config`` if it is consistent.
 
     Raises:
-        EncoderConfigError: a list is empty or names something twice, a count is not positive, a padding rule is of no
-            buffer, or an axis that rounds up has values that are no ascending integers.
+        EncoderConfigError: a list is empty or has duplicates, a count is not positive, a padding rule names an unknown
+            buffer, or the values of an axis that rounds up are not ascending integers.
     """
     for name in ("modalities", "buffer_keys", "paths"):
         _refuse_repeated(name, getattr(config, name))
@@ -127,20 +127,20 @@ def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
 
 
 def _sorted(values: Sequence[object]) -> list[object]:
-    return sorted(values)  # type: ignore[type-var]  # integers, as was asked before
+    return sorted(values)  # type: ignore[type-var]  # integers: checked by the caller
 
 
 def _refuse_repeated(name: str, values: Sequence[object]) -> None:
     if not values or len(set(values)) != len(values):
-        raise _contradiction(name, "at least one, each once", list(values))
+        raise _contradiction(name, "at least one value, without duplicates", list(values))
 
 
 def _contradiction(name: str, expected: str, found: object) -> EncoderConfigError:
     return EncoderConfigError(
-        f"{name} of the encoder's configuration",
+        f"the encoder's configuration is wrong: {name}",
         expected=expected,
         found=repr(found),
-        remedy="correct the configuration",
+        remedy="correct what get_encoder_cudagraph_config returns",
     )
 
 
@@ -152,10 +152,10 @@ def keys_of(
     Args:
         options: validated.
         config: validated.
-        budget_range: output tokens of the smallest item, and of the largest batch worth a graph.
+        budget_range: output tokens of the smallest item, and of the largest batch for which a graph is worthwhile.
 
     Raises:
-        EncoderConfigError: options that contradict the model.
+        EncoderConfigError: an option contradicts the model.
     """
     minimum, maximum = budget_range
     combinations = [
@@ -173,25 +173,27 @@ def keys_of(
     most_frames = _frames_of(options, config)
     keys = []
     for budget in reversed(budgets):
-        held = max(1, budget // minimum)  # of the smallest items
-        # Frames of a clip may be smaller than items; the largest budget leaves none out.
+        most_smallest = max(1, budget // minimum)  # as many of the smallest items fit
+        # Frames of a clip may be smaller than the smallest item, so the largest budget allows all frames.
         frames = most_frames
         if most_frames is not None and options.max_frames_per_batch is None and budget != budgets[-1]:
-            frames = min(most_frames, held)
-        sizes = (budget, budget * config.patches_per_token, min(most_items, held), frames)
+            frames = min(most_frames, most_smallest)
+        sizes = (budget, budget * config.patches_per_token, min(most_items, most_smallest), frames)
         keys += [EncoderGraphKey(*sizes, path, axes) for path, axes in combinations]
     return tuple(keys)
 
 
 def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int | None:
-    asked = options.max_frames_per_batch
-    if asked is None:
+    max_frames = options.max_frames_per_batch
+    if max_frames is None:
         return config.max_frames
-    if config.max_frames is None or asked > config.max_frames:
+    if config.max_frames is None or max_frames > config.max_frames:
         raise EncoderConfigError(
             "max_frames_per_batch is not possible with this model",
-            expected="none: it does not count frames" if config.max_frames is None else f"at most {config.max_frames}",
-            found=f"max_frames_per_batch={asked}",
-            remedy="leave it out",
+            expected="None, because the model does not count frames"
+            if config.max_frames is None
+            else f"at most {config.max_frames}",
+            found=f"max_frames_per_batch={max_frames}",
+            remedy="omit the option",
         )
-    return asked
+    return max_frames

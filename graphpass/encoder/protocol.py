@@ -1,9 +1,9 @@
-"""What an encoder has to offer for whole-encoder graphs: a protocol of nine methods, and the records they speak in.
+"""The protocol of encoders for whole-encoder graphs: nine methods, and the records that they exchange.
 
-The manager knows no model. It asks for the sizes of the items of a request, packs items into batches, has the model
-turn a batch into the contents of a few buffers, and replays one graph over them. The unit of a graph's size, its
-*budget*, is the number of **output** tokens; whatever else a graph bakes in (patches, frames, items, axes) is a limit
-of its key.
+The manager calls the encoder only through this protocol. It reads the sizes of the items of a request, packs items into
+batches, lets the encoder compute the contents of a few buffers for each batch, and replays one graph over the buffers.
+The size of a graph, its *budget*, is the number of **output** tokens. The other sizes of a graph (patches, frames,
+items, axes) are limits of its key.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ __all__ = [
 ]
 
 EncoderItems: TypeAlias = Mapping[str, Any]
-"""Some items as one mapping, as Hugging Face processors return it: ``{"pixel_values": ..., "image_grid_thw": ...}``."""
+"""Items as Hugging Face processors return them: ``{"pixel_values": ..., "image_grid_thw": ...}``."""
 
 EncoderOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""What an encoder returns: one tensor with a row for each token, or several (deepstack levels)."""
+"""The output of an encoder: one tensor [tokens, width], or several (deepstack levels)."""
 
 PaddingRule: TypeAlias = PadRule | None
-"""What fills a buffer behind a batch's own rows, see :data:`graphpass.padrules.PadRule`; None leaves what is there."""
+"""How the padding rows of a buffer are filled, see :data:`graphpass.padrules.PadRule`; None leaves them unchanged."""
 
 Axes: TypeAlias = tuple[tuple[str, Hashable], ...]
-"""Values of the axes of a key or an item, as (name, value), in the order of the configuration."""
+"""(name, value) of each axis of a key or an item, in the order of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderItemSpec:
-    """The sizes of one item: an image, or a clip.
+    """The sizes of one item, which is an image or a clip.
 
     Attributes:
-        input_size: patches, the rows that the encoder reads.
-        output_tokens: rows that the encoder returns for it; what budgets count.
-        frames: frames of a clip; 1 for an image.
-        path: which of the configuration's paths it takes.
-        axes: its value on each axis of the configuration.
+        input_size: number of patches, the input rows of the encoder.
+        output_tokens: number of output rows of the encoder; the unit of budgets.
+        frames: number of frames of a clip; 1 for an image.
+        path: one of the configuration's paths.
+        axes: the item's value on each axis of the configuration.
     """
 
     input_size: int
@@ -65,13 +65,13 @@ class EncoderItemSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderAxis:
-    """One more thing that a graph bakes in, such as an image size, or a bound of the longest sequence.
+    """An additional property that is constant in a graph, such as an image size or a bound on the longest sequence.
 
     Attributes:
-        name: as items and keys spell it.
-        values: what graphs are captured for. Items with other values run eagerly.
-        rounds_up: the values are ordered, and a graph serves every item whose value is at most its own, so that items
-            with different values share a replay. Else only items with the same value do.
+        name: name of the axis in items and keys.
+        values: the values that graphs are captured for. Items above or beside them run eagerly.
+        rounds_up: True: values are ordered, and a graph serves every item whose value is at most the graph's value, so
+            items with different values can share a replay. False: only items with equal values share a replay.
     """
 
     name: str
@@ -81,20 +81,20 @@ class EncoderAxis:
 
 @dataclass(frozen=True, slots=True)
 class EncoderCudaGraphConfig:
-    """What the manager has to know of an encoder.
+    """Describes an encoder to the manager.
 
     Attributes:
-        modalities: what items may be, for reports: ``("image",)``, ``("image", "video")``.
-        buffer_keys: the names of the buffers that graphs read.
-        output_width: columns of the encoder's output; a tuple where it returns several tensors.
-        padding: {buffer key: rule}; a key that is not listed is padded with zero.
-        patches_per_token: patches that one output token stands for (the square of the spatial merge size). The
-            buffers of a budget hold this many patches for each of its tokens.
-        token_multiple: what the output tokens of every item are a multiple of; inferred budgets are, too.
-        paths: forwards that differ in more than size (images, clips); each has graphs of its own.
-        axes: what else graphs bake in; each combination of values has graphs of its own.
-        max_frames: how many frames a batch may have in all; None: frames are not counted.
-        max_items: how many items a batch may have; None: as many as its tokens allow, inferred from the budgets.
+        modalities: kinds of items, for reports: ``("image",)``, ``("image", "video")``.
+        buffer_keys: names of the buffers that graphs read.
+        output_width: columns of the encoder's output; a tuple if the encoder returns several tensors.
+        padding: {buffer key: rule}; other buffers are padded with zero.
+        patches_per_token: patches per output token (the square of the spatial merge size). The buffers of a budget
+            have room for this many patches per token.
+        token_multiple: a number that divides the output tokens of every item; inferred budgets are multiples of it.
+        paths: forwards that differ in more than size (images, clips). Each path has separate graphs.
+        axes: additional constants of graphs. Each combination of values has separate graphs.
+        max_frames: maximum number of frames in a batch; None: frames are not counted.
+        max_items: maximum number of items in a batch; None: inferred from the budgets.
     """
 
     modalities: tuple[str, ...]
@@ -116,14 +116,14 @@ class EncoderCudaGraphConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderGraphKey:
-    """What one graph was captured for: the most that a batch on it may have.
+    """The key of one graph: the limits of the batches that it can replay.
 
     Attributes:
-        tokens: output tokens, the budget; the rows of each output.
-        patches: input rows.
-        items: number of items.
-        frames: frames in all; None where they are not counted.
-        path: the path of all its items.
+        tokens: maximum number of output tokens, the budget; also the rows of each output.
+        patches: maximum number of input rows.
+        items: maximum number of items.
+        frames: maximum number of frames of all items; None if frames are not counted.
+        path: the path of all items.
         axes: the value of each axis.
     """
 
@@ -136,7 +136,7 @@ class EncoderGraphKey:
 
     @property
     def descriptor(self) -> BatchDescriptor:
-        """The descriptor under which it is captured and replayed."""
+        """The batch descriptor of the graph."""
         extra = ((("path", self.path),) if self.path else ()) + self.axes
         return BatchDescriptor(self.tokens, num_reqs=self.items, extra=extra)
 
@@ -146,18 +146,18 @@ class EncoderGraphKey:
 
 @runtime_checkable
 class SupportsEncoderCudaGraph(Protocol):
-    """An encoder that can run as a whole in one graph.
+    """An encoder whose whole forward can be captured in one graph.
 
-    What the host computes from a batch (rotary positions, window indices, lengths) is computed eagerly, in
-    :meth:`prepare_encoder_cudagraph_replay_buffers`; :meth:`encoder_cudagraph_forward` only reads buffers.
+    Everything that the host computes from a batch (rotary positions, window indices, lengths) is computed eagerly in
+    :meth:`prepare_encoder_cudagraph_replay_buffers`. :meth:`encoder_cudagraph_forward` only reads buffers.
     """
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """What the manager has to know; always the same."""
+        """The description of the encoder; every call returns the same."""
         ...
 
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
-        """The output tokens of the smallest item, and of the largest batch worth a graph."""
+        """Output tokens of the smallest item, and of the largest batch for which a graph is worthwhile."""
         ...
 
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> Sequence[EncoderItemSpec]:
@@ -165,58 +165,65 @@ class SupportsEncoderCudaGraph(Protocol):
         ...
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
-        """Those items, in the order of ``indices``."""
+        """The items at ``indices``, in that order, as one mapping."""
         ...
 
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
-        """Every buffer of ``key``, at its full size, with contents that the forward accepts.
+        """Example contents of every buffer of ``key``, at full size, that the forward accepts.
 
-        Only contents, shapes and dtypes matter: the manager keeps buffers of its own, of which the smaller keys use a
-        prefix. A buffer grows with the key along dimension 0, or not at all.
+        The manager copies them into its own buffers; smaller keys use a prefix of the same memory. A buffer may grow
+        with the key along dimension 0 only.
         """
         ...
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
-        """What each buffer has to hold for ``items``: at most as many rows as the buffer of ``key`` has.
+        """The contents of each buffer for ``items``, with at most as many rows as the buffer of ``key``.
 
-        Rows beyond are padded as the configuration says. None keeps the buffer as it is; an absent key is an error.
+        The manager copies them and pads the other rows by the rules of the configuration. None leaves a buffer
+        unchanged; a missing buffer is an error.
         """
         ...
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
-        """The encoder over full buffers: each output has ``key.tokens`` rows. No host read, no shape from contents.
+        """Encode full buffers. Each output has ``key.tokens`` rows: the rows of the items, in order, then padding.
 
-        Rows of a batch's items come first, in order. What padding rows hold must not reach them.
+        It must not read device data on the host, and no shape may depend on contents. Contents of padding rows must not
+        change the rows of items.
         """
         ...
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        """The encoder over ``items`` as they are, packed in one call: the rows of each item after the other.
+        """Encode ``items`` without padding in one call. The outputs have the rows of the items, in order.
 
-        It returns tensors of their own, which no later call writes to.
+        The caller owns the returned tensors: no later call may write to them.
         """
         ...
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
     ) -> Sequence[EncoderOutput]:
-        """``output``, of which each tensor has the rows of all ``specs`` one after the other, as one result an item."""
+        """Split outputs into one result for each item.
+
+        Args:
+            output: tensors [sum of output tokens, width], with the rows of the items in order.
+            specs: sizes of the items.
+        """
         ...
 
 
 @runtime_checkable
 class SupportsEncoderCompilation(Protocol):
-    """An encoder that can compile what its graphs are captured from, once for all sizes."""
+    """An encoder that can compile its forward once for all sizes, before graphs are captured."""
 
     def compile_encoder(self, compiler: str, runtime: Any) -> None:
         """Compile the repeated block with the cgpass backend and symbolic sizes; called before the first capture.
 
         Args:
-            compiler: what compiles regions: ``inductor``, ``aot_eager``, ``eager``.
+            compiler: the compiler of regions: ``inductor``, ``aot_eager`` or ``eager``.
             runtime: the :class:`~graphpass.GraphRuntime` that counts artifacts.
         """
         ...
@@ -224,11 +231,11 @@ class SupportsEncoderCompilation(Protocol):
 
 @runtime_checkable
 class SupportsEncoderExamples(Protocol):
-    """An encoder that can make items up, so that its eager call can be timed when graphs are captured.
+    """An encoder that can create example items, with which eager calls are timed after the capture.
 
-    Without it, what is timed is :meth:`~SupportsEncoderCudaGraph.encoder_cudagraph_forward`, run eagerly over buffers.
+    For other encoders, :meth:`~SupportsEncoderCudaGraph.encoder_cudagraph_forward` over full buffers is timed instead.
     """
 
     def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        """Items that fill ``key`` as far as they can: of its path and axes, together of at most ``key.tokens``."""
+        """Items with the path and axes of ``key`` that fill it as far as possible, within ``key.tokens``."""
         ...

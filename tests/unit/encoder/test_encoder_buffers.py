@@ -154,7 +154,7 @@ def test_an_eager_call_that_returns_other_shapes_is_refused(spoil: Callable[[Any
 
 def test_other_numbers_of_results_are_refused() -> None:
     manager = made(Spoilt("postprocess", lambda results: results[1:]))
-    with pytest.raises(EncoderConfigError, match=r"2, one an item; found 1"):
+    with pytest.raises(EncoderConfigError, match=r"2, one for each item; found 1"):
         manager.execute(toy.images([4, 4]))
 
 

@@ -402,7 +402,7 @@ def test_weights_of_now_are_used(change: Callable[[toy.ToyTower], None], caplog:
     expected = toy.one_by_one(encoder, items)
     assert_same(manager.execute(items), expected)
     assert not torch.allclose(before[0], expected[0])  # type: ignore[arg-type]
-    assert "captured anew" in caplog.text
+    assert "captured again" in caplog.text
     caplog.clear()
     with torch.no_grad():
         encoder.tower.embed.weight.mul_(2)
