@@ -1,7 +1,7 @@
 """The ``cgpass`` backend of torch.compile: partition, compile, capture.
 
-``torch.compile(model, backend="cgpass")`` finds it through its entry point; no import is needed. This package is the
-only place where partition, compile and capture meet.
+``torch.compile(model, backend="cgpass")`` loads it through its entry point; no import is needed. This package is the
+only one that uses ``graphpass.regions``, ``graphpass.compile`` and ``graphpass.capture`` together.
 """
 
 from cgpass.explain import explain

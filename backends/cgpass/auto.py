@@ -1,9 +1,9 @@
-"""The dispatcher nobody provided: a callable that picks, captures and replays its own keys.
+"""Dispatches calls without a forward context: chooses a key by the sizes of the arguments, captures and replays it.
 
-A call without a forward context tells its sizes by its arguments. They choose a key; its first call runs the compiled
-regions and warms them, the next one captures, later ones replay. Sizes whose padding cannot reach a real entry round up
-to a ladder: the graph's inputs are padded, its outputs cut. Dynamo has run the user's Python by then, with the user's
-own tensors, so nothing of the padding leaks into it.
+The first call of a key runs the compiled regions without a graph and warms them up, the second captures, later calls
+replay. A size whose padding cannot change real entries is rounded up to the next size of its ladder: the graph's inputs
+are padded and its outputs cut. Dynamo has already run the user's Python with the unpadded tensors, so the user's code
+never sees padding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BUSY = "another capture or forward of the runtime was under way"
 
 
 class RunsGraphs(Protocol):
-    """The callable that a dispatcher works for."""
+    """The callable whose calls an :class:`AutoDispatcher` dispatches."""
 
     name: str
     runtime: GraphRuntime
@@ -49,42 +49,47 @@ class RunsGraphs(Protocol):
         """Run the compiled regions, without graphs."""
 
     def run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        """Capture or replay the key of ``context``; ``clone`` as the policy says where it is None.
+        """Capture or replay the key of ``context``.
+
+        Args:
+            context: forward context with the key and the runtime mode.
+            args: the graph's arguments at the key's sizes.
+            clone: whether outputs are copied out of the pool; None: as the capture policy says.
 
         Raises:
-            CaptureError: there is no graph for these arguments, and capture is closed; nothing has run.
-            StaticInputError: the same, since a static input has moved.
+            CaptureError: these arguments have no graph and capture is not permitted; nothing has run.
+            StaticInputError: the same, because a static input is at another address than at capture.
         """
 
     def uncounted(self, descriptor: BatchDescriptor) -> AbstractContextManager[None]:
-        """Do not count the replays of a key in the body."""
+        """Leave replays of this key inside the ``with`` block out of the counts."""
 
     def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:
-        """Whether :meth:`run_key` may be tried while capture is closed: it replays, or it raises before it runs."""
+        """Whether :meth:`run_key` without permission to capture either replays or raises before anything runs."""
 
 
 @dataclass(slots=True)
 class _Checked:
-    """How far one key's padding was checked."""
+    """State of the run-time check of one key: padded calls so far, and the smallest size checked of each field."""
 
     calls: int = 0
     smallest: tuple[int, ...] | None = None
 
 
 class _NoGraphNowError(Exception):
-    """Control flow: this call has to run without a graph; nothing of it has run yet."""
+    """Control flow: this call must run without a graph, and no part of it has run yet."""
 
 
 class AutoDispatcher:
-    """Dispatches the calls of one callable that come without a forward context.
+    """Dispatches the calls of one callable that have no forward context. Owns the padded input buffers.
 
     Args:
         owner: the callable.
         graph: the sizes of its graph.
-        rules: what it goes by.
+        rules: keys, padding and checks of the graph.
 
     Attributes:
-        name: the callable's, for the runtime that counts the buffers.
+        region: identity under which the runtime reports the buffers.
     """
 
     def __init__(self, owner: RunsGraphs, graph: GraphSizes, rules: AutoRules) -> None:
@@ -100,11 +105,19 @@ class AutoDispatcher:
 
     @property
     def rules(self) -> AutoRules:
-        """What it goes by."""
+        """Keys, padding and checks of the graph."""
         return self._rules
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        """Run one call."""
+        """Run one call: replay, capture, or run without a graph.
+
+        Args:
+            args: the graph's arguments at their real sizes.
+
+        Raises:
+            CaptureError: the call would run without a graph, and the options make that an error.
+            MismatchError: real entries depend on the padding, and ``padding_check`` is ``strict``.
+        """
         if self._rules.off is not None:
             return self._plain(self._rules.off, args)
         if self._runtime.is_busy() or memory.is_capturing_stream(self._runtime.lease.device):
@@ -126,19 +139,19 @@ class AutoDispatcher:
 
     @property
     def mode(self) -> CUDAGraphMode:
-        """The level at which its keys are captured."""
+        """FULL or PIECEWISE: how keys are captured; NONE if they never are."""
         return self._rules.mode
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
-        """Nothing: the wrappers count their graphs."""
+        """Always empty: the wrappers count their graphs."""
         return {}
 
     def captured(self) -> list[BatchDescriptor]:
-        """Nothing: the wrappers have the graphs."""
+        """Always empty: the wrappers own the graphs."""
         return []
 
     def hidden(self) -> Callable[[], None]:
-        """Nothing to hide: while a throwaway scope is open, no call is dispatched here."""
+        """Hides nothing: no call is dispatched here while a throwaway scope is open. Returns a no-op."""
         return lambda: None
 
     def buffer_bytes(self) -> int:
@@ -146,7 +159,7 @@ class AutoDispatcher:
         return self._table.num_bytes()
 
     def close(self) -> None:
-        """Forget keys and buffers: the graphs are gone."""
+        """Drop keys and buffers; called when the graphs are dropped."""
         self._table.clear()
         self._checked.clear()
         self._rules.keys.forget()
@@ -154,11 +167,15 @@ class AutoDispatcher:
     # -- ahead of the calls -------------------------------------------------------------------------------------------
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
-        """The keys that the capture sizes ask for, largest first; without capture sizes the example's own."""
+        """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
         return [] if self._rules.off is not None else [key.descriptor for key in self._table.ladder_keys(args)]
 
     def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Capture one key of :meth:`ladder` from graph inputs made of an example's; what the graph writes is restored.
+        """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes.
+
+        Args:
+            descriptor: the key.
+            args: example arguments; their entries are repeated to the sizes of the key.
 
         Raises:
             CaptureError: the key cannot be captured.
@@ -175,12 +192,12 @@ class AutoDispatcher:
             raise CaptureError(
                 f"{self._owner.name} could not be captured at {descriptor}",
                 expected="a graph that can be captured at each of its capture sizes",
-                found=key.reason or "inputs that share memory, or another capture under way",
-                remedy="leave the size out of capture_sizes, or mend what the report says of it",
+                found=key.reason or "inputs that share memory, or another capture in progress",
+                remedy="leave the size out of capture_sizes, or fix the cause that the report names",
             )
 
     def _call_of(self, args: Sequence[Any]) -> AutoCall:
-        if self._generation != self._runtime.lease.generation:  # some graph was dropped: what is left is counted anew
+        if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
             self._rules.keys.recount()
         return self._table.call_of(args, as_is=self._refuted is not None)
@@ -188,7 +205,7 @@ class AutoDispatcher:
     # -- without a graph ----------------------------------------------------------------------------------------------
 
     def _plain(self, reason: str, args: Sequence[Any]) -> Any:
-        """Run without a graph, counted under its reason."""
+        """Run without a graph and count the call under ``reason``."""
         counts = self._plain_counts.get(reason)
         if counts is None:
             counts = self._runtime.traffic.of(self._owner.name, CUDAGraphMode.NONE, None, reason)
@@ -199,7 +216,7 @@ class AutoDispatcher:
         return self._owner.run_plain(args)
 
     def _fall_back(self, reason: str, key: RecurringKey, args: Sequence[Any]) -> Any:
-        """:meth:`_plain` for a key that recurs and gets no graph: ``on_fallback`` applies."""
+        """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` applies."""
         if self._rules.on_fallback == "error":
             raise self._refusal(reason, "on_fallback is 'error'", "set on_fallback='warn'")
         if self._rules.on_fallback == "warn" and reason not in self._plain_counts:
@@ -211,7 +228,7 @@ class AutoDispatcher:
             f"{self._owner.name} would run without a graph, and {option}",
             expected="a call whose key has a graph, or may be captured now",
             found=reason,
-            remedy=f"capture the sizes that come (capture_sizes, precapture), or {remedy}",
+            remedy=f"capture the sizes that calls have (capture_sizes, precapture), or {remedy}",
         )
 
     def _give_up(self, key: RecurringKey, error: BaseException) -> None:
@@ -221,8 +238,8 @@ class AutoDispatcher:
     # -- over a graph -------------------------------------------------------------------------------------------------
 
     def _captured(self, call: AutoCall, args: Sequence[Any]) -> Any:
-        """Run with the permission to capture what is missing."""
-        if self._runtime.scopes.is_mine():  # ahead of the calls: whoever opened the scope sees the errors
+        """Run, and capture each missing graph."""
+        if self._runtime.scopes.is_mine():  # explicit capture: errors go to the caller who opened the scope
             outputs = self._run(call, args)
             self._rules.keys.captured(call.key)
             return outputs
@@ -231,12 +248,12 @@ class AutoDispatcher:
         if allowed:
             self._rules.keys.captured(call.key)
             if self._runtime.lease.device is not None and self._runtime.lease.device.type == "cuda":
-                torch.cuda.empty_cache()  # what the calls before have left cached, no replay needs
+                torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
         return outputs
 
     @contextmanager
     def _permission(self, key: RecurringKey) -> Iterator[list[bool]]:
-        """Permission to capture, for the body; a list that is empty afterwards where a capture failed."""
+        """Permit capture inside the ``with`` block. Yields a list, which is empty afterwards if a capture failed."""
         allowed = [True]
         with self._runtime.scopes.opened_automatically() as scope:
             if scope is None:
@@ -255,7 +272,7 @@ class AutoDispatcher:
                 self._give_up(key, scope.failures[0])
 
     def _run(self, call: AutoCall, args: Sequence[Any]) -> Any:
-        """Fill, replay and cut, as one critical section of the runtime; captures where that is permitted."""
+        """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
         context = ForwardContext(
             None, self._rules.mode, call.key.descriptor, None, None, None, call.mask, None, owner=self._owner
         )
@@ -266,13 +283,13 @@ class AutoDispatcher:
         self._runtime.lease.acquire(context, args, self._owner.name)
         try:
             if call.cuts.views or any(padded.is_written for padded in call.inputs):
-                # A view that an earlier call handed out is overwritten by this replay.
+                # This replay overwrites views that an earlier call returned.
                 args = self._runtime.lease.without_stale(args, tuple(self._rules.padded))
             if call.is_padded and self._is_due(call):
                 with self._owner.uncounted(call.key.descriptor):
                     self._check(call, context, args)
-            given = call.filled(args)
-            returned = self._key_outputs(call, context, given, clone=False)
+            filled = call.filled(args)
+            returned = self._key_outputs(call, context, filled, clone=False)
             flat = returned if self._owner.returns_flat else trees.flatten(returned)[0]
             cut = call.cuts.apply(flat, args)
             for padded in call.inputs:
@@ -298,7 +315,7 @@ class AutoDispatcher:
                 pass
         keys = self._rules.keys
         if not call.key.is_declared and keys.num_graphs >= keys.max_graphs:
-            raise _NoGraphNowError(f"static inputs moved, and max_graphs={keys.max_graphs} are captured")
+            raise _NoGraphNowError(f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured")
         with self._permission(call.key) as allowed:
             outputs = self._owner.run_key(context, args, clone=clone)
         if allowed:
@@ -320,16 +337,16 @@ class AutoDispatcher:
         return is_smaller or checked.calls & (checked.calls - 1) == 0
 
     def _check(self, call: AutoCall, context: ForwardContext, args: Sequence[Any]) -> None:
-        """Compare replays with other contents of the padding; where they differ, nothing of this graph is padded again.
+        """Replay with several contents of the padding; if real entries differ, no later call of this graph is padded.
 
         Raises:
-            MismatchError: they differ, and ``padding_check`` is ``strict``.
+            MismatchError: real entries differ, and ``padding_check`` is ``strict``.
         """
         assert call.cuts is not None
-        given = call.filled(args)
+        filled = call.filled(args)
 
         def replay() -> Sequence[Any]:
-            returned = self._key_outputs(call, context, given, clone=False)
+            returned = self._key_outputs(call, context, filled, clone=False)
             return returned if self._owner.returns_flat else trees.flatten(returned)[0]
 
         reached, is_noisy = padding_reaches(
@@ -337,11 +354,11 @@ class AutoDispatcher:
                 inputs=call.inputs,
                 declared=self._rules.declared,
                 args=args,
-                written=[(f"written input {p}", given[p]) for p in self._rules.written],
+                written=[(f"written input {p}", filled[p]) for p in self._rules.written],
                 generators=[value for value in args if isinstance(value, torch.Generator)],
                 cuts=call.cuts,
                 replay=replay,
-                device=self._runtime.lease.device_for(given).device,
+                device=self._runtime.lease.device_for(filled).device,
             )
         )
         checked = self._checked[call.key.descriptor]
@@ -352,12 +369,12 @@ class AutoDispatcher:
             self._runtime.note(f"{name}: replays of equal contents differ; padding was compared within their spread")
         if reached is not None:
             self._refuted = f"real entries of {reached} depend on the padding"
-            _log.warning("%s: %s; its calls are not padded any more", name, self._refuted)
+            _log.warning("%s: %s; its calls are no longer padded", name, self._refuted)
             if self._rules.is_strict:
                 raise MismatchError(
                     f"{name}: {self._refuted}",
-                    expected="the same bits for every content of the padding",
-                    found=f"others at the real sizes {call.real}",
+                    expected="the same bits in real entries for all contents of the padding",
+                    found=f"other bits at the real sizes {call.real}",
                     remedy="declare what the model needs there (padding={input: value}), or mask it in the model",
                 )
             raise _NoGraphNowError(self._refuted)

@@ -1,4 +1,4 @@
-"""What the dispatcher of one graph goes by: its sizes, which of them may be padded, and why it is never captured."""
+"""Builds the :class:`AutoRules` of a graph: its key fields, which sizes may be padded, or why it is never captured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("graphpass")
 
 
 class _KeyNames:
-    """The names of a graph's sizes, and what the user declared of them.
+    """The key field of each symbolic size of a graph, and the user's declarations about it.
 
     Args:
         parts: the partitioned graph.
@@ -37,11 +37,12 @@ class _KeyNames:
         settings: the backend's options.
 
     Attributes:
-        fields: symbol -> key field: as ``dynamic_dims`` calls it, else the input and dimension where it is read.
+        fields: symbol -> key field: its name in ``dynamic_dims``, else the input and dimension where it is read.
         declared: the symbols that ``dynamic_dims`` or ``padding`` name.
-        candidates: the symbols that could be padded: sizes of tensors that come with the call.
-        fixed: {key field: size} of the declared sizes that the graph has fixed.
-        constants: {position: constant} of the inputs whose padding the user declared; None for a function's results.
+        candidates: {symbol: key field} of the sizes that could be padded: those that only call arguments have, no
+            parameter or buffer.
+        fixed: {key field: size} of the declared sizes that the graph has specialized to a constant.
+        constants: {position: constant} of the inputs whose padding the user declared; None where a function pads.
     """
 
     def __init__(self, parts: Partition, graph: GraphSizes, settings: Settings) -> None:
@@ -52,7 +53,7 @@ class _KeyNames:
             for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
             if dim < len(layout.shape) and isinstance(layout.shape[dim], sympy.Symbol)
         }
-        # Where dimensions are declared, they are; a padding rule alone declares every size of its input.
+        # With dynamic_dims, only those dimensions are declared. Else a padding rule declares all sizes of its input.
         in_padded = [
             layout.shape
             for _, given, layout in tensors
@@ -75,8 +76,8 @@ class _KeyNames:
             name = declared.get(symbol)
             home = _home_of(symbol, parts, graph)
             if name is None and home is not None:
-                # Dynamo may call the batch of each input by another symbol: what was equal in the traced call is taken
-                # for one size, and calls where it differs are not padded.
+                # Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in
+                # the traced call share a key field; calls in which they differ are not padded.
                 position, dim = home
                 name = found.setdefault((dim, graph.hints[symbol]), f"{_source(parts.inputs[position])}[{dim}]")
             self.fields[symbol] = name or _source(parts.inputs[place[0]])
@@ -97,11 +98,12 @@ class _KeyNames:
 def dispatched(
     name: str, parts: Partition, traces: Mapping[str, RegionTrace], settings: Settings
 ) -> tuple[tuple[GraphSizes, AutoRules], PaddingProof]:
-    """The sizes of a compiled graph and what its dispatcher goes by, and the proof behind that.
+    """The sizes of a compiled graph, the rules of its dispatcher, and the padding proof that they rely on.
 
     Args:
         name: the callable.
-        parts: the partitioned graph, whose regions have been compiled: what that assumed is in its guards.
+        parts: the partitioned graph. Its regions are already compiled, so its guards hold
+            the assumptions of the compiler.
         traces: region name -> its aten graph.
         settings: the backend's options.
 
@@ -115,14 +117,14 @@ def dispatched(
 
 
 def padding_rows(proof: PaddingProof) -> tuple[tuple[str, str, str], ...]:
-    """(key field, verdict, why) for the report; rows without a field are about all of them."""
+    """Rows (key field, verdict, reason) for the report; a row with an empty key field applies to all fields."""
     rows = [(field, verdict.name.lower(), "") for field, verdict in proof.verdicts.items()]
     rows += [(finding.field, finding.verdict.name.lower(), str(finding)) for finding in proof.findings]
     return (*rows, *(("", "assumes", text) for text in proof.assumptions))
 
 
 def _home_of(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> tuple[int, int] | None:
-    """The first input that comes with the call and has this size, and the dimension."""
+    """(position, dimension) of the first call argument, no parameter or buffer, that has this size; else None."""
     for position, layout in graph.layouts.items():
         if symbol in layout.shape and not parts.inputs[position].is_static:
             return position, layout.shape.index(symbol)
@@ -179,7 +181,7 @@ def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, str | N
 
 def _never_captured(parts: Partition, graph: GraphSizes) -> str | None:
     if graph.unread:
-        return f"sizes that no input tells: {', '.join(sorted(map(str, graph.unread)))}"
+        return f"sizes that cannot be read from an input: {', '.join(sorted(map(str, graph.unread)))}"
     if _calls(parts, "c10d") or _calls(parts, "torch.distributed"):
         return "collectives: the ranks have to agree on a key; set a forward context on every rank"
     if not any(region.kind == "captured" for region in parts.regions):
@@ -188,7 +190,7 @@ def _never_captured(parts: Partition, graph: GraphSizes) -> str | None:
 
 
 def _calls(parts: Partition, part_of_name: str) -> bool:
-    """Whether some node calls a function whose module or name contains this text."""
+    """Whether a node calls a function whose module or name contains ``part_of_name``."""
     nodes = (node for region in parts.regions for node in region.graph_module.graph.nodes)
     return any(
         part_of_name in f"{getattr(node.target, '__module__', '')}.{node.target}"
@@ -200,7 +202,7 @@ def _calls(parts: Partition, part_of_name: str) -> bool:
 def _padded_symbols(
     name: str, names: _KeyNames, proof: PaddingProof, settings: Settings
 ) -> tuple[frozenset[sympy.Symbol], bool]:
-    """The sizes to pad, and whether for some of them only contents decide.
+    """The sizes to pad, and whether the safety of some depends on the contents of a call.
 
     Raises:
         CaptureError: see :func:`dispatched`.
@@ -219,7 +221,7 @@ def _padded_symbols(
 
 
 def _say_unproved(name: str, field: str, proof: PaddingProof, settings: Settings) -> None:
-    reasons = [str(finding) for finding in proof.findings if finding.field == field] or ["nothing is known of it"]
+    reasons = [str(finding) for finding in proof.findings if finding.field == field] or ["no proof covers it"]
     if settings.padding_check == "strict":
         raise CaptureError(
             f"{name}: {field} cannot be padded",
@@ -228,7 +230,7 @@ def _say_unproved(name: str, field: str, proof: PaddingProof, settings: Settings
             remedy="declare what the model needs in the padding (padding={input: value}), mask it in the model, or set "
             "padding_check='prove' to capture exact sizes",
         )
-    _log.warning("%s: %s is not padded, its sizes are captured as they are: %s", name, field, reasons[0])
+    _log.warning("%s: %s is not padded, its sizes are captured unpadded: %s", name, field, reasons[0])
 
 
 def _key_fields(
@@ -248,7 +250,10 @@ def _key_fields(
 def _ladder(
     symbol: sympy.Symbol, parts: Partition, graph: GraphSizes, names: _KeyNames, settings: Settings
 ) -> tuple[int, ...] | None:
-    """The capture sizes of a size; behind a graph break, where nothing has the declared names, by its dimension."""
+    """The capture sizes of a symbol, by its key field.
+
+    Behind a graph break no input has a declared name; if one key field has capture sizes, its dimension identifies it.
+    """
     sizes = settings.capture_sizes.get(names.fields[symbol])
     if sizes is not None or names.declared or len(settings.capture_sizes) != 1:
         return sizes
