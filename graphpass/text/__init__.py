@@ -1,4 +1,4 @@
-"""A decoder that generates text over captured steps: scheduling, paged attention, LoRA adapters, drafts."""
+"""Text generation with a decoder over captured graphs: scheduling, paged attention, LoRA adapters, draft tokens."""
 
 from graphpass.text.causallm import CausalLM, CausalLMConfig
 from graphpass.text.drafting import Drafter, NgramDrafter

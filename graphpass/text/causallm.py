@@ -1,4 +1,4 @@
-"""A Hugging Face decoder that generates text over a manager's graphs: which inputs, which keys, which attention."""
+"""Generates text with a Hugging Face decoder: sets up inputs, keys and paged attention of a manager for it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ __all__ = ["CausalLM", "CausalLMConfig", "default_capture_sizes"]
 
 
 class NextToken(torch.nn.Module):
-    """A causal language model that answers with the likeliest next token of each request.
+    """A causal language model that returns the most likely next token of each request.
 
-    It takes the tokens of all requests in one row, as paged attention wants them: ``input_ids`` and ``position_ids``
-    (1, tokens), ``last_rows`` (requests,), the position of each request's last token in that row; it returns token ids
-    (requests,), int64. Only the last tokens' logits are computed, and compared in float32.
+    The tokens of all requests are packed into one row: ``input_ids`` and ``position_ids`` have shape (1, tokens).
+    ``last_rows``, shape (requests,), is the index of each request's last token in that row. The result are token ids,
+    int64 (requests,). Logits are computed for the last tokens only, and compared in float32.
 
-    To verify k drafts, ``last_rows`` is (requests, 1 + k): the positions of each request's last ``1 + k`` tokens, its
-    first one repeated in front where it has fewer; and what it returns is (requests, 1 + k).
+    To verify k drafts, ``last_rows`` has shape (requests, 1 + k): the indices of each request's last ``1 + k`` tokens.
+    If a request has fewer tokens in the step, the index of its first one is repeated in front. The result then has
+    shape (requests, 1 + k).
 
     Args:
         model: a Hugging Face causal LM.
@@ -46,14 +47,14 @@ class NextToken(torch.nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it."""
+        """Number of token ids of the model."""
         return int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        kept = last_rows.reshape(-1)
-        made = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=kept)
-        tokens: torch.Tensor = made.logits[0].float().argmax(-1)
+        rows = last_rows.reshape(-1)
+        output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
+        tokens: torch.Tensor = output.logits[0].float().argmax(-1)
         return tokens.view(last_rows.shape)
 
 
@@ -62,23 +63,22 @@ class CausalLMConfig:
     """Sizes and keys of a :class:`CausalLM`.
 
     Attributes:
-        max_num_reqs: requests that run at once.
-        max_num_tokens: tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; longer prompts come in
-            chunks.
-        max_seq_len: tokens of a request, prompt and new ones together.
-        capture_sizes: token counts to capture; None: powers of two and what is halfway between them.
-        seq_len_buckets: longest sequences that FULL graphs are made for, besides ``max_seq_len``; None: 256, doubled.
-        mode: which graphs. ``FULL`` makes them for mixed batches as well, each of which gathers keys for the most
-            requests at the longest length.
-        page_size: tokens of one page of the cache.
-        num_pages: of the cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len``.
-        draft_tokens: guesses of the next tokens that a step verifies for each request (speculative decoding): a
-            decode graph then has ``1 + draft_tokens`` tokens a request. 0: none.
-        lora: which numbers of adapters get graphs of their own; None: none, and any.
+        max_num_reqs: most requests that run at once.
+        max_num_tokens: most tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; a longer prompt is
+            computed in chunks.
+        max_seq_len: most tokens of a request, prompt and new tokens together.
+        capture_sizes: token counts to capture; None: powers of two and the sizes halfway between them.
+        seq_len_buckets: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
+        mode: capture mode. ``FULL`` captures graphs of mixed batches too; each of them attends over the most requests
+            at the longest length.
+        page_size: tokens per page of the KV cache.
+        num_pages: pages of the KV cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len`` tokens.
+        draft_tokens: guesses that a step verifies for each request, see Note [Draft tokens]. A decode graph then has
+            ``1 + draft_tokens`` tokens per request. 0: no drafts.
+        lora: numbers of active adapters to capture graphs for; None: one graph without adapters and one for any number.
 
     Raises:
-        OptionError: a number of drafts or a bucket cannot be used, or the tokens of a step are fewer than decoding
-            requests need.
+        OptionError: the number of drafts or a bucket is not valid, or ``max_num_tokens`` is too small.
     """
 
     max_num_reqs: int
@@ -97,30 +97,30 @@ class CausalLMConfig:
         buckets = self.seq_len_buckets or ()
         if any(isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1 for bucket in buckets):
             raise OptionError(
-                "seq_len_buckets cannot be used",
+                "seq_len_buckets are not valid",
                 expected="integers of at least 1",
                 found=str(list(buckets)),
-                remedy="leave it out to double from 256",
+                remedy="leave seq_len_buckets out for 256, 512, 1024, ...",
             )
         if 0 < self.max_seq_len < 1 + self.draft_tokens:
             raise OptionError(
-                "no text has room for so many draft tokens",
+                "draft_tokens is larger than any text",
                 expected=f"draft_tokens below max_seq_len, {self.max_seq_len}",
                 found=str(self.draft_tokens),
-                remedy="lower draft_tokens: more than 7 seldom pay",
+                remedy="lower draft_tokens: more than 7 rarely save time",
             )
 
 
 class CausalLM:
-    """A Hugging Face causal LM that generates text over a paged KV cache, each step a replay where a graph fits.
+    """A Hugging Face causal LM that generates text over a paged KV cache; steps that fit a key replay its graph.
 
-    The model's attention implementation becomes ``graphpass_paged``; nothing else of it changes. :class:`Generation`
-    over :attr:`manager` serves requests that arrive while others run.
+    The model's attention implementation becomes ``graphpass_paged``; the rest of the model is unchanged. To serve
+    requests that arrive while others run, use :class:`Generation` with :attr:`manager`.
 
     Args:
-        model: a causal LM of the Llama kind (Llama, Qwen3, Mistral, ...), on its device, in eval mode.
-        adapters: LoRA adapters that requests may run with, made of this model; None for none.
-        compiler: for regions; None: ``inductor`` on CUDA, ``aot_eager`` elsewhere.
+        model: a causal LM similar to Llama (Llama, Qwen3, Mistral, ...), on its device, in eval mode.
+        adapters: LoRA adapters for requests, created for this model; None: no adapters.
+        compiler: compiler of the regions; None: ``inductor`` on CUDA, ``aot_eager`` elsewhere.
         options: the fields of :class:`CausalLMConfig`, and the options of :class:`CudaGraphManager`.
 
     Attributes:
@@ -128,7 +128,7 @@ class CausalLM:
         manager: runs the steps. :class:`CausalLM` owns it, its buffers and the KV cache.
 
     Raises:
-        OptionError: a size or an option cannot be used, or the adapters are not this model's.
+        OptionError: a size or an option is not valid, or the adapters were created for another model.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class CausalLM:
         """Capture every key, see :meth:`CudaGraphManager.capture`.
 
         Args:
-            max_bytes: limit of the graph pool; batches of keys beyond it run without a graph.
+            max_bytes: limit of the graph pool; batches of keys that do not fit run without a graph.
 
         Raises:
-            CaptureError: everything is captured already, or a key could not be captured.
+            CaptureError: all keys are captured already, or a key could not be captured.
             AgreementError: another rank could not capture its keys.
         """
         self.manager.capture(max_bytes)
@@ -175,37 +175,38 @@ class CausalLM:
         run_ahead: bool | None = None,
         drafter: Drafter | None = None,
     ) -> list[list[int]]:
-        """Greedy continuations of many prompts, batched as they come and go; captures first where nothing is captured.
+        """Continue prompts by greedy decoding, with continuous batching. Captures missing graphs first.
 
         Args:
-            prompts: token ids, one sequence a request.
-            max_new_tokens: for all, or one for each.
-            eos_token_id: tokens that end a request; one that came is its last token.
-            adapters: the LoRA adapter of each prompt, None for the model alone; None: of all prompts.
-            progress: show a bar that counts tokens.
+            prompts: token ids, one sequence per request.
+            max_new_tokens: most new tokens, one number for all prompts or one per prompt.
+            eos_token_id: tokens that end a request; the end token is included in the result.
+            adapters: the name of each prompt's LoRA adapter, or None for the model without adapters; None: no prompt
+                uses an adapter.
+            progress: show a progress bar that counts tokens.
             run_ahead: see :class:`Generation`.
-            drafter: see :class:`Generation`; whatever it guesses, the tokens are the same.
+            drafter: see :class:`Generation`; it has no influence on the tokens.
 
         Returns:
             The new tokens of each request, in the order of the prompts.
 
         Raises:
-            OptionError, ShapeError: a request could never run; it is named, and nothing has run then.
+            OptionError, ShapeError: a request can never run; the error names it, and nothing has run.
         """
         requests = requests_of(prompts, max_new_tokens, eos_token_id, adapters)
         return complete(self.manager, requests, progress=progress, run_ahead=run_ahead, drafter=drafter)
 
     def stats(self) -> ManagerStats:
-        """What was captured and how it was used so far."""
+        """The statistics of the manager, see :meth:`CudaGraphManager.stats`."""
         return self.manager.stats()
 
     def close(self) -> None:
-        """Drop all graphs and give the pool back; it can be captured again."""
+        """Drop all graphs and release the pool. :meth:`capture` can be called again."""
         self.manager.close()
 
 
 def _attention_of(model: torch.nn.Module, config: CausalLMConfig) -> PagedAttention:
-    """Paged attention for the model, with a KV cache of its own."""
+    """Paged attention for the model, with a new KV cache."""
     mode, pages_each = CUDAGraphMode.parse(config.mode), -(-config.max_seq_len // config.page_size)
     return PagedAttention.for_model(
         model,
@@ -214,7 +215,7 @@ def _attention_of(model: torch.nn.Module, config: CausalLMConfig) -> PagedAttent
         max_num_reqs=config.max_num_reqs,
         max_num_tokens=config.max_num_tokens,
         max_seq_len=config.max_seq_len,
-        # Graphs of mixed batches are made for those who ask for them.
+        # Graphs of mixed batches are captured only if the user asks for mode FULL.
         support=AttentionSupport.ALWAYS if mode.mixed_mode() is CUDAGraphMode.FULL else AttentionSupport.UNIFORM_BATCH,
     )
 
@@ -231,7 +232,7 @@ def _input_specs(config: CausalLMConfig) -> list[InputSpec]:
 
 
 def default_capture_sizes(max_num_tokens: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24, ... and ``max_num_tokens``: at most a third of a batch is padding."""
+    """The sizes 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and ``max_num_tokens``: at most a third of a batch is padding."""
     powers = [1 << n for n in range(max_num_tokens.bit_length())]
     sizes = {*powers, *(power + power // 2 for power in powers if power > 1), max_num_tokens}
     return sorted(size for size in sizes if size <= max_num_tokens)
@@ -242,15 +243,14 @@ def _doubled(max_seq_len: int, smallest: int = 256) -> list[int]:
 
 
 def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispatcher:
-    """The keys that some batch can reach.
+    """A dispatcher with the keys that some batch can reach.
 
-    Only FULL graphs bake a longest sequence in: PIECEWISE keys, which serve any, are made for one. And a batch of one
-    token is a uniform decode, unless drafts come with it, so where decode has graphs of its own, mixed batches have two
-    tokens or more.
+    Only FULL graphs contain a bound of the sequence length, so PIECEWISE keys exist for the largest bound only. A batch
+    of one token without drafts is a uniform decode, so in mode FULL_AND_PIECEWISE mixed keys have at least two tokens.
     """
     mode, query_len, longest = CUDAGraphMode.parse(config.mode), 1 + config.draft_tokens, config.max_seq_len
     sizes = default_capture_sizes(config.max_num_tokens) if config.capture_sizes is None else config.capture_sizes
-    # The dispatcher rounds its limit up to whole requests; the buffers end at it.
+    # The dispatcher rounds max_num_tokens up to whole requests, but the buffers have max_num_tokens entries.
     sizes = [size for size in sizes if size <= config.max_num_tokens] if query_len > 1 else sizes
     has_single = mode is CUDAGraphMode.FULL_AND_PIECEWISE and query_len == 1
     mixed_sizes = [size for size in sizes if size != 1] if has_single else []
@@ -262,7 +262,7 @@ def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispa
         lora=lora,
         uniform_decode_query_len=query_len,
     )
-    # One token is one request, with one adapter or none.
+    # A batch of one token has one request, and so at most one adapter.
     for count in (0,) if lora is None else sorted({*lora.count_table()[:2]}):
         if mixed_sizes and 1 in sizes:
             extra = (("max_seq_len", longest),)

@@ -1,7 +1,6 @@
-"""Guessing tokens ahead: a step that is given the next tokens verifies them all at the price of about one.
+"""Drafters guess the next tokens of a text; a step verifies all guesses for about the cost of one token.
 
-Whatever a drafter guesses, the text stays that of greedy decoding: a guess is kept where the model itself chooses the
-same token, and one more token, the model's own, comes with every step.
+See Note [Draft tokens] for the verification.
 """
 
 from __future__ import annotations
@@ -19,34 +18,35 @@ __all__ = ["Drafter", "NgramDrafter"]
 
 
 class Drafter(Protocol):
-    """Guesses how texts go on."""
+    """Guesses the next tokens of texts."""
 
     def propose(self, request: Request, text: Ints, limit: int) -> Sequence[int] | Ints:
-        """Token ids that may come next.
+        """Guess the token ids that come next.
 
         Args:
-            request: whose text it is: the same object in every step of one request, another for each request.
-            text: prompt and new tokens so far, int64 (tokens,); read-only, and valid during the call alone.
-            limit: most tokens that can be used now, at least 1.
+            request: the request, the same object in all its steps.
+            text: prompt and new tokens so far, int64 (tokens,); read-only, and valid during this call only.
+            limit: most tokens that can be used in this step, at least 1.
 
         Returns:
-            0 to ``limit`` token ids, in order. None where the drafter has no idea: each costs a row of the step.
+            0 to ``limit`` token ids, in order. Return none if no guess is likely: each one costs a row of the step.
         """
         ...
 
 
 class NgramDrafter:
-    """Guesses that a text goes on as it did the last time it had the same last words.
+    """Guesses that the last tokens of a text are followed by the same tokens as at their previous occurrence.
 
-    The longest of the text's endings that stood there before decides, and of its places the latest one. Where what
-    followed is shorter than asked for, text and ending overlap: it is a loop, which is gone through again.
+    Of the text's endings with ``min_ngram`` to ``max_ngram`` tokens it uses the longest one that occurs earlier in the
+    text, and of its occurrences the latest. If fewer than ``limit`` tokens follow that occurrence, the text has started
+    to repeat, and the guess repeats these tokens.
 
-    Each new token costs a few dictionary entries, whatever the length of the text. An index is kept for as long as its
-    request object lives.
+    Each new token adds ``max_ngram - min_ngram + 1`` dictionary entries, independent of the length of the text. The
+    index of a request is dropped with the request object.
 
     Args:
-        max_ngram: longest ending to look for.
-        min_ngram: shortest one.
+        max_ngram: tokens of the longest ending.
+        min_ngram: tokens of the shortest ending.
 
     Raises:
         OptionError: not ``1 <= min_ngram <= max_ngram``.
@@ -55,39 +55,39 @@ class NgramDrafter:
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if not (type(min_ngram) is type(max_ngram) is int and 1 <= min_ngram <= max_ngram):
             raise OptionError(
-                "there is no ending of such a length to look for",
+                "the lengths of n-grams are not valid",
                 expected="integers with 1 <= min_ngram <= max_ngram",
                 found=f"min_ngram={min_ngram!r}, max_ngram={max_ngram!r}",
-                remedy="leave both out for endings of 1 to 3 tokens",
+                remedy="leave both out for n-grams of 1 to 3 tokens",
             )
         self._lengths = range(min_ngram, max_ngram + 1)
         self._indexes: WeakKeyDictionary[Request, _NgramIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, text: Ints, limit: int) -> Ints:
-        """See :class:`Drafter`; either nothing, or ``limit`` tokens."""
+        """Guess as :class:`Drafter` describes; returns either no tokens or ``limit`` tokens."""
         text = np.asarray(text, dtype=np.int64)
         index = self._indexes.get(request)
-        if index is None or index.num_tokens > len(text):  # the request begins anew
+        if index is None or index.num_tokens > len(text):  # the request was started again
             index = self._indexes[request] = _NgramIndex(self._lengths)
         place = index.behind_last_occurrence(text)
-        # Repeats what it is given up to the length asked for, or cuts it.
+        # resize repeats or cuts the tokens to the length ``limit``.
         return text[:0] if place is None else np.resize(text[place:], limit)
 
 
 class _NgramIndex:
-    """Where the n-grams of one growing text were followed by something the last time.
+    """The latest occurrence of each n-gram of one growing text.
 
     Attributes:
-        num_tokens: of the text when it was last seen.
+        num_tokens: tokens of the text that are indexed.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.num_tokens = 0
         self._lengths = lengths
-        self._behind: dict[bytes, int] = {}  # n-gram -> position behind its latest occurrence that is not the end
+        self._behind: dict[bytes, int] = {}  # n-gram -> index of the token that follows its latest occurrence
 
     def behind_last_occurrence(self, text: Ints) -> int | None:
-        """The position behind the latest earlier occurrence of the longest ending that has one."""
+        """Index of the token that follows the latest earlier occurrence of the longest ending that has one."""
         self._extend(text)
         for length in reversed(self._lengths):
             if length < len(text):
@@ -97,7 +97,7 @@ class _NgramIndex:
         return None
 
     def _extend(self, text: Ints) -> None:
-        """Enter the n-grams that something has come behind since the last call."""
+        """Index the n-grams that are followed by a token that is new since the last call."""
         base = max(self.num_tokens - self._lengths[-1], 0)
         raw, width = text[base:].tobytes(), text.itemsize
         for end in range(max(self.num_tokens, 1), len(text)):

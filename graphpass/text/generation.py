@@ -1,12 +1,7 @@
-"""Generating text: the loop that keeps a decoder under a manager busy.
+"""The generation loop: plans a step, launches it on a manager, and reads its tokens.
 
-The tokens of a step are the input of the next one, and both lie on the device. So a step is launched before the tokens
-of the one before have been read (*running ahead*): the host plans, fills and reads while the device computes. What the
-host has to know of a token is only whether it ends its request; that is then seen one step late, and the surplus token
-is dropped.
-
-With draft tokens a step brings several tokens of a request, and the host has to know them to guess the next ones: steps
-run in turn then. Fewer of them make up for it.
+On CUDA a step is launched before the tokens of the one before are read, see Note [Running ahead]. Steps with draft
+tokens run one after the other, see Note [Draft tokens].
 """
 
 from __future__ import annotations
@@ -36,12 +31,12 @@ __all__ = ["Generation", "NewToken", "complete", "requests_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewToken:
-    """A token that has become known.
+    """A new token of a request.
 
     Attributes:
-        request: whose it is.
-        token: its id.
-        is_last: the request has ended: with an end token, or because it has as many as it asked for.
+        request: the request.
+        token: the token id.
+        is_last: the request has ended, with an end token or with ``max_new_tokens`` tokens.
     """
 
     request: Request
@@ -50,17 +45,17 @@ class NewToken:
 
 
 class Generation:
-    """Requests that run on a manager: add them at any time, step until done, and read the tokens as they come.
+    """Runs requests on a manager with continuous batching: :meth:`add` at any time, :meth:`step` until :meth:`is_done`.
 
     Args:
-        manager: of a :class:`CausalLM`, captured. The caller keeps it, and closes it after this object.
-        run_ahead: launch a step before the tokens of the one before are read. None: on CUDA, where there is something
-            to overlap. The tokens are the same. With drafts, which need the tokens that were read, never.
-        drafter: guesses tokens, where the manager was made with ``draft_tokens``; None: an :class:`NgramDrafter`.
+        manager: the captured manager of a :class:`CausalLM`. The caller owns it, and closes it after this object.
+        run_ahead: launch a step before the tokens of the one before are read, see Note [Running ahead]. The tokens are
+            the same. None: on CUDA without drafts. Not possible with drafts.
+        drafter: guesses tokens for a manager with ``draft_tokens``; None: an :class:`NgramDrafter`.
 
     Raises:
-        OptionError: the manager does not hold a decoder over paged attention; or one that verifies no drafts, but there
-            is a drafter; or one that does, but it is to run ahead.
+        OptionError: the manager is not that of a :class:`CausalLM`; or a drafter was passed, but the manager has no
+            ``draft_tokens``; or ``run_ahead`` is set, but it has.
     """
 
     def __init__(
@@ -93,27 +88,27 @@ class Generation:
         self._adapters = StepAdapters(manager.model, self._open, max_num_tokens=max_num_tokens, device=self._device)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run.
+        """Refuse a request that can never run.
 
         Raises:
-            OptionError, ShapeError: it is too long, needs more pages than there are, holds no valid token, or its
-                adapter is not loaded.
+            OptionError, ShapeError: the request is too long, needs more pages than the cache has, contains a token
+                outside of the vocabulary, or its adapter is not loaded.
         """
         self._adapters.check(request)
         self._scheduler.check(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request; it starts as soon as those before it leave it a place and pages.
+        """Queue a request. It starts when all earlier requests have started and enough rows and pages are free.
 
         Raises:
-            OptionError, ShapeError: it could never run, or was added before.
+            OptionError, ShapeError: the request can never run, or was added before.
         """
         self._adapters.check(request)
         self._scheduler.add(request)
         self._open.add(request)
 
     def cancel(self, request: Request) -> None:
-        """Take a request out: no further token of it comes, and its pages are free."""
+        """End a request: :meth:`step` returns no further token of it, and its pages are free."""
         self._end(request)
 
     def is_done(self) -> bool:
@@ -121,13 +116,15 @@ class Generation:
         return self._flying is None and not self._scheduler.has_work()
 
     def step(self) -> list[NewToken]:
-        """Launch the next step and return the tokens that are known by now.
+        """Launch the next step.
 
-        They are this step's, or running ahead those of the step before.
+        Returns:
+            The new tokens of this step; those of the step before if this object runs ahead.
 
         Raises:
-            OutOfPagesError: requests wait for pages that others than these requests hold; they go on waiting.
-            GraphpassError: the manager's own. All requests are given up then, and their pages are free.
+            OutOfPagesError: no request runs, and other users of the cache have the pages that the queued ones need. The
+                queue is unchanged.
+            GraphpassError: the manager could not run the step. All requests are dropped, and their pages are free.
         """
         try:
             plan = self._plan()
@@ -141,20 +138,20 @@ class Generation:
             if not self._runs_ahead:
                 self._flying = plan
             landed, self._flying = self._flying, plan if self._runs_ahead else None
-            found = [] if landed is None else self._read(landed)
+            new_tokens = [] if landed is None else self._read(landed)
         except BaseException:
             self.close()
             raise
-        self._num_tokens += len(found)
-        return found
+        self._num_tokens += len(new_tokens)
+        return new_tokens
 
     def stats(self) -> GenerationStats:
-        """Steps, tokens and drafts so far."""
+        """Numbers of steps, new tokens and drafts so far."""
         drafts = (0, 0) if self._speculation is None else self._speculation.counts()
         return GenerationStats(self._num_steps, self._num_tokens, *drafts)
 
     def close(self) -> None:
-        """Give up every request and free their pages."""
+        """Drop every request and free its pages; the manager stays open."""
         self._scheduler.close()
         self._tokens.forget()
         if self._speculation is not None:
@@ -173,13 +170,13 @@ class Generation:
     def _plan(self) -> StepPlan | None:
         if self._speculation is None:
             return self._scheduler.plan()
-        # Where decode has graphs of its own, they are worth a few tokens that are computed once more.
+        # To fit a decode graph, it is worth computing a few tokens again.
         has_decode_graphs = self._manager.dispatcher.mode.separate_routine()
         try:
             return self._scheduler.plan(self._speculation.guess, fill=has_decode_graphs)
         except OutOfPagesError:
             raise
-        except BaseException:  # of a drafter
+        except BaseException:  # the drafter failed
             self.close()
             raise
 
@@ -204,31 +201,31 @@ class Generation:
                 self._scheduler.finish(plan.requests[row])
 
     def _read(self, plan: StepPlan) -> list[NewToken]:
-        """The tokens of a step that was launched; those behind the end of a request are dropped."""
+        """Wait for a launched step and return its tokens; tokens of requests that have ended are dropped."""
         if self._speculation is not None:
             return self._read_verified(plan, self._speculation)
-        found, still_open = [], self._open
+        new_tokens, still_open = [], self._open
         rows = zip(plan.requests, self._tokens.oldest(), plan.samples.tolist(), plan.ends.tolist(), strict=True)
         for request, token, samples, ends in rows:
             if not samples or request not in still_open:
                 continue
             is_last = ends or token in request.eos_token_ids
-            found.append(NewToken(request, token, is_last))
+            new_tokens.append(NewToken(request, token, is_last))
             if is_last:
                 self._end(request)
-        return found
+        return new_tokens
 
     def _read_verified(self, plan: StepPlan, speculation: Speculation) -> list[NewToken]:
-        found = []
+        new_tokens = []
         for verified in speculation.verify(plan, self._tokens.oldest()):
             *others, last = verified.tokens
-            found += [NewToken(verified.request, token, is_last=False) for token in others]
-            found.append(NewToken(verified.request, last, verified.is_ended))
+            new_tokens += [NewToken(verified.request, token, is_last=False) for token in others]
+            new_tokens.append(NewToken(verified.request, last, verified.is_ended))
             if verified.is_ended:
                 self._end(verified.request)
             else:
                 self._scheduler.accept(verified.request, len(others))
-        return found
+        return new_tokens
 
     def _end(self, request: Request) -> None:
         self._open.discard(request)
@@ -246,24 +243,21 @@ def requests_of(
     """A request for each prompt, named by its position; see :meth:`CausalLM.generate`.
 
     Raises:
-        OptionError: the limits or adapters are not one for each prompt, or a prompt cannot be run.
+        OptionError: the number of limits or adapters is not that of the prompts, or a prompt is not valid.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     names: Sequence[str | None] = [None] * len(prompts) if adapters is None else list(adapters)
-    for problem, given in (
-        ("max_new_tokens does not say how long each text may get", limits),
-        ("adapters does not say which one each text is for", names),
-    ):
-        if len(given) != len(prompts):
+    for name, values in (("max_new_tokens", limits), ("adapters", names)):
+        if len(values) != len(prompts):
             raise OptionError(
-                problem,
-                expected=f"one value, or one for each of {len(prompts)} prompts",
-                found=f"{len(given)} of them",
-                remedy="pass one for each prompt",
+                f"{name} does not have one value for each prompt",
+                expected=f"one value for all, or a sequence of {len(prompts)} values",
+                found=f"{len(values)} values",
+                remedy=f"pass as many values of {name} as prompts",
             )
     return [
-        Request.of(f"request {index}", prompt, limit, eos_token_id, adapter=name)
-        for index, (prompt, limit, name) in enumerate(zip(prompts, limits, names, strict=True))
+        Request.of(f"request {index}", prompt, limit, eos_token_id, adapter=adapter)
+        for index, (prompt, limit, adapter) in enumerate(zip(prompts, limits, names, strict=True))
     ]
 
 
@@ -275,30 +269,33 @@ def complete(
     run_ahead: bool | None = None,
     drafter: Drafter | None = None,
 ) -> list[list[int]]:
-    """Run these requests until each has all its tokens, and return those; see :meth:`CausalLM.generate`.
+    """Run requests until all have ended; see :meth:`CausalLM.generate`.
+
+    Returns:
+        The new tokens of each request.
 
     Raises:
-        OptionError, ShapeError: a request could never run; it is named, and nothing has run then.
+        OptionError, ShapeError: a request can never run; the error names it, and nothing has run.
     """
-    made: dict[Request, list[int]] = {request: [] for request in requests}
+    texts: dict[Request, list[int]] = {request: [] for request in requests}
     total = sum(request.max_new_tokens for request in requests)
     with Generation(manager, run_ahead=run_ahead, drafter=drafter) as generation:
         for request in requests:
             generation.add(request)
-        if manager.needs_capture() and not manager.stats().left_out:  # there is no room for those
+        if manager.needs_capture() and not manager.stats().left_out:  # keys left out exceed the memory limit
             manager.capture()
         with tqdm(total=total, desc="generating", unit="token", leave=False, disable=not progress) as bar:
             while not generation.is_done():
-                found = generation.step()
-                for new in found:
-                    made[new.request].append(new.token)
-                bar.update(len(found))
+                new_tokens = generation.step()
+                for new in new_tokens:
+                    texts[new.request].append(new.token)
+                bar.update(len(new_tokens))
                 stats = generation.stats()
                 if stats.num_drafted:
                     bar.set_postfix_str(f"{stats.acceptance:.0%} of the drafts accepted", refresh=False)
             while manager.run_idle():
                 pass  # other data-parallel ranks still have work
-    return list(made.values())
+    return list(texts.values())
 
 
 def _paged_attention(manager: CudaGraphManager) -> PagedAttention:

@@ -1,4 +1,4 @@
-"""Padding rules of the ops that a text model calls: paged attention, and LoRA by token."""
+"""Padding rules of the ops that text models call: paged attention, and LoRA adapters per token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SCRATCH_SLOTS = "padded tokens of paged attention write to scratch slots alone"
 
 
 def paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
-    """A row depends on its own query, and on the pages that the metadata names for its request."""
+    """Padding rule of paged attention: a row depends on its query and on the pages of its request."""
     rows = call.tensor("query").factors[0]
     for name in ("query", "key", "value", "out"):
         tensor = call.tensor(name)
@@ -23,7 +23,7 @@ def paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
 
 
 def add_lora_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
-    """A row gets what the adapter of its own token makes of it."""
+    """Padding rule of ``add_lora``: a row depends on its input and on its token's adapter."""
     x, out, slots = call.tensor("x"), call.tensor("out"), call.tensor("slots")
     for name in ("lora_a", "lora_b", "order"):
         tensor = call.tensor(name)

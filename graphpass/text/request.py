@@ -1,4 +1,4 @@
-"""A prompt to go on with, and what ends it."""
+"""A request: a prompt to continue, and the conditions that end it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Request:
-    """A prompt to go on with. Requests are compared by identity.
+    """A prompt to continue. Requests are compared by identity.
 
     Attributes:
-        name: what errors call it.
-        prompt: token ids, shape (tokens,).
-        max_new_tokens: where it ends at the latest.
-        eos_token_ids: tokens that end it; they are its last token where they come.
-        adapter: the LoRA adapter that it runs with, None for the model alone.
+        name: name in error messages.
+        prompt: token ids, int64 (tokens,).
+        max_new_tokens: most tokens to generate.
+        eos_token_ids: tokens that end the request; the end token is part of the generated text.
+        adapter: name of the LoRA adapter; None for the model without adapters.
     """
 
     name: str
@@ -43,10 +43,11 @@ class Request:
         *,
         adapter: str | None = None,
     ) -> Request:
-        """A request made of plain values; the prompt is copied.
+        """Create a request from plain values; the prompt is copied.
 
         Raises:
-            OptionError: the prompt is empty or holds something else than token ids, or nothing is to be generated.
+            OptionError: the prompt is not a flat, non-empty sequence of token ids, ``max_new_tokens`` is below 1, or
+                an end token is not an integer.
         """
         try:
             tokens = np.array(prompt)
@@ -54,38 +55,38 @@ class Request:
             tokens = np.empty((0, 0))
         if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0:
             raise OptionError(
-                f"{name} has no prompt that could be run",
+                f"{name} has an invalid prompt",
                 expected="a flat sequence of at least 1 token id, each an integer of at least 0",
                 found=_shortened(prompt),
                 remedy="pass the token ids of one prompt",
             )
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
             raise OptionError(
-                f"{name} asks for no new token",
-                expected="max_new_tokens, an integer of at least 1",
+                f"{name} has an invalid max_new_tokens",
+                expected="an integer of at least 1",
                 found=repr(max_new_tokens),
-                remedy="leave the request out, or ask for a token",
+                remedy="leave the request out, or raise max_new_tokens",
             )
         return Request(name, tokens.astype(np.int64), int(max_new_tokens), _token_ids(name, eos_token_id), adapter)
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and generated text together, at most."""
+        """Most tokens of prompt and generated text together."""
         return len(self.prompt) + self.max_new_tokens
 
 
 def _token_ids(name: str, eos_token_id: int | Collection[int] | None) -> frozenset[int]:
     if eos_token_id is None:
         return frozenset()
-    given = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
-    if any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
+    tokens = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
+    if any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in tokens):
         raise OptionError(
-            f"{name} cannot end with what is no token",
-            expected="eos_token_id: a token id, several, or None",
+            f"{name} has an invalid eos_token_id",
+            expected="a token id, a collection of token ids, or None",
             found=repr(eos_token_id),
             remedy="pass the tokenizer's eos_token_id, or leave it out",
         )
-    return frozenset(int(token) for token in given)
+    return frozenset(int(token) for token in tokens)
 
 
 def _shortened(prompt: Any) -> str:

@@ -1,16 +1,12 @@
-"""Continuous batching: which requests run in a step, with how many tokens, on which pages. Numbers only, no tensor.
+"""Continuous batching: plans the requests, tokens and pages of each step, with NumPy arrays and without tensors.
 
-Every running request that is past its prompt takes one token a step; what the token budget leaves goes to prompts, in
-the order of arrival, in chunks. A request is admitted when all pages that it may ever need are free, so nothing is
-ever preempted, and strictly in the order of arrival, so nothing starves: a running request advances in every step or
-stands behind an older one that does.
+Every running request that has computed its prompt decodes one token per step. The rest of the token budget goes to
+prompts, in chunks and in the order of arrival. A request is admitted when all pages that it may ever need are free, so
+no request is preempted. Requests are admitted strictly in the order of arrival, so none starves: a running request
+advances in every step, or waits for an older one that does.
 
-The scheduler counts tokens when they are planned, not when they are known. So a step can be planned, and launched,
-before the tokens of the one before have been read: only the end-of-sequence token is then learned one step late.
-
-With draft tokens a row past its prompt takes its newest token and guesses of those behind it. One of its new tokens is
-certain and counted when it is planned; :meth:`Scheduler.accept` counts the guesses that were right. The keys and values
-of wrong ones are overwritten by the steps that follow.
+Tokens are counted when they are planned, see Note [Running ahead], and accepted drafts after their verification, see
+Note [Draft tokens].
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class PageSource(Protocol):
-    """Where pages come from; what is handed out is nobody else's until it is freed."""
+    """Allocates pages of a KV cache; an allocated page is not allocated again until it is freed."""
 
     @property
     def num_free(self) -> int:
@@ -41,40 +37,39 @@ class PageSource(Protocol):
         ...
 
     def allocate(self, num_pages: int, /) -> list[int]:
-        """That many pages, at most ``num_free``."""
+        """Allocate ``num_pages`` pages, at most :attr:`num_free`; returns their indices."""
         ...
 
     def free(self, pages: Sequence[int], /) -> None:
-        """Give pages back."""
+        """Free allocated pages."""
         ...
 
 
 Guess = Callable[[Request, int], int]
-"""``f(request, limit)``: how many of its next tokens are guessed, at most ``limit``."""
+"""``f(request, limit)`` guesses at most ``limit`` next tokens of a request and returns their number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """The work of one step: a row for each request that takes part, in the order of admission.
+    """The work of one step: one row for each request of the step, in the order of admission.
 
-    The arrays are the reader's, except ``block_tables``: its rows hold for as long as their requests run.
+    Later steps do not write to the arrays. The pages in ``block_tables`` belong to a request as long as it runs.
 
     Attributes:
-        requests: of each row.
-        slots: a number below ``max_num_reqs`` that is the request's own while it runs, int64 (rows,).
+        requests: the request of each row.
+        slots: a number below ``max_num_reqs`` that identifies the request while it runs, int64 (rows,).
         query_lens: tokens of each row in this step, drafts included, int64 (rows,).
-        seq_lens: tokens of each row after this step, these included, int64 (rows,).
-        num_drafts: how many of them, the last ones, are guesses, int64 (rows,).
-        decodes: the row is past its prompt: its first token came out of the step before, bool (rows,). A filled row's
-            stands behind tokens that are computed once more.
-        samples: the row's last token that is no guess is the last one known of its request, so a new token follows,
-            bool (rows,).
-        ends: the new token is the request's last whatever it is, bool (rows,).
-        block_tables: pages of each row, int32 (rows, most pages a request); 0 behind a row's own pages.
-        num_tokens: of all rows.
-        uniform_decode: every row has one token, with drafts ``1 + draft_tokens``.
-        same_rows: the step before had the same requests in the same rows, one token each, and each got a new one:
-            every number went up by one and nothing else changed.
+        seq_lens: tokens of each request after this step, drafts included, int64 (rows,).
+        num_drafts: number of drafts, which are the last tokens of the row, int64 (rows,).
+        decodes: the row has computed its prompt, so its newest token is the result of the step before, bool (rows,).
+            In a row extended by ``fill`` that token follows tokens that are computed again.
+        samples: the row computes the newest known token of its request, so it yields a new token, bool (rows,).
+        ends: the new token is the request's last one because of ``max_new_tokens``, bool (rows,).
+        block_tables: page indices of each row, int32 (rows, most pages per request), filled with 0 at the end.
+        num_tokens: tokens of all rows.
+        uniform_decode: every row has ``1 + draft_tokens`` tokens.
+        same_rows: the step before had the same requests in the same rows with one token each, and each of them got a
+            new token: only the sequence lengths differ, by one.
     """
 
     requests: tuple[Request, ...]
@@ -92,21 +87,21 @@ class StepPlan:
 
 
 class Scheduler:
-    """Plans steps until every request that was added has all its tokens.
+    """Plans steps until every request has all its tokens.
 
     Args:
-        pages: where a request's pages come from; nothing else has to take from it, but may.
-        num_pages: pages there are when all are free.
-        page_size: tokens of one page.
-        max_num_reqs: requests that run at once.
-        max_num_tokens: tokens of a step, at least ``max_num_reqs * (1 + draft_tokens)``, so that prompts are never
-            kept out for good.
-        max_seq_len: tokens of a request, prompt and new ones together.
-        vocab_size: token ids lie below it; None where it is not known.
-        draft_tokens: most guesses of a row.
+        pages: allocates pages; other users may allocate from it too.
+        num_pages: number of pages when all are free.
+        page_size: tokens per page.
+        max_num_reqs: most requests that run at once.
+        max_num_tokens: most tokens of a step, at least ``max_num_reqs * (1 + draft_tokens)``, so that decoding requests
+            always fit.
+        max_seq_len: most tokens of a request, prompt and new tokens together.
+        vocab_size: number of token ids; None if it is unknown, then prompts are not checked.
+        draft_tokens: most drafts per row.
 
     Raises:
-        OptionError: a limit is below 1, or there are fewer tokens than decoding requests need.
+        OptionError: a limit is below 1, or ``max_num_tokens`` is too small.
     """
 
     def __init__(
@@ -143,15 +138,15 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuse what could never run; nothing is kept.
+        """Refuse a request that can never run; the request is not queued.
 
         Raises:
-            ShapeError: the request is longer than ``max_seq_len``, or needs more pages than there are.
+            ShapeError: the request is longer than ``max_seq_len``, or needs more pages than the cache has.
             OptionError: a token of its prompt is not in the vocabulary.
         """
         if self._vocab_size is not None and request.prompt.max() >= self._vocab_size:
             raise OptionError(
-                f"{request.name} holds a token that the model does not know",
+                f"{request.name} contains a token that is not in the model's vocabulary",
                 expected=f"token ids below {self._vocab_size}",
                 found=str(request.prompt.max()),
                 remedy="use the tokenizer of this model",
@@ -159,38 +154,38 @@ class Scheduler:
         if request.max_length > self._max_seq_len:
             raise ShapeError(
                 f"{request.name} is too long",
-                expected=f"at most {self._max_seq_len} tokens, prompt and new ones together (max_seq_len)",
+                expected=f"at most {self._max_seq_len} tokens (max_seq_len), prompt and new tokens together",
                 found=f"{len(request.prompt)} + {request.max_new_tokens}",
-                remedy="shorten the prompt, lower max_new_tokens, or make the manager with a larger max_seq_len",
+                remedy="shorten the prompt, lower max_new_tokens, or create the model with a larger max_seq_len",
             )
         if self._pages_needed(request) > self._num_pages:
             raise ShapeError(
-                f"{request.name} needs more pages than there are",
-                expected=f"at most {self._num_pages} pages of {self._page_size} tokens (num_pages)",
+                f"{request.name} needs more pages than the KV cache has",
+                expected=f"at most {self._num_pages} pages (num_pages) of {self._page_size} tokens",
                 found=f"{self._pages_needed(request)} pages for {request.max_length} tokens",
-                remedy="make the manager with more pages, or lower max_new_tokens",
+                remedy="create the model with more pages, or lower max_new_tokens",
             )
 
     def add(self, request: Request) -> None:
         """Queue a request behind all others.
 
         Raises:
-            OptionError, ShapeError: as :meth:`check`; or the request is here already.
+            OptionError, ShapeError: as :meth:`check`; or the request is queued or running already.
         """
         self.check(request)
         if request in self._slot_of or request in self._waiting:
             raise OptionError(
                 f"{request.name} was added twice",
-                expected="a request of its own for each text to generate",
+                expected="a new Request object for each text to generate",
                 found="the same object",
-                remedy="make another Request with the same prompt",
+                remedy="create another Request with the same prompt",
             )
         self._waiting.append(request)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, whatever it has left to do, and give its pages back; one that is not here stays out.
+        """End a request, also one with tokens to come, and free its pages; an unknown request is ignored.
 
-        Its pages may be another request's in the next step: steps run in the order they were planned.
+        The next step may give its pages to another request, because steps run in the order in which they are planned.
         """
         slot = self._slot_of.pop(request, None)
         if slot is not None:
@@ -201,23 +196,23 @@ class Scheduler:
             self._waiting.remove(request)
 
     def close(self) -> None:
-        """Take out every request."""
+        """End every request."""
         self._waiting.clear()
         for request in list(self._slot_of):
             self.finish(request)
 
     @property
     def num_waiting(self) -> int:
-        """Requests not admitted yet."""
+        """Number of requests that are not admitted yet."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold pages."""
+        """Number of requests that have pages."""
         return len(self._slot_of)
 
     def has_work(self) -> bool:
-        """Whether some request waits, or has a token to come that no step was planned for."""
+        """Whether a request waits, or has a token to come that no step is planned for."""
         if self._rows_changed:
             self._collect_rows()
         return bool(self._waiting or self._running)
@@ -225,15 +220,16 @@ class Scheduler:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def plan(self, guess: Guess | None = None, *, fill: bool = False) -> StepPlan | None:
-        """The next step; None when there is nothing to run.
+        """Plan the next step; None if there is nothing to run.
 
         Args:
-            guess: asked once for each row past its prompt that has more than one token to come; None: no drafts.
-            fill: give all rows ``1 + draft_tokens`` tokens where none is longer, by computing tokens once more that
-                stand before theirs: a uniform decode, whatever was guessed.
+            guess: called once for each row that has computed its prompt and has more than one token to come; None: no
+                drafts.
+            fill: if no row has more than ``1 + draft_tokens`` tokens, extend all rows to that length by computing
+                earlier tokens again. The step is then a uniform decode, independent of the number of guesses.
 
         Raises:
-            OutOfPagesError: requests wait for pages that others than this scheduler's requests hold.
+            OutOfPagesError: no request runs, and other users of ``pages`` have the pages that the queued ones need.
         """
         self._admit()
         if self._rows_changed:
@@ -243,13 +239,18 @@ class Scheduler:
         plan = self._decode_again() if self._decode is not None else self._mixed(guess, fill)
         if plan.ends.any():
             self._rows_changed = True
-        # With one token a row there was one for every row: a budget of at least max_num_reqs is not used up then.
+        # If every row has one token, the plan has all running requests, because max_num_tokens >= max_num_reqs.
         repeats = plan.uniform_decode and plan.samples.all() and not self._rows_changed
         self._decode = plan if repeats and not self._draft_tokens else None
         return plan
 
     def accept(self, request: Request, num_drafts: int) -> None:
-        """So many of a request's drafts in the last step were right: each is one more new token, in its place."""
+        """Count accepted drafts of a request in the last step as new tokens.
+
+        Args:
+            request: a running request.
+            num_drafts: number of accepted drafts, at most ``num_drafts`` of its row.
+        """
         slot = self._slot_of[request]
         self._computed[slot] += num_drafts
         self._new[slot] += num_drafts
@@ -266,10 +267,10 @@ class Scheduler:
             self._start(self._waiting.popleft(), self._source.allocate(needed))
         if self._waiting and not self._slot_of:
             raise OutOfPagesError(
-                f"{self._waiting[0].name} waits for pages that nobody here will give back",
-                expected=f"{self._pages_needed(self._waiting[0])} free pages when nothing runs",
+                f"{self._waiting[0].name} waits for pages, but no request runs that could free them",
+                expected=f"{self._pages_needed(self._waiting[0])} free pages when no request runs",
                 found=f"{self._source.num_free} of {self._num_pages}",
-                remedy="finish or close whatever else generates with this manager",
+                remedy="finish or close the other users of this manager's KV cache",
             )
 
     def _start(self, request: Request, pages: list[int]) -> None:
@@ -282,13 +283,13 @@ class Scheduler:
         self._rows_changed = True
 
     def _collect_rows(self) -> None:
-        """The requests that have a token to come; a request whose last token is planned only holds its pages."""
+        """Update the rows: the requests with a token to come. A request whose last token is planned has no row."""
         self._running = [r for r, slot in self._slot_of.items() if self._new[slot] < self._limit[slot]]
         self._slots = np.array([self._slot_of[request] for request in self._running], dtype=np.int64)
         self._rows_changed, self._decode = False, None
 
     def _decode_again(self) -> StepPlan:
-        """One more token for each row of the step before: a few array operations, whatever the history."""
+        """Plan one more token for each row of the step before, at constant cost for any length of text."""
         last = self._decode
         assert last is not None
         slots = self._slots
@@ -310,7 +311,7 @@ class Scheduler:
         )
 
     def _mixed(self, guess: Guess | None, fill: bool) -> StepPlan:
-        """One token and its drafts for each row past its prompt, the rest of the budget for prompts in order."""
+        """Plan one token and its drafts for each decoding row, and the rest of the budget for prompts in order."""
         left = self._prompt[self._slots] - self._computed[self._slots]
         decodes = left <= 0
         drafts = np.zeros(len(left), dtype=np.int64) if guess is None else self._guessed(decodes, guess)
@@ -343,7 +344,7 @@ class Scheduler:
         )
 
     def _guessed(self, decodes: Flags, guess: Guess) -> Ints:
-        """How many drafts each running request has: one fewer than tokens to come, since one is new in any case."""
+        """Number of drafts per running request: fewer than its tokens to come, since one new token is certain."""
         most = np.minimum(self._draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
         drafts = np.zeros(len(decodes), dtype=np.int64)
         for row in np.flatnonzero(decodes & (most > 0)).tolist():
@@ -352,23 +353,23 @@ class Scheduler:
 
 
 def check_budget(max_num_reqs: int, max_num_tokens: int, draft_tokens: int) -> None:
-    """Refuse steps in which decoding requests, with their drafts, would leave no token to the others.
+    """Check that a step has room for all decoding requests with their drafts.
 
     Raises:
-        OptionError: they would, or ``draft_tokens`` is no count.
+        OptionError: ``max_num_tokens`` is too small, or ``draft_tokens`` is not an integer of at least 0.
     """
     if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int) or draft_tokens < 0:
         raise OptionError(
-            "draft_tokens is no number of guesses",
-            expected="an integer of at least 1, or 0 for none",
+            "draft_tokens is not valid",
+            expected="an integer of at least 1, or 0 for no drafts",
             found=repr(draft_tokens),
             remedy="pass draft_tokens=3, or leave it out",
         )
     if max_num_tokens < max_num_reqs * (1 + draft_tokens):
         limit = "max_num_reqs" + (" * (1 + draft_tokens)" if draft_tokens else "")
         raise OptionError(
-            "decoding requests would leave no token to the others",
-            expected=f"max_num_tokens of at least {limit}, {max_num_reqs * (1 + draft_tokens)}",
+            "max_num_tokens is too small for the decoding requests",
+            expected=f"at least {limit} = {max_num_reqs * (1 + draft_tokens)}",
             found=str(max_num_tokens),
             remedy="raise max_num_tokens, or lower max_num_reqs" + (" or draft_tokens" if draft_tokens else ""),
         )

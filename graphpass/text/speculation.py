@@ -1,4 +1,7 @@
-"""Draft and verify: the texts of the requests that run, guesses behind them, and which of those were right."""
+"""Speculative decoding: keeps the texts of running requests, adds drafts to steps and verifies them.
+
+See Note [Draft tokens].
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ __all__ = ["GenerationStats", "Speculation", "Verified"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """What a generation has done so far.
+    """Counts of a generation so far.
 
     Attributes:
-        num_steps: that were launched.
-        num_tokens: new ones that were returned.
-        num_drafted: guesses that were verified.
-        num_accepted: those of them that became text.
+        num_steps: launched steps.
+        num_tokens: returned new tokens.
+        num_drafted: verified drafts.
+        num_accepted: accepted drafts.
     """
 
     num_steps: int
@@ -36,19 +39,19 @@ class GenerationStats:
 
     @property
     def acceptance(self) -> float:
-        """The share of guesses that became text; 0 where nothing was guessed."""
+        """The share of drafts that were accepted, 0 to 1; 0 without drafts."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a step told of one request.
+    """The new tokens of one request in a step.
 
     Attributes:
-        request: it.
-        tokens: its new ones, at least one; none behind an end token.
-        is_ended: the last of them is its last.
-        num_accepted: drafts among them.
+        request: the request.
+        tokens: its new tokens, at least one; tokens after an end token are dropped.
+        is_ended: the last of these tokens ends the request.
+        num_accepted: number of accepted drafts among the tokens.
     """
 
     request: Request
@@ -58,7 +61,7 @@ class Verified:
 
 
 class _Text:
-    """One request's tokens, known ones and drafts behind them: memory for as many as it may get."""
+    """The tokens of one request: known tokens, then drafts, in an array of the request's maximal length."""
 
     def __init__(self, request: Request) -> None:
         self.tokens = np.empty(request.max_length, dtype=np.int64)
@@ -72,22 +75,19 @@ class _Text:
         return view
 
     def behind(self) -> Ints:
-        """What follows those."""
+        """The rest of the array, behind the known tokens; writable."""
         return self.tokens[self.num_known :]
 
 
 class Speculation:
-    """Drafts for a scheduler's steps, the steps' inputs, and the verification of their results.
-
-    The model answers for the last ``1 + k`` tokens of each row. That behind a row's newest token is certain. A draft
-    is right if the answer before it is the same token, and then the answer behind it is right as well.
+    """Requests drafts for a scheduler's steps, builds the inputs of the steps, and verifies their results.
 
     Args:
-        drafter: guesses.
-        max_num_tokens: of a step.
+        drafter: guesses the next tokens.
+        max_num_tokens: most tokens of a step.
         last_rows: shape of the model's input of that name, (requests, 1 + k).
-        vocab_size: token ids lie below it; None where it is not known.
-        device: where the inputs are to lie.
+        vocab_size: number of token ids; None if it is unknown.
+        device: device of the inputs.
     """
 
     def __init__(
@@ -114,10 +114,11 @@ class Speculation:
         *,
         run_ahead: bool | None,
     ) -> Speculation | None:
-        """That of a manager with these buffers; None where it verifies no drafts.
+        """The speculation of a manager with these input buffers; None for a manager without ``draft_tokens``.
 
         Raises:
-            OptionError: there is a drafter then, or a manager that does is to run ahead of the tokens it has read.
+            OptionError: a drafter was passed, but the manager has no ``draft_tokens``; or ``run_ahead`` is set, but it
+                has.
         """
         last_rows = buffers["last_rows"]
         if last_rows.dim() == 1:
@@ -125,16 +126,16 @@ class Speculation:
                 return None
             raise OptionError(
                 "this manager verifies no drafts",
-                expected="a manager made with draft_tokens=1 or more, or no drafter",
+                expected="a manager with draft_tokens=1 or more, or no drafter",
                 found=type(drafter).__name__,
                 remedy="pass CausalLM(model, draft_tokens=3, ...).manager",
             )
         if run_ahead:
             raise OptionError(
-                "drafts are guessed from tokens that were read",
-                expected="run_ahead=False or None on a manager made with draft_tokens",
+                "a manager with draft_tokens cannot run ahead: drafts depend on the tokens of the step before",
+                expected="run_ahead=False or None",
                 found=f"run_ahead={run_ahead!r}",
-                remedy="leave run_ahead out, or make the manager without draft_tokens",
+                remedy="leave run_ahead out, or create the model without draft_tokens",
             )
         return cls(
             NgramDrafter() if drafter is None else drafter,
@@ -146,18 +147,18 @@ class Speculation:
 
     @property
     def draft_tokens(self) -> int:
-        """Most guesses of a request in a step."""
+        """Most drafts of a request in a step."""
         return self._num_last - 1
 
     def counts(self) -> tuple[int, int]:
-        """Drafts that were verified so far, and those of them that became text."""
+        """(verified drafts, accepted drafts) so far."""
         return self._num_drafted, self._num_accepted
 
     def guess(self, request: Request, limit: int) -> int:
-        """Have the drafter guess at most ``limit`` tokens of a request behind its prompt; how many it did.
+        """Let the drafter guess at most ``limit`` next tokens of a request; returns the number of drafts.
 
         Raises:
-            OptionError: its guesses are too many, or no token ids.
+            OptionError: the drafter returned too many values, or values that are not token ids.
         """
         text = self._texts[request]
         drafts = self._checked(self._drafter.propose(request, text.known(), limit), request, limit)
@@ -177,29 +178,29 @@ class Speculation:
         """The new tokens of a step.
 
         Args:
-            plan: the step whose inputs were asked for last.
-            answers: the model's choice behind each of the last ``1 + k`` tokens of each row, flat.
+            plan: the step of the last call of :meth:`inputs`.
+            answers: the model's next token after each of the last ``1 + k`` tokens of each row, flat.
         """
-        found = []
+        verified = []
         rows = zip(plan.requests, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True)
         for row, (request, samples, num_drafts) in enumerate(rows):
             if samples:
                 behind = (row + 1) * self._num_last
-                found.append(self._verified(request, answers[behind - 1 - num_drafts : behind]))
+                verified.append(self._verified(request, answers[behind - 1 - num_drafts : behind]))
                 self._num_drafted += num_drafts
-                self._num_accepted += found[-1].num_accepted
-        return found
+                self._num_accepted += verified[-1].num_accepted
+        return verified
 
     def forget(self, request: Request) -> None:
-        """A request has ended; it may be unknown."""
+        """Drop the text of a request that has ended; an unknown request is ignored."""
         self._texts.pop(request, None)
 
     def close(self) -> None:
-        """Forget every request."""
+        """Drop the texts of all requests."""
         self._texts.clear()
 
     def _verified(self, request: Request, answers: Sequence[int]) -> Verified:
-        """Compare a request's drafts, which stand behind its text, with the answers, and make text of what is right."""
+        """Compare a request's drafts with the answers, and append the accepted tokens to its text."""
         text = self._texts[request]
         drafts = text.behind()[: len(answers) - 1].tolist()
         differs = (at for at, (draft, answer) in enumerate(zip(drafts, answers, strict=False)) if draft != answer)
@@ -228,7 +229,7 @@ class Speculation:
         is_sound = drafts.ndim == 1 and len(drafts) <= limit and np.issubdtype(drafts.dtype, np.integer)
         if not is_sound or drafts.min() < 0 or drafts.max() > most:
             raise OptionError(
-                f"the drafter proposed what cannot follow in {request.name}",
+                f"the drafter proposed invalid tokens for {request.name}",
                 expected=f"a flat sequence of at most {limit} token ids from 0 to {most}",
                 found=repr(proposed)[:200],
                 remedy="return at most limit token ids of the model's vocabulary, or none",

@@ -1,7 +1,7 @@
-"""What goes in and out of the steps of a generation: tokens, mostly from one step to the next on the device.
+"""Input tensors and new tokens of a generation's steps.
 
-A copy out of pinned memory may not have happened when the next step is filled in. So host buffers take turns, and each
-waits for its own last copy before it is used again.
+Copies between host and device are asynchronous: a copy from a host buffer may be pending when the host prepares the
+next step. So each class alternates between host buffers or waits for the last copy of a buffer before it writes to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ __all__ = ["HostBuffer", "StepInputs", "StepTokens", "TextInputs"]
 
 
 class HostBuffer:
-    """Host memory that is copied from or to, pinned on CUDA, with the event behind its last copy."""
+    """Host memory for copies to or from a device, pinned on CUDA, with an event behind its last copy.
+
+    Attributes:
+        memory: int64 (size,).
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
@@ -29,21 +33,26 @@ class HostBuffer:
         self._copied = torch.cuda.Event() if on_cuda else None
 
     def mark_copied(self) -> None:
-        """A copy has just been enqueued."""
+        """Record the event behind a copy that was just enqueued on the current stream."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Until the last copy is done."""
+        """Block the host until the last copy is done."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 class StepInputs:
-    """Makes a step's input tensors on the device, with one copy from the host.
+    """Builds a step's input tensors on the device, with one copy from the host.
 
-    Rows that decode take their token from where the step before left it on the device. Where every number went up by
-    one and nothing else changed, nothing is copied.
+    Decoding rows read their token from the result of the step before, on the device. If the step has the same rows as
+    the one before (``StepPlan.same_rows``), nothing is copied from the host.
+
+    Args:
+        max_num_tokens: most tokens of a step.
+        max_num_reqs: most requests of a step.
+        device: device of the inputs.
     """
 
     def __init__(self, max_num_tokens: int, max_num_reqs: int, device: torch.device) -> None:
@@ -60,7 +69,7 @@ class StepInputs:
 
         Args:
             plan: the step.
-            tokens: what the step before gave each of its rows, on the device, (most rows,).
+            tokens: the new token of each row of the step before, on the device, int64 (most rows,).
         """
         if not plan.same_rows:
             self._views, self._takes_tokens = self._staged(plan, tokens), False
@@ -86,7 +95,7 @@ class StepInputs:
         return {"input_ids": ids.unsqueeze(0), "position_ids": positions.unsqueeze(0), "last_rows": last_rows}
 
     def _fill(self, plan: StepPlan, fields: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Write what the host knows: prompts, positions, last rows, and where decoding rows find their tokens."""
+        """Write prompt tokens, positions, last rows, and the source and target indices of decoding rows' tokens."""
         ids, positions, last_rows, sources, targets = fields
         starts, behind = plan.seq_lens - plan.query_lens, np.cumsum(plan.query_lens)
         first = behind - plan.query_lens
@@ -100,12 +109,12 @@ class StepInputs:
 
 
 class TextInputs:
-    """Makes the input tensors of steps whose tokens the host knows, drafts among them, with one copy from the host.
+    """Builds the input tensors of steps with drafts, whose tokens are all on the host, with one copy to the device.
 
     Args:
-        max_num_tokens: of a step.
-        last_rows: shape of the model's input of that name, (requests, tokens that may be sampled of each).
-        device: where the inputs are to lie.
+        max_num_tokens: most tokens of a step.
+        last_rows: shape of the model's input of that name, (requests, 1 + k).
+        device: device of the inputs.
     """
 
     def __init__(self, max_num_tokens: int, last_rows: Sequence[int], device: torch.device) -> None:
@@ -120,7 +129,7 @@ class TextInputs:
 
         Args:
             plan: the step.
-            texts: tokens of each row from its request's first one, its drafts included.
+            texts: all tokens of each row's request, its drafts included, int64 (tokens,) each.
         """
         fields = (plan.num_tokens, plan.num_tokens, len(plan.requests) * self._num_last)
         self._host.wait()
@@ -144,13 +153,21 @@ class TextInputs:
 
 
 def _fill_positions(plan: StepPlan, positions: npt.NDArray[np.int64]) -> None:
-    """Write the position of each token in its request."""
+    """Write the position of each token in its request into ``positions``, (tokens,)."""
     behind = np.cumsum(plan.query_lens)
     np.add(np.arange(plan.num_tokens), np.repeat(plan.seq_lens - behind, plan.query_lens), out=positions)
 
 
 class StepTokens:
-    """The new tokens of each step: on the device for the next step, and on their way to the host."""
+    """The new tokens of the last steps: a copy on the device for the next step, and pending copies to the host.
+
+    Args:
+        max_num_reqs: most new tokens of a step.
+        device: device of the steps.
+
+    Attributes:
+        on_device: the new tokens of the last step, int64 (max_num_reqs,); rows without a request are undefined.
+    """
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -159,21 +176,21 @@ class StepTokens:
         self._coming: deque[tuple[HostBuffer, int]] = deque(maxlen=len(self._hosts))
 
     def take(self, tokens: torch.Tensor) -> None:
-        """Keep a step's tokens, (rows,): the manager's buffer holds them until its next run only."""
-        kept = self.on_device[: len(tokens)].copy_(tokens)
+        """Copy a step's tokens, (rows,), out of the manager's buffer, which the next run overwrites."""
+        copied = self.on_device[: len(tokens)].copy_(tokens)
         self._hosts.rotate()
         host = self._hosts[0]
-        host.memory[: len(tokens)].copy_(kept, non_blocking=True)
+        host.memory[: len(tokens)].copy_(copied, non_blocking=True)
         host.mark_copied()
         self._coming.append((host, len(tokens)))
 
     def oldest(self) -> list[int]:
-        """The tokens of the earliest step that was not read, one a row; waits for that step alone."""
+        """The tokens of the earliest step that was not read yet, one per row; waits for that step only."""
         host, num_rows = self._coming.popleft()
         host.wait()
         tokens: list[int] = host.memory[:num_rows].tolist()
         return tokens
 
     def forget(self) -> None:
-        """Nobody will read what has been launched."""
+        """Drop the pending copies to the host: their tokens will not be read."""
         self._coming.clear()

@@ -355,7 +355,7 @@ def test_requests_arrive_over_time(decoders: Decoders, references: References) -
 
 def test_nothing_is_captured_when_one_request_cannot_run(decoders: Decoders) -> None:
     lm = decoders()
-    with pytest.raises(OptionError, match="request 1 holds a token that the model does not know"):
+    with pytest.raises(OptionError, match="request 1 contains a token that is not in the model's vocabulary"):
         lm.generate([[1], [VOCABULARY], [2]], max_new_tokens=3, progress=False)
     assert num_batches(lm.manager) == 0
     assert lm.manager.needs_capture()

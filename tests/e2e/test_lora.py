@@ -152,7 +152,7 @@ def test_an_adapter_of_an_open_request_stays(references: list[Reference], closed
 def test_what_cannot_generate_is_refused(closed: list[Adapted]) -> None:
     adapted = Adapted("NONE")
     closed.append(adapted)
-    with pytest.raises(OptionError, match="adapters does not say which one each text is for"):
+    with pytest.raises(OptionError, match="adapters does not have one value for each prompt"):
         adapted.lm.generate([[1], [2]], max_new_tokens=1, adapters=["polite"], progress=False)
     with pytest.raises(OptionError, match=r"'polit' is not loaded.*meant 'polite'"):
         adapted.generate(["polit"])

@@ -287,10 +287,10 @@ def test_keys_that_no_batch_reaches_are_not_made() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"draft_tokens": -1}, "no number of guesses"),
-        ({"draft_tokens": True}, "no number of guesses"),
-        ({"draft_tokens": 4}, "no token to the others"),
-        ({"draft_tokens": MAX_LENGTH, "max_num_reqs": 1, "max_num_tokens": 256}, "no text has room"),
+        ({"draft_tokens": -1}, "draft_tokens is not valid"),
+        ({"draft_tokens": True}, "draft_tokens is not valid"),
+        ({"draft_tokens": 4}, "max_num_tokens is too small"),
+        ({"draft_tokens": MAX_LENGTH, "max_num_reqs": 1, "max_num_tokens": 256}, "larger than any text"),
     ],
 )
 def test_numbers_of_drafts_are_checked(options: dict[str, Any], words: str) -> None:

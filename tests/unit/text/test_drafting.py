@@ -104,5 +104,5 @@ def test_each_new_token_costs_the_same_whatever_the_length() -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 0), (1, 2), (True, True), (2.0, 1)])
 def test_lengths_are_checked(lengths: tuple[Any, Any]) -> None:
-    with pytest.raises(OptionError, match="no ending of such a length"):
+    with pytest.raises(OptionError, match="lengths of n-grams"):
         NgramDrafter(max_ngram=lengths[0], min_ngram=lengths[1])

@@ -241,8 +241,8 @@ def test_what_waits_for_pages_of_others_goes_on_waiting(run_ahead: bool) -> None
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
-        ([], OptionError, "request 1 has no prompt"),
-        ([VOCABULARY], OptionError, "request 1 holds a token"),
+        ([], OptionError, "request 1 has an invalid prompt"),
+        ([VOCABULARY], OptionError, "request 1 contains a token"),
         ([1] * MAX_LENGTH, ShapeError, "request 1 is too long"),
         ([1] * 10, ShapeError, "request 1 needs more pages"),
     ],
@@ -256,7 +256,7 @@ def test_nothing_runs_when_one_request_cannot(prompt: list[int], error: type[Gra
 
 
 def test_lengths_are_one_or_one_each() -> None:
-    with pytest.raises(OptionError, match="how long"):
+    with pytest.raises(OptionError, match="max_new_tokens does not have one value for each prompt"):
         generate(make_model(), [[1], [2]], max_new_tokens=[3], progress=False)
 
 

@@ -179,17 +179,17 @@ def test_waiting_for_foreign_pages_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_new", "error", "words"),
     [
-        ([], 1, OptionError, "no prompt"),
-        ([[1], [2]], 1, OptionError, "no prompt"),
-        ([[1], [2, 3]], 1, OptionError, "no prompt"),
-        ([1.5], 1, OptionError, "no prompt"),
-        ([-1], 1, OptionError, "no prompt"),
-        ([True], 1, OptionError, "no prompt"),
-        ([1], 0, OptionError, "no new token"),
-        ([1], 1.5, OptionError, "no new token"),
-        ([VOCABULARY], 1, OptionError, "does not know"),
+        ([], 1, OptionError, "invalid prompt"),
+        ([[1], [2]], 1, OptionError, "invalid prompt"),
+        ([[1], [2, 3]], 1, OptionError, "invalid prompt"),
+        ([1.5], 1, OptionError, "invalid prompt"),
+        ([-1], 1, OptionError, "invalid prompt"),
+        ([True], 1, OptionError, "invalid prompt"),
+        ([1], 0, OptionError, "invalid max_new_tokens"),
+        ([1], 1.5, OptionError, "invalid max_new_tokens"),
+        ([VOCABULARY], 1, OptionError, "not in the model's vocabulary"),
         ([1] * 20, 5, ShapeError, "too long"),
-        ([1] * 10, 7, ShapeError, "more pages than there are"),
+        ([1] * 10, 7, ShapeError, "more pages than the KV cache has"),
     ],
 )
 def test_a_request_that_could_never_run_is_refused_by_name(
@@ -223,12 +223,13 @@ def test_end_tokens(given_ids: object, kept: set[int]) -> None:
 
 
 def test_what_is_no_end_token_is_refused() -> None:
-    with pytest.raises(OptionError, match="no token"):
+    with pytest.raises(OptionError, match="a has an invalid eos_token_id"):
         Request.of("a", [1], 1, "</s>")
 
 
 @pytest.mark.parametrize(
-    ("reqs", "tokens", "words"), [(0, 8, "max_num_reqs"), (9, 8, "no token to the others"), (True, 8, "max_num_reqs")]
+    ("reqs", "tokens", "words"),
+    [(0, 8, "max_num_reqs"), (9, 8, "max_num_tokens is too small"), (True, 8, "max_num_reqs")],
 )
 def test_limits_are_checked(reqs: int, tokens: int, words: str) -> None:
     with pytest.raises(OptionError, match=words):

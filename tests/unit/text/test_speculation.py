@@ -316,7 +316,7 @@ def test_what_is_no_guess_is_refused_by_name(guesses: Any) -> None:
     generation = Generation(model, drafter=Careless())
     generation.add(Request.of("request 7", PROMPT, 9))
     generation.step()
-    with pytest.raises(OptionError, match="the drafter proposed what cannot follow in request 7") as caught:
+    with pytest.raises(OptionError, match="the drafter proposed invalid tokens for request 7") as caught:
         generation.step()
     assert caught.value.expected == f"a flat sequence of at most 3 token ids from 0 to {VOCABULARY - 1}"
     assert generation.is_done()
@@ -351,13 +351,19 @@ def test_a_manager_that_verifies_no_drafts_takes_no_drafter() -> None:
 
 
 def test_steps_with_drafts_do_not_run_ahead() -> None:
-    with pytest.raises(OptionError, match="tokens that were read"):
+    with pytest.raises(OptionError, match="cannot run ahead"):
         Generation(make_model(3), run_ahead=True)
     assert Generation(make_model(3), run_ahead=False).is_done()
 
 
 @pytest.mark.parametrize(
-    ("draft_tokens", "words"), [(-1, "no number of guesses"), (True, "no number"), (1.5, "no number"), (2, "no token")]
+    ("draft_tokens", "words"),
+    [
+        (-1, "draft_tokens is not valid"),
+        (True, "draft_tokens is not valid"),
+        (1.5, "draft_tokens is not valid"),
+        (2, "max_num_tokens is too small"),
+    ],
 )
 def test_the_budget_holds_all_drafts(draft_tokens: Any, words: str) -> None:
     sizes = {"num_pages": 4, "page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
