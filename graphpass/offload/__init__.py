@@ -1,4 +1,4 @@
-"""Weights in host memory, copied to the device ahead of the layers that read them."""
+"""Stores weights in host memory and copies them to the device ahead of the layers that read them."""
 
 from graphpass.offload.offloader import WeightOffloader
 

@@ -1,8 +1,9 @@
-"""Weights that stay in host memory: each layer's is copied to the device shortly before the layer runs.
+"""Stores weights in host memory; each layer's weights are copied to the device shortly before the layer runs.
 
 The device has a few slots, each as large as one layer. A layer's parameters are views of its slot and never move, so
-that graphs may bake their addresses in. A layer says that it begins, by an op where it is compiled; then the weights of
-layers behind it are copied, on a stream of their own, while it computes (:mod:`graphpass.offload.rotation`).
+graphs can contain their addresses. At its begin each layer calls :meth:`WeightOffloader.onload`, through an op if it is
+compiled. This starts the copy of a later layer's weights on a separate stream, while the layer computes
+(:mod:`graphpass.offload.rotation`).
 """
 
 from __future__ import annotations
@@ -27,27 +28,31 @@ __all__ = ["WeightOffloader"]
 
 
 class WeightOffloader(ForwardHooks):
-    """Keeps the weights of equal layers in pinned host memory, and those of a few at a time on the device.
+    """Stores the weights of equal layers in host memory (pinned for CUDA), and those of a few layers on the device.
 
-    Make it before the model is compiled, and give it to the manager: ``CudaGraphManager(..., offloader=offloader)``.
-    The model itself runs too, eagerly. The layers' parameters no longer require gradients; their buffers lie on the
-    device. One forward at a time: a second thread's waits, if both go through managers.
+    Create it before the model is compiled, and pass it to the manager: ``CudaGraphManager(..., offloader=offloader)``.
+    The model also runs eagerly without a manager. The layers' parameters no longer require gradients, and their buffers
+    are moved to the device. Only one forward runs at a time: managers of several threads wait for each other.
 
-    Weights live in host memory: what is written to a parameter is lost when its slot is filled again. Write with
-    :meth:`write` or ``model.load_state_dict()``, and read with ``model.state_dict()``, whose tensors are views of the
-    host memory.
+    The weights in host memory are the only complete copy: a value that is written to a parameter is lost when its slot
+    is filled again. Write weights with :meth:`write` or ``model.load_state_dict()``. The tensors of
+    ``model.state_dict()`` are views of the host memory.
 
     Args:
-        layers: in the order in which a forward runs them, all of them, each once.
-        num_slots: layers that the device has room for, at least 2 and fewer than there are. With 2 each copy has one
-            layer's compute to hide behind. A number that does not divide that of the layers leaves one copy a forward
-            with nothing to hide behind.
-        max_device_bytes: in place of ``num_slots``: as many slots as fit.
-        device: where the layers compute; None for where they are.
+        layers: the layers to offload, in the order in which every forward runs them, each once.
+        num_slots: number of layers on the device, at least 2 and fewer than there are layers. With 2 slots a copy
+            overlaps with the compute of one layer. If ``num_slots`` does not divide the number of layers, one copy of
+            each forward does not overlap with compute.
+        max_device_bytes: limit of the slots' memory, in place of ``num_slots``.
+        device: device that the layers run on; None: the device of their parameters.
+
+    Attributes:
+        num_slots: number of slots.
+        device: device of the slots.
 
     Raises:
-        OptionError: too few layers, slots or bytes; layers of unequal structure.
-        OffloadError: layers share a weight, or were compiled or offloaded already.
+        OptionError: there are too few layers, slots or bytes, or the layers differ in structure.
+        OffloadError: layers share a weight, or are compiled or offloaded already.
     """
 
     splitting_ops = (ONLOAD,)
@@ -62,7 +67,7 @@ class WeightOffloader(ForwardHooks):
     ) -> None:
         self._layers = tuple(layers)
         if len(self._layers) < 3:
-            raise _bad_slots("there is nothing to offload", "at least 3 layers", str(len(self._layers)))
+            raise _bad_slots("there are too few layers to offload", "at least 3 layers", str(len(self._layers)))
         _refuse_used(self._layers)
         self._layout = LayerLayout.of(self._layers)
         self.num_slots = _checked_slots(num_slots, max_device_bytes, self._layout.num_bytes, len(self._layers))
@@ -81,15 +86,15 @@ class WeightOffloader(ForwardHooks):
     # -- what users call ------------------------------------------------------------------------------------------
 
     def device_bytes(self) -> int:
-        """Bytes of device memory that the layers' weights take: the slots'."""
+        """Bytes of device memory of all slots."""
         return self.num_slots * self._layout.num_bytes
 
     def host_bytes(self) -> int:
-        """Bytes of host memory that they take; where it is pinned, torch may round each layer's up."""
+        """Bytes of host memory of all layers' weights; torch may round pinned allocations up."""
         return len(self._layers) * self._layout.num_bytes
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights by ``<layer>.<name>``, as views of the host memory: read them, write with :meth:`write`."""
+        """All weights by ``<layer>.<name>``, as views of the host memory; read-only, write with :meth:`write`."""
         return {
             f"{index}.{place.name}": place.view(memory)
             for index, memory in enumerate(self._host)
@@ -97,14 +102,14 @@ class WeightOffloader(ForwardHooks):
         }
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Give a weight new contents; the next forward has them, also one that replays a graph.
+        """Overwrite a weight; the next forward uses the new value, also if it replays a graph.
 
         Args:
-            name: as :meth:`state_dict` has it, ``3.mlp.weight``.
-            value: of the weight's shape.
+            name: key of :meth:`state_dict`, such as ``3.mlp.weight``.
+            value: tensor of the weight's shape, on any device; it is copied.
 
         Raises:
-            OffloadError: there is no such weight, or its shape is another.
+            OffloadError: there is no weight of this name, or it has another shape.
         """
         index, _, rest = name.partition(".")
         place = next((place for place in self._layout.places if place.name == rest), None)
@@ -122,13 +127,13 @@ class WeightOffloader(ForwardHooks):
 
     @contextlib.contextmanager
     def forward(self, *, replays: bool = False) -> Iterator[None]:
-        """One forward in the body: :meth:`sync_prev_onload` before, and afterwards home again.
+        """A context manager around one forward: calls :meth:`sync_prev_onload` before, and ends the rotation after it.
 
         Args:
-            replays: it may be one graph, whose layers nothing announces here.
+            replays: the forward may be the replay of one graph, in which no layer calls :meth:`onload`.
 
         Raises:
-            OffloadError: some of the layers ran, and not the rest of them.
+            OffloadError: only some of the layers ran.
         """
         with self._turn:
             self.sync_prev_onload()
@@ -138,27 +143,28 @@ class WeightOffloader(ForwardHooks):
                 if self._rotation.is_under_way() or not replays:
                     self._rotation.end()
             except BaseException:
-                # What is in a slot is anyone's guess, and events may belong to a capture that is no more.
+                # The contents of the slots are undefined, and events may belong to a capture that has failed.
                 self._rotation.is_home = False
                 raise
             finally:
                 self._is_in_forward = False
 
     def sync_prev_onload(self) -> None:
-        """Order what follows on the current stream behind the copies that the last forward left in flight.
+        """Make the current stream wait for the copies that the last forward has left in flight.
 
-        Before a capture, which cannot wait for what was launched outside of it; and before a replay, whose copies and
-        layers rely on *home*. After a forward that failed, or weights that were written, home is made anew.
+        Call it before a capture, which cannot wait for copies outside of it, and before a replay, whose first layers
+        expect their weights in the slots (*home*, see :mod:`graphpass.offload.rotation`). After a failed forward or a
+        :meth:`write` it fills the first slots again.
 
         Raises:
-            OffloadError: a parameter is not where its slot is.
+            OffloadError: a parameter is not at the address of its slot.
         """
         if not memory.data_ptrs_equal(self._weights, self._addresses, self._positions):
             self._refuse_moved()
         self._rotation.come_home()
 
     def join_after_forward(self) -> None:
-        """End a forward that is being captured: the copy stream joins the current one, or the capture is void.
+        """End a forward inside a capture: the current stream waits for all copies, as CUDA requires of a capture.
 
         Raises:
             OffloadError: not all layers ran.
@@ -166,40 +172,44 @@ class WeightOffloader(ForwardHooks):
         self._rotation.join()
 
     def onload(self, index: int) -> None:
-        """Layer ``index`` begins: start the copy into the slot that the last one has left, and wait for its own.
+        """Begin layer ``index``: start the copy into the slot of the layer before, and wait for this layer's weights.
 
         Raises:
-            OffloadError: it is another layer's turn, or nothing has brought the first layers' weights.
+            OffloadError: another layer must run next, or :meth:`sync_prev_onload` was not called before the forward.
         """
         self._rotation.begin(index)
 
     @property
     def context(self) -> Mapping[str, Callable[[int], None]]:
-        """What a forward context carries to the layers' ops, as ``extra``."""
-        # A method: a capture looks into any other object, to freeze what is read of it.
+        """The entries of ``ForwardContext.extra`` that the layers' op reads."""
+        # A bound method, because a capture freezes the attributes of any other object that is read from the context.
         return {IN_CONTEXT: self.onload}
 
     def check_model(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        """Whether a manager of this model, on this device, can use this offloader.
+        """Check that a manager of this model and device can use this offloader.
+
+        Args:
+            modules: all modules of the model.
+            device: device of the manager's buffers.
 
         Raises:
-            OptionError: it has been made for the layers of another model.
-            OffloadError: a weight of a layer is used outside of the layers too.
-            DeviceError: it fills slots on another device.
+            OptionError: the offloader was created for the layers of another model.
+            OffloadError: a module outside of the layers shares a weight with a layer.
+            DeviceError: the slots are on another device.
         """
         if self.device != _with_index(device):
             raise DeviceError(
-                "the offloader's slots lie on another device than the manager's buffers",
+                "the offloader's slots are on another device than the manager's buffers",
                 expected=str(_with_index(device)),
                 found=str(self.device),
                 remedy="move the rest of the model there first, and pass device= to WeightOffloader",
             )
         if not {id(layer) for layer in self._layers} <= {id(module) for module in modules}:
             raise OptionError(
-                "the offloader was made for the layers of another model",
+                "the offloader was created for the layers of another model",
                 expected="layers that are modules of the manager's model",
-                found=f"{len(self._layers)} layers, not all of them in it",
-                remedy="make it of this model's own layers: WeightOffloader(model.layers, ...)",
+                found=f"{len(self._layers)} layers, not all of them in the model",
+                remedy="create the offloader with layers of this model: WeightOffloader(model.layers, ...)",
             )
         inside = {id(module) for layer in self._layers for module in layer.modules()}
         own = {id(weight) for weight in self._weights}
@@ -207,24 +217,24 @@ class WeightOffloader(ForwardHooks):
             for name, parameter in module.named_parameters(recurse=False):
                 if id(module) not in inside and id(parameter) in own:
                     raise OffloadError(
-                        f"{type(module).__name__}.{name} is a weight of an offloaded layer too",
-                        expected="weights that are used within their layer alone",
-                        found="one parameter in two places",
-                        remedy="untie it: outside of its layer's turn it is not on the device",
+                        f"{type(module).__name__}.{name} is also a weight of an offloaded layer",
+                        expected="weights that only their layer uses",
+                        found="one parameter in two modules",
+                        remedy="untie the weights: an offloaded weight is on the device only while its layer runs",
                     )
 
     def __reduce__(self) -> NoReturn:
         raise OffloadError(
             "a model with offloaded weights cannot be copied or pickled",
-            expected="a model whose parameters hold its weights",
-            found="parameters that hold whichever layer is on the device",
-            remedy="copy it before its weights are offloaded, or save model.state_dict()",
+            expected="a model with all its weights in its parameters",
+            found="parameters that are views of slots, which layers share",
+            remedy="copy the model before its weights are offloaded, or save model.state_dict()",
         )
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Weights to host memory, parameters into the slots, buffers to the device."""
+        """Copy the weights to host memory, turn parameters into views of the slots, and move buffers to the device."""
         pins = self.device.type == "cuda"
         self._host = [host_memory(self._layout, layer, is_pinned=pins) for layer in self._layers]
         self._slots = [
@@ -244,7 +254,7 @@ class WeightOffloader(ForwardHooks):
                         setattr(module, name, buffer.to(self.device))
 
     def _announce(self, layer: nn.Module, index: int) -> None:
-        """Let a layer say when it begins, and have its weights saved from, and loaded to, host memory."""
+        """Register hooks on a layer: its forward calls :meth:`onload`, its state dict uses the host memory."""
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             if torch.compiler.is_compiling():
@@ -258,7 +268,7 @@ class WeightOffloader(ForwardHooks):
         layer.register_load_state_dict_pre_hook(self._loaded)
 
     def _onload_eagerly(self, index: int) -> None:
-        """A layer of a model that is called by itself, without a manager: each of its forwards begins with layer 0."""
+        """Begin a layer outside of compiled code; without a manager, layer 0 begins a new forward."""
         if index == 0 and not self._is_in_forward:
             self.sync_prev_onload()
         self.onload(index)
@@ -279,7 +289,7 @@ class WeightOffloader(ForwardHooks):
                 remedy="leave assign out, or load before the weights are offloaded",
             )
         found = {place: state[prefix + place.name] for place in self._layout.places if prefix + place.name in state}
-        # A shape that differs is load_state_dict's to report.
+        # load_state_dict itself reports shapes that differ.
         fitting = {place: value for place, value in found.items() if value.shape == place.shape}
         self._write(self._layers.index(layer), fitting)
 
@@ -292,10 +302,10 @@ class WeightOffloader(ForwardHooks):
 
     def _refuse_moved(self) -> NoReturn:
         raise OffloadError(
-            "a parameter of an offloaded layer is not where its slot is",
-            expected="parameters as the offloader left them",
-            found="others: the model was moved or converted, or a parameter's data replaced",
-            remedy="convert the model before its weights are offloaded; write new contents with write()",
+            "a parameter of an offloaded layer is not at the address of its slot",
+            expected="parameters that are views of the offloader's slots",
+            found="another address: the model was moved or converted, or a parameter's data was replaced",
+            remedy="move or convert the model before its weights are offloaded; write new values with write()",
         )
 
 
@@ -315,27 +325,28 @@ def _refuse_used(layers: Sequence[nn.Module]) -> None:
             if memory.has_static_address(parameter):
                 raise OffloadError(
                     f"layer {index} has been compiled, or offloaded, already ({name})",
-                    expected="layers that no compiled code, graph or offloader knows",
-                    found="a parameter whose address is baked in",
-                    remedy="make the offloader first, and compile and capture afterwards",
+                    expected="layers that no compiled code, graph or offloader uses",
+                    found="a parameter with a static address",
+                    remedy="create the offloader first, then compile and capture",
                 )
 
 
 def _checked_slots(num_slots: int | None, max_bytes: int | None, layer_bytes: int, num_layers: int) -> int:
     if (num_slots is None) == (max_bytes is None):
         found = "neither" if num_slots is None else "both"
-        raise _bad_slots("how much may lie on the device is not clear", "num_slots or max_device_bytes", found)
+        raise _bad_slots("the number of slots is not clear", "either num_slots or max_device_bytes", found)
     if max_bytes is not None:
         num_slots = max_bytes // layer_bytes
     assert num_slots is not None
     if not 2 <= num_slots < num_layers:
         found = f"{num_slots}" if max_bytes is None else f"{num_slots} in {max_bytes} bytes, {layer_bytes} a slot"
-        raise _bad_slots("the slots do not fit the layers", f"2 to {num_layers - 1} slots for {num_layers}", found)
+        expected = f"2 to {num_layers - 1} slots for {num_layers} layers"
+        raise _bad_slots("the number of slots does not fit the layers", expected, found)
     return num_slots
 
 
 def _bad_slots(problem: str, expected: str, found: str) -> OptionError:
-    remedy = "one slot computes while another is filled; what fits the device as a whole is not offloaded"
+    remedy = "pass 2 or more slots, or do not offload layers that all fit on the device"
     return OptionError(problem, expected=expected, found=found, remedy=remedy)
 
 

@@ -1,7 +1,8 @@
-"""The op by which a layer of a compiled model says that it begins.
+"""The op ``graphpass::onload``, which a layer of a compiled model calls when it begins.
 
-It is a splitting op: between captured regions it runs as it is, and in a graph of the whole its waits and copies are
-recorded where it stands. No region spans it, which keeps compilers from reading a weight before it is there, or after.
+It is a splitting op: in PIECEWISE mode it runs eagerly between captured regions, and in a FULL graph its waits and
+copies are recorded at its place. No region contains it, so a compiler cannot move the read of a weight before or after
+the time in which the weight is on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["IN_CONTEXT", "ONLOAD"]
 
 ONLOAD = "graphpass::onload"
 IN_CONTEXT = "onload"
-"""The name in the forward context's ``extra`` of the function that brings a layer's weights."""
+"""Key in ``ForwardContext.extra`` of the function that the op calls with the layer's index."""
 
 
 torch.library.define(ONLOAD, "(int layer) -> ()")
@@ -24,14 +25,18 @@ torch.library.define(ONLOAD, "(int layer) -> ()")
 
 @torch.library.impl(ONLOAD, "default")
 def _onload(layer: int) -> None:
-    """A layer of a compiled model begins."""
+    """Call the forward context's function for this layer.
+
+    Raises:
+        ContextError: the forward context has no such function.
+    """
     context = current_context()
     extra = None if context is None else context.extra
     onload = extra.get(IN_CONTEXT) if isinstance(extra, dict) else None
     if onload is None:
         raise ContextError(
-            "a layer's weights are offloaded, and nothing in the forward context brings them",
-            expected="a forward of a manager that was given the offloader",
+            "a layer's weights are offloaded, but the forward context has no offloader to copy them",
+            expected="a forward of a manager that was created with the offloader",
             found="no context" if context is None else f"extra={extra!r}",
             remedy="pass offloader= to CudaGraphManager, or run the model without compiling it",
         )
@@ -39,9 +44,9 @@ def _onload(layer: int) -> None:
 
 
 def _changes_weights(layer: int) -> None:
-    """What tracing sees of the op."""
+    """The fake implementation, which tracing calls."""
 
 
 torch.library.register_fake(ONLOAD, _changes_weights)
-# Compilers that do not split at it would drop an op without results, and read weights that are not there.
+# A compiler that does not split at the op would otherwise drop it, because it has no results.
 operators.keep_in_order(ONLOAD)

@@ -1,12 +1,12 @@
-"""Which layer's weights are in which slot of device memory, and when they are copied there.
+"""Schedules the copies of layers' weights into slots of device memory.
 
-Layer ``i`` always computes in slot ``i % num_slots``. When it begins, layer ``i - 1`` has been passed, and the copy of
-the slot's next layer starts, to run while layer ``i`` computes; layer ``i`` itself waits for its own copy, launched a
-layer or more before.
+Layer ``i`` always uses slot ``i % num_slots``. When layer ``i`` begins, layer ``i - 1`` has ended, so the copy of the
+next layer into the slot of layer ``i - 1`` starts and overlaps with the compute of layer ``i``. Layer ``i`` waits for
+its own copy, which was launched at least one layer earlier.
 
-What holds between forwards (*home*): layers ``0 .. num_slots - 2`` are in their slots, or on their way. Every forward
-finds it so and leaves it so, whether it runs eagerly, in pieces or as one graph; hence they can follow each other in
-any order, and a graph's copies can be recorded once.
+Between forwards the state is *home*: layers ``0 .. num_slots - 2`` are in their slots, or their copies are in flight.
+Every forward starts and ends with this state, whether it runs eagerly, in PIECEWISE mode or as one graph. So forwards
+of all kinds can follow each other in any order, and the copies in a graph are right in every replay.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["SlotRotation"]
 
 
 class SlotRotation:
-    """Brings the weights of layers into slots, as layers begin one after the other.
+    """Copies the weights of layers into slots, as the layers begin one after the other.
 
     Args:
-        host: the weights of each layer in host memory, uint8 [bytes].
-        slots: device memory, uint8 [bytes] each.
-        copies: copies from one to the other.
+        host: the weights of each layer in host memory, uint8 (bytes,) each.
+        slots: device memory, uint8 (bytes,) each.
+        copies: launches copies and waits for them.
 
     Attributes:
-        is_home: the first layers are in their slots, or on their way there. False after weights were written, or after
-            a forward that failed: the next :meth:`come_home` fills the slots anew.
+        is_home: the first layers are in their slots, or their copies are in flight. False after a write of weights or a
+            failed forward: the next :meth:`come_home` fills the slots again.
     """
 
     def __init__(self, host: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], copies: Copies) -> None:
@@ -42,11 +42,11 @@ class SlotRotation:
         self.is_home = False
 
     def is_under_way(self) -> bool:
-        """Whether a forward has begun, and has not been ended."""
+        """Whether a forward has begun and not ended."""
         return self._next > 0
 
     def come_home(self) -> None:
-        """Order the current stream behind the copies in flight, and fill the first slots where they are not home."""
+        """Make the current stream wait for the copies in flight, and fill the first slots if the state is not home."""
         self._copies.follow_last()
         if self._next == len(self._host):
             self.end()
@@ -59,17 +59,17 @@ class SlotRotation:
         self._wait_for_all()
 
     def begin(self, index: int) -> None:
-        """Layer ``index`` begins: start the copy into the slot that the last one has left, and wait for its own.
+        """Begin layer ``index``: start the copy into the slot of the layer before, and wait for this layer's weights.
 
         Raises:
-            OffloadError: it is another layer's turn, or the first layers are not home.
+            OffloadError: another layer must run next, or the state is not home.
         """
         if not self.is_home:
             raise OffloadError(
                 "the weights of the first layers are not on the device",
                 expected="sync_prev_onload() before a forward",
-                found="a forward without it, after the weights were moved or written, or a forward failed",
-                remedy="run it through CudaGraphManager, or call sync_prev_onload() first",
+                found="a forward without it, after weights were offloaded or written, or after a failed forward",
+                remedy="run the model with CudaGraphManager, or call sync_prev_onload() first",
             )
         if index == 0 and self._next == len(self._host):
             self.end()
@@ -92,7 +92,11 @@ class SlotRotation:
         self._wait_for_all()
 
     def end(self) -> None:
-        """All layers have run: home is complete once the last one's slot is, should it have a place there."""
+        """End a forward: launch the copy that brings the slot of the last layer home.
+
+        Raises:
+            OffloadError: not all layers ran.
+        """
         if self._next != len(self._host):
             raise self._out_of_turn("the end of the forward")
         last = self._next - 1
@@ -100,14 +104,14 @@ class SlotRotation:
         self._next = 0
 
     def _refill(self, slot: int, layer: int) -> None:
-        """The next layer into a slot that is free: after the last one, that which has it at home."""
+        """Launch the copy of the next layer into a free slot; if no layer follows, of the slot's first layer."""
         if layer < len(self._host):
             self._launch(slot, layer)
         elif slot < self._num_slots - 1:
             self._launch(slot, slot)
 
     def _launch(self, slot: int, layer: int) -> None:
-        # Asked first: a capture that has launched something cannot be left without a join.
+        # Check before the launch: a capture with a launched copy fails if it does not join the copy stream.
         is_recording = self._copies.is_recording()
         for other in self._in_flight:
             self._refuse_across(other, is_recording)
@@ -121,13 +125,13 @@ class SlotRotation:
             del self._in_flight[slot]
 
     def _refuse_across(self, slot: int, is_recording: bool) -> None:
-        """Refuse to wait, in a capture, for what was launched outside of it, and the other way round."""
+        """Refuse to wait inside a capture for a copy that was launched outside of it, and the reverse."""
         if self._in_flight[slot] != is_recording:
             raise OffloadError(
-                f"slot {slot} is being filled by a copy that was launched on the other side of a capture",
+                f"the copy into slot {slot} would cross the border of a capture",
                 expected="sync_prev_onload() before a capture, and join_after_forward() at its end",
-                found="a copy launched outside of this capture" if is_recording else "one launched in a capture",
-                remedy="capture through CudaGraphManager, or call both",
+                found="a copy launched outside of this capture" if is_recording else "a copy launched in a capture",
+                remedy="capture with CudaGraphManager, or call both methods",
             )
 
     def _wait_for_all(self) -> None:
@@ -137,7 +141,7 @@ class SlotRotation:
     def _out_of_turn(self, found: str) -> OffloadError:
         is_end = self._next == len(self._host)
         return OffloadError(
-            "the forward does not run the offloaded layers one after the other, all of them",
+            "the forward does not run all offloaded layers in order",
             expected="the end of the forward, or layer 0" if is_end else f"layer {self._next}",
             found=found,
             remedy="offload only layers that every forward runs, in the order in which they are listed",

@@ -1,7 +1,7 @@
-"""Memory of offloaded weights: how a layer lies in one flat buffer, and what copies buffers to the device.
+"""Memory of offloaded weights: the layout of a layer in one flat buffer, and the copies of buffers to the device.
 
-Layers of equal structure share a layout, so that any of them fits any slot and a layer moves with one copy. Slots and
-host buffers are bytes; a layer's parameters are views of them at offsets that any kernel's vector loads accept.
+Layers of equal structure share a layout, so any layer fits any slot, and a layer moves with one copy. Slots and host
+buffers are uint8 tensors; a layer's parameters are views of them at offsets that are aligned for vector loads.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from graphpass.errors import OffloadError, OptionError
 __all__ = ["Copies", "CudaCopies", "HostCopies", "LayerLayout", "WeightPlace", "copies_to", "host_memory"]
 
 _ALIGNMENT = 256
-"""Bytes; what the CUDA allocator gives a tensor of its own."""
+"""Alignment of a parameter in bytes; at least that of an allocation by the CUDA allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """Where one parameter lies in a layer's bytes.
+    """The place of one parameter in a layer's buffer.
 
     Attributes:
-        name: within the layer, ``attention.q.weight``.
-        offset: in bytes.
-        shape: of the parameter.
-        stride: in elements, dense.
-        dtype: of the parameter.
+        name: name within the layer, such as ``attention.q.weight``.
+        offset: offset in bytes.
+        shape: shape of the parameter.
+        stride: dense strides in elements.
+        dtype: dtype of the parameter.
     """
 
     name: str
@@ -40,7 +40,7 @@ class WeightPlace:
     dtype: torch.dtype
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of a layer's bytes."""
+        """The parameter as a view of a layer's buffer, uint8 (bytes,)."""
         num_bytes = self.shape.numel() * self.dtype.itemsize
         elements = memory.narrow(0, self.offset, num_bytes).view(self.dtype)
         return elements.as_strided(self.shape, self.stride, elements.storage_offset())
@@ -48,11 +48,11 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """How the parameters of a layer lie in one flat buffer.
+    """The layout of a layer's parameters in one flat buffer.
 
     Attributes:
-        places: one for each parameter, in the order of ``named_parameters()``.
-        num_bytes: of a buffer.
+        places: the place of each parameter, in the order of ``named_parameters()``.
+        num_bytes: bytes of a buffer.
     """
 
     places: tuple[WeightPlace, ...]
@@ -60,10 +60,10 @@ class LayerLayout:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> LayerLayout:
-        """The layout that all these layers have.
+        """The common layout of these layers.
 
         Raises:
-            OptionError: a layer has other parameters than the first, or none at all.
+            OptionError: a layer has other parameters than the first one, or none.
             OffloadError: two layers share a parameter.
         """
         _refuse_shared(layers)
@@ -78,10 +78,14 @@ class LayerLayout:
         return layout
 
     def refuse_other(self, layer: nn.Module, index: int) -> None:
-        """Compare with the parameters that a layer has.
+        """Refuse a layer whose parameters do not have this layout.
+
+        Args:
+            layer: the layer.
+            index: its index, for the error.
 
         Raises:
-            OptionError: they are others.
+            OptionError: a name, shape or dtype differs, or there are no parameters.
         """
         wanted = [(place.name, tuple(place.shape), place.dtype) for place in self.places]
         found = [(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()]
@@ -89,15 +93,15 @@ class LayerLayout:
             return
         differing = next((pair for pair in zip(wanted, found, strict=False) if pair[0] != pair[1]), None)
         raise OptionError(
-            f"layer {index} cannot take another layer's place in device memory",
-            expected=str(differing[0]) if differing else f"{len(wanted)} parameters, as layer 0 has, and at least one",
+            f"layer {index} does not fit the slots of layer 0",
+            expected=str(differing[0]) if differing else f"{len(wanted)} parameters, as in layer 0, and at least one",
             found=str(differing[1]) if differing else f"{len(found)} parameters",
             remedy="offload layers of equal structure; keep the others on the device",
         )
 
 
 def _refuse_shared(layers: Sequence[nn.Module]) -> None:
-    """A parameter of two layers, or two parameters of one memory, would be torn apart."""
+    """Refuse parameters that share memory: each layer gets a separate copy of its weights, which would untie them."""
     owners: dict[int, tuple[str, int]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -105,17 +109,17 @@ def _refuse_shared(layers: Sequence[nn.Module]) -> None:
                 continue
             other, tensor_id = owners.setdefault(parameter.data_ptr(), (f"{index}.{name}", id(parameter)))
             if other != f"{index}.{name}":
-                what = "one parameter" if tensor_id == id(parameter) else "one memory"
+                what = "one parameter" if tensor_id == id(parameter) else "views of the same memory"
                 raise OffloadError(
                     f"layers share the weight {other!r}",
-                    expected="layers that share no parameters: each has a turn of its own on the device",
+                    expected="layers without shared parameters, since they are on the device at different times",
                     found=f"{other!r} and {index}.{name!r} are {what}",
                     remedy="untie them (`layer.weight = torch.nn.Parameter(layer.weight.clone())`)",
                 )
 
 
 def host_memory(layout: LayerLayout, layer: nn.Module, *, is_pinned: bool) -> torch.Tensor:
-    """A layer's weights in one buffer of host memory, uint8 [bytes]."""
+    """Copy a layer's weights to a new buffer of host memory, uint8 (bytes,)."""
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     parameters: Mapping[str, nn.Parameter] = dict(layer.named_parameters())
     for place in layout.places:
@@ -124,59 +128,59 @@ def host_memory(layout: LayerLayout, layer: nn.Module, *, is_pinned: bool) -> to
 
 
 class Copies(Protocol):
-    """Copies from host memory to slots, beside the compute stream: that which is current when a method is called."""
+    """Copies from host memory to slots, concurrent with the compute stream: the current stream of each call."""
 
     def launch(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, not before what the compute stream has enqueued so far is done."""
+        """Launch a copy that starts after all work that is enqueued on the compute stream now."""
 
     def wait(self, slot: int) -> None:
-        """The compute stream goes on once the last copy launched into ``slot`` has arrived."""
+        """Make the compute stream wait for the last copy that was launched into ``slot``."""
 
     def settle(self) -> None:
-        """The compute stream goes on once all that ever was enqueued here has run."""
+        """Make the compute stream wait for all copies."""
 
     def follow_last(self) -> None:
-        """Order the compute stream behind the one of the last call, should it be another."""
+        """Make the compute stream wait for the compute stream of the last call, if they differ."""
 
     def is_recording(self) -> bool:
         """Whether the compute stream is being captured."""
 
     def finish(self) -> None:
-        """The host waits until no copy reads its memory, those inside graphs included."""
+        """Block the host until all copies, also those inside graphs, have read the host memory."""
 
 
 class HostCopies(Copies):
-    """Device memory is host memory, and nothing runs beside anything: a copy is done when it is launched."""
+    """Copies on the CPU: a copy is done when :meth:`launch` returns, so the other methods have nothing to do."""
 
     def launch(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy."""
+        """Copy now."""
         target.copy_(source)
 
     def wait(self, slot: int) -> None:
-        """It has arrived."""
+        """Nothing to wait for."""
 
     def settle(self) -> None:
-        """All has run."""
+        """Nothing to wait for."""
 
     def follow_last(self) -> None:
-        """There is one order."""
+        """Nothing to wait for."""
 
     def is_recording(self) -> bool:
-        """A tape records copies in the order in which they are launched, whoever launches them."""
+        """Always False: a tape records copies in program order, so no copy can cross its border."""
         return False
 
     def finish(self) -> None:
-        """All is done."""
+        """Nothing to wait for."""
 
 
 class CudaCopies(Copies):
-    """Copies from pinned memory on a stream of its own.
+    """Copies from pinned memory on a separate CUDA stream.
 
-    Inside a capture the events make the stream a branch of the graph, and the copies its memcpy nodes.
+    Inside a capture the events make this stream a branch of the graph, and the copies become memcpy nodes.
 
     Args:
         device: a CUDA device with an index.
-        num_slots: on it.
+        num_slots: number of slots.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
@@ -186,22 +190,22 @@ class CudaCopies(Copies):
         self._last_compute: torch.cuda.Stream | None = None
 
     def launch(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy behind an event that the compute stream records now."""
+        """Launch a copy behind an event that the compute stream records now."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         self._arrived[slot].record(self._stream)
 
     def wait(self, slot: int) -> None:
-        """The compute stream waits for the copy's event."""
+        """Make the compute stream wait for the copy's event."""
         torch.cuda.current_stream(self._device).wait_event(self._arrived[slot])
 
     def settle(self) -> None:
-        """The compute stream waits for the whole stream: its events may have been recorded inside a capture."""
+        """Make the compute stream wait for the copy stream, since events may belong to a capture."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def follow_last(self) -> None:
-        """The current stream waits for the last one that computed with the slots."""
+        """Make the current stream wait for the last stream that computed with the slots."""
         compute = torch.cuda.current_stream(self._device)
         if self._last_compute is not None and self._last_compute != compute:
             compute.wait_stream(self._last_compute)
@@ -212,10 +216,10 @@ class CudaCopies(Copies):
         return torch.cuda.is_current_stream_capturing()
 
     def finish(self) -> None:
-        """Wait for the device: graphs copy on streams of their own."""
+        """Wait for the whole device, because graphs copy on other streams."""
         torch.cuda.synchronize(self._device)
 
 
 def copies_to(device: torch.device, num_slots: int) -> Copies:
-    """What copies to a device."""
+    """The implementation of :class:`Copies` for a device."""
     return CudaCopies(device, num_slots) if device.type == "cuda" else HostCopies()

@@ -416,10 +416,10 @@ def stacks_of(kind: str) -> Any:
     ("kind", "given", "error", "message"),
     [
         ("tied", {"num_slots": 2}, OffloadError, "are one parameter"),
-        ("one memory", {"num_slots": 2}, OffloadError, "are one memory"),
-        ("wider", {"num_slots": 2}, OptionError, "layer 2 cannot take"),
-        ("more", {"num_slots": 2}, OptionError, "layer 2 cannot take"),
-        ("other dtype", {"num_slots": 2}, OptionError, "layer 2 cannot take"),
+        ("one memory", {"num_slots": 2}, OffloadError, "are views of the same memory"),
+        ("wider", {"num_slots": 2}, OptionError, "layer 2 does not fit"),
+        ("more", {"num_slots": 2}, OptionError, "layer 2 does not fit"),
+        ("other dtype", {"num_slots": 2}, OptionError, "layer 2 does not fit"),
         ("without weights", {"num_slots": 2}, OptionError, "0 parameters"),
         ("two layers", {"num_slots": 2}, OptionError, "at least 3 layers"),
         ("offloaded", {"num_slots": 2}, OffloadError, "already"),
@@ -445,7 +445,7 @@ def tie_to_a_head(model: Stack) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
-        (tie_to_a_head, {}, OffloadError, "Linear.weight is a weight of an offloaded layer too"),
+        (tie_to_a_head, {}, OffloadError, "Linear.weight is also a weight of an offloaded layer"),
         (lambda model: setattr(model, "layers", Stack(4).layers), {}, OptionError, "another model"),
         (lambda model: None, {"device": "meta"}, DeviceError, "another device"),
         (lambda model: None, {"compare": True}, OptionError, "compare=True"),
