@@ -1,4 +1,4 @@
-"""What the attention functions that Hugging Face's layers call have in common, for text and for vision."""
+"""Common parts of attention functions for Hugging Face's layers, for text and for vision."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ __all__ = ["by_token", "refuse_unserved", "register_attention"]
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make an attention function known to transformers as ``attn_implementation=name``. Once or often, it is the same.
+    """Register an attention function with transformers as ``attn_implementation=name``. It may be repeated.
 
-    Layers call it as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)``, with
-    tensors [batch, heads, tokens, head_dim]. It returns [batch, tokens, heads, head_dim] and the weights, or None.
+    Args:
+        name: value of ``attn_implementation``.
+        function: called as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)``
+            with tensors [batch, heads, tokens, head_dim]. It returns a tensor [batch, tokens, heads, head_dim], and the
+            attention weights or None.
     """
     importlib.import_module("transformers").AttentionInterface.register(name, function)
 
@@ -25,16 +28,16 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def by_token(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scaling: float | None, *, what: str, remedy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim], and the scale of the scores.
+    """Views of query, key and value as [tokens, heads, head_dim], and the scale of the scores.
 
     Args:
-        tensors: query, key and value.
-        scaling: None is ``head_dim ** -0.5``.
-        what: of the error: what takes all tokens in one row.
-        remedy: of the error.
+        tensors: query, key and value, each [1, heads, tokens, head_dim].
+        scaling: scale of the scores; None: ``head_dim ** -0.5``.
+        what: the problem, as the error states it.
+        remedy: the remedy, as the error states it.
 
     Raises:
-        ShapeError: a batch of other than one row.
+        ShapeError: the batch does not have exactly one row.
     """
     query, key, value = tensors
     if query.shape[0] != 1:
@@ -43,23 +46,23 @@ def by_token(
     return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale
 
 
-def refuse_unserved(module: Any, asked: Mapping[str, bool], *, what: str, expected: str, remedy: str) -> None:
-    """Refuse a layer that asks for something that the attention does not do.
+def refuse_unserved(module: Any, used: Mapping[str, bool], *, what: str, expected: str, remedy: str) -> None:
+    """Refuse a layer that uses an argument that the attention function does not support.
 
     Args:
         module: the layer.
-        asked: {name of an argument: the layer uses it}; none of them is served.
-        what: the attention, first words of the error.
-        expected: what it does.
-        remedy: of the error.
+        used: {unsupported argument: whether the layer uses it}.
+        what: name of the attention, the first words of the error.
+        expected: the attention that is supported, as the error states it.
+        remedy: the remedy, as the error states it.
 
     Raises:
-        OptionError: something of ``asked`` is true.
+        OptionError: the layer uses an unsupported argument.
     """
-    unserved = [name for name, is_asked in asked.items() if is_asked]
+    unserved = [name for name, is_used in used.items() if is_used]
     if unserved:
         raise OptionError(
-            f"{what} does not do what {type(module).__name__} asks for",
+            f"{what} does not support an argument that {type(module).__name__} uses",
             expected=expected,
             found=", ".join(unserved),
             remedy=remedy,

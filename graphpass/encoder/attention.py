@@ -1,13 +1,12 @@
-"""Attention over packed images: each sequence by itself, whatever lies behind the last one left out.
+"""Attention over packed images: tokens attend within their own sequence, and padding rows are ignored.
 
-Two forms, both free of host reads, so that they stand inside whole-encoder graphs, and inside a block that is compiled
-for symbolic sizes. *Packed*: sequences of any length one behind the other, described by their pieces
-(:mod:`graphpass.encoder.pieces`); on CUDA in half precision torch's flash attention, elsewhere one
-``scaled_dot_product_attention`` under a block-diagonal mask. *Equal*: sequences of one length, which is a batch.
+There are two forms. Neither reads device data on the host, so both work in whole-encoder graphs and in blocks that are
+compiled for symbolic sizes. *Packed* attention takes concatenated sequences of any length, described by their pieces
+(:mod:`graphpass.encoder.pieces`). On CUDA in half precision it is torch's flash attention, otherwise one
+``scaled_dot_product_attention`` with a block-diagonal mask. *Equal* attention takes sequences of one length as a batch.
 
-Both are attention functions of Hugging Face, under the names below. What they have to know beyond their arguments is in
-the configuration of the layer that calls them: :func:`use_attention` writes it into a copy that only the adapter's
-layers see.
+Both are registered as attention functions of Hugging Face, under the names below. Their parameters beyond the arguments
+are in the configuration of the calling layer: :func:`use_attention` writes them into a copy for the adapter's layers.
 """
 
 from __future__ import annotations
@@ -40,24 +39,31 @@ __all__ = [
 _log = logging.getLogger("graphpass")
 
 PACKED_ATTENTION = "graphpass_flash_packed"
-"""Towers pass bounds of sequences, instead of splitting by them on the host, to what has "flash" in its name."""
+"""The name contains "flash" because towers pass bounds of sequences to such functions only; otherwise they split the
+sequences on the host."""
 EQUAL_ATTENTION = "graphpass_equal"
 _EQUAL_OP = "graphpass::equal_attention"
 _SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
 _HEAD_ALIGNMENT, _MAX_HEAD_DIM, _MIN_CAPABILITY = 8, 256, (8, 0)
-"""What torch's flash attention takes."""
+"""Requirements of torch's flash attention."""
 _TOLERANCE = 2e-2
-"""Relative norm, half precision against float32."""
+"""Allowed relative norm of the difference between half precision and float32."""
 
 
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why torch's flash attention does not serve packed tensors; None where it does, heads padded as it asks for."""
+    """The reason why torch's flash attention cannot be used for packed tensors; None if it can.
+
+    Args:
+        device: device of the tensors.
+        dtype: dtype of the tensors.
+        head_dim: width of a head; it need not be a multiple of 8, heads are padded.
+    """
     if device.type != "cuda":
         return f"there is none for {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > _MAX_HEAD_DIM:
-        return f"it takes heads of at most {_MAX_HEAD_DIM}, not {head_dim}"
+        return f"it takes heads of width {_MAX_HEAD_DIM} or less, not {head_dim}"
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return "it needs compute capability {}.{}, not {}.{}".format(*_MIN_CAPABILITY, *capability)
@@ -65,10 +71,14 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 
 def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces[torch.Tensor]:
-    """The pieces of sequences of such lengths, [sequences], on a device.
+    """The pieces of concatenated sequences, on a device.
+
+    Args:
+        lengths: rows of each sequence, [sequences].
+        device: device of the result.
 
     Raises:
-        ShapeError: they are no lengths.
+        ShapeError: ``lengths`` are not non-negative integers.
     """
     return Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(lengths)))
 
@@ -82,26 +92,25 @@ def packed_attention(
     scale: float,
     is_flash: bool = False,
 ) -> torch.Tensor:
-    """Attention within each of the sequences that lie one behind the other.
+    """Attention within each of several concatenated sequences.
 
     Args:
         query: [tokens, heads, head_dim].
-        key: like ``query``.
-        value: like ``query``.
-        pieces: of the sequences, on the same device.
-        scale: of the scores.
-        is_flash: by torch's kernel, where :func:`why_not_flash` has no reason against it.
+        key: shaped like ``query``.
+        value: shaped like ``query``.
+        pieces: pieces of the sequences, on the same device.
+        scale: scale of the scores.
+        is_flash: use torch's flash attention; allowed only if :func:`why_not_flash` returns None.
 
     Returns:
-        Shaped like ``query``; zero behind the end of the last sequence, and those rows are not read by others, whatever
-        they hold.
+        A tensor shaped like ``query``. Rows after the last sequence are zero, and no sequence attends to them.
     """
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     is_packed = (rows < pieces.query_bounds[-1]).view(-1, 1, 1)
     if is_flash:
         return torch.where(is_packed, _flash(query, key, value, pieces, scale), 0.0)
-    # A weight of zero does not keep a NaN out, so keys and values of rows that belong to no sequence are zeroed. Those
-    # rows see each other: a softmax over nothing would be NaN.
+    # Keys and values of padding rows are zeroed, because a NaN times a weight of zero is a NaN. Padding rows attend to
+    # each other, because a softmax over no entries is a NaN.
     key, value = (torch.where(is_packed, tensor, 0.0) for tensor in (key, value))
     piece = torch.searchsorted(pieces.query_bounds, rows, right=True) - 1
     sequence = torch.where(is_packed.view(-1), pieces.key_starts[piece], -1)
@@ -114,19 +123,19 @@ def packed_attention(
 def equal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, *, scale: float
 ) -> torch.Tensor:
-    """Attention within each of the sequences of ``seq_len`` that lie one behind the other.
+    """Attention within each of several concatenated sequences of equal length.
 
-    An opaque op: traced, one sequence would be compiled apart from several.
+    It is an opaque op, because a traced version would be compiled separately for a single sequence.
 
     Args:
         query: [tokens, heads, head_dim], where ``tokens`` is a multiple of ``seq_len``.
-        key: like ``query``.
-        value: like ``query``.
+        key: shaped like ``query``.
+        value: shaped like ``query``.
         seq_len: tokens of each sequence.
-        scale: of the scores.
+        scale: scale of the scores.
 
     Returns:
-        Shaped like ``query``.
+        A tensor shaped like ``query``.
     """
     attended: torch.Tensor = torch.ops.graphpass.equal_attention(query, key, value, seq_len, scale)
     return attended
@@ -150,7 +159,7 @@ def _equal_attention(
 def _shaped_like_query(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float
 ) -> torch.Tensor:
-    """What tracing sees of the op."""
+    """The fake implementation, for tracing."""
     return query.new_empty(query.shape)
 
 
@@ -160,7 +169,7 @@ torch.library.register_fake(_EQUAL_OP, _shaped_like_query)
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Pieces[torch.Tensor], scale: float
 ) -> torch.Tensor:
-    """Torch's kernel, which does not write rows that belong to no sequence."""
+    """Torch's flash attention. It leaves padding rows of the output uninitialised."""
     head_dim = query.shape[-1]
     missing = -head_dim % _HEAD_ALIGNMENT
     if missing:
@@ -170,10 +179,10 @@ def _flash(
 
 @functools.cache
 def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernel is not to be used, found by trying it.
+    """Test the kernel on this device; returns the reason why it cannot be used, or None.
 
-    Torch documents keys that lie one behind the other; those of pieces are the same ones again. A kernel that does not
-    do that would answer wrongly.
+    All pieces of a sequence read the same keys. Torch documents the kernel only for consecutive, disjoint keys, and a
+    kernel that requires them would return wrong results.
     """
     lengths = [PIECE_LENGTH + 3, 5, 2 * PIECE_LENGTH]
     seeded = torch.Generator().manual_seed(0)
@@ -189,24 +198,25 @@ def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     except RuntimeError as error:
         return str(error)
     is_right = bool((found.float() - expected).norm() < _TOLERANCE * expected.norm())
-    return None if is_right else f"with heads of {head_dim} it does not attend to the keys that it is given"
+    return None if is_right else f"with heads of width {head_dim} it attends to wrong keys"
 
 
 def register_with_hugging_face() -> None:
-    """Make both forms known to transformers. Once or often, it is the same."""
+    """Register both forms with transformers. Repeated calls have no effect."""
     register_attention(PACKED_ATTENTION, _packed_of_layer)
     register_attention(EQUAL_ATTENTION, _equal_of_layer)
 
 
 def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = None) -> torch.nn.Module:
-    """A copy of ``module`` that attends in one of the forms, with a configuration of its own.
+    """A copy of ``module`` that calls one of the two attention functions.
 
-    Weights and hooks are those of ``module``, also such hooks as come later.
+    The copy has a separate configuration, and shares weights and hooks with ``module``, including hooks that are
+    registered later.
 
     Args:
         module: layers of a stock tower.
-        name: of the form.
-        seq_len: tokens of each sequence; for ``EQUAL_ATTENTION``.
+        name: ``PACKED_ATTENTION`` or ``EQUAL_ATTENTION``.
+        seq_len: tokens of each sequence, for ``EQUAL_ATTENTION``.
     """
     register_with_hugging_face()
     weight = next(module.parameters())
@@ -223,7 +233,7 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
 def _attends_by_flash(weight: torch.Tensor, head_dim: int) -> bool:
     reason = why_not_flash(weight.device, weight.dtype, head_dim)
     if reason is not None and weight.is_cuda:
-        _log.warning("packed images attend under a mask, not by torch's flash attention: %s", reason)
+        _log.warning("packed images use attention with a mask instead of torch's flash attention: %s", reason)
     return reason is None
 
 
@@ -241,18 +251,18 @@ def _packed_of_layer(
     key_lengths: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Packed attention in the shape in which transformers asks for it: [1, heads, tokens, head_dim].
+    """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim].
 
     Raises:
-        OptionError: the layer asks for something else than attention within sequences.
-        ShapeError: a batch of other than one row.
+        OptionError: the layer needs an argument that is not supported, or did not pass the sequences.
+        ShapeError: the batch does not have exactly one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
     if cu_seq_lens_q is None or query_bounds is None or key_lengths is None:
         raise OptionError(
-            f"{PACKED_ATTENTION} attends within packed sequences",
+            f"{PACKED_ATTENTION} needs the bounds of packed sequences",
             expected="cu_seq_lens_q, as transformers passes it to flash attention, query_bounds and key_lengths",
-            found=f"none from {type(module).__name__}",
+            found=f"at least one missing from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
     query, key, value, scale = _one_row(module, query, key, value, scaling)
@@ -273,11 +283,11 @@ def _equal_of_layer(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of equal sequences in the shape in which transformers asks for it.
+    """Attention of equal sequences with the signature of transformers and tensors [1, heads, tokens, head_dim].
 
     Raises:
-        OptionError: the layer asks for something else than attention within sequences.
-        ShapeError: a batch of other than one row.
+        OptionError: the layer needs an argument that is not supported.
+        ShapeError: the batch does not have exactly one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
     query, key, value, scale = _one_row(module, query, key, value, scaling)
@@ -298,6 +308,6 @@ def _refuse_other_attention(
         module,
         {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)},
         what="attention within packed images",
-        expected="attention of all tokens of an image to each other",
-        remedy="call model.eval(); other attention needs an adapter of its own",
+        expected="unmasked attention between all tokens of an image, without dropout",
+        remedy="call model.eval(); other attention needs a separate adapter",
     )

@@ -15,12 +15,12 @@ _BITS_OF_ROUND_BUDGETS = 5
 
 
 def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[int]:
-    """A geometric ladder from ``minimum`` to ``maximum``, both of them on it.
+    """A geometric ladder of budgets that includes ``minimum`` and ``maximum``, ascending.
 
     Args:
         minimum: the smallest budget, in output tokens.
-        maximum: the largest.
-        ratio: of neighbours; 2 doubles. Steps are rounded down, and are never smaller than one token.
+        maximum: the largest budget.
+        ratio: ratio of neighbouring budgets. Budgets are rounded down and grow by at least one token.
 
     Raises:
         EncoderConfigError: a bound is not positive, the minimum is above the maximum, or the ratio is not above 1.
@@ -31,7 +31,7 @@ def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[in
             "budgets do not grow",
             expected="a finite ratio above 1",
             found=f"ratio={ratio!r}",
-            remedy="leave it out to double",
+            remedy="omit ratio for the default of 2",
         )
     budgets = [minimum]
     while (following := max(budgets[-1] + 1, int(budgets[-1] * ratio))) < maximum:
@@ -40,25 +40,25 @@ def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[in
 
 
 def smallest_fitting_budget(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest of ``budgets``, which ascend, that holds ``tokens``; None when none does."""
+    """The smallest of the ascending ``budgets`` that is at least ``tokens``; None if all are smaller."""
     index = bisect_left(budgets, tokens)
     return budgets[index] if index < len(budgets) else None
 
 
 def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int = 1) -> list[int]:
-    """The finest ladder of at most ``max_graphs`` budgets: the one whose worst batch is padded least.
+    """The ladder of at most ``max_graphs`` budgets with the least padding in the worst case, ascending.
 
-    The halves of the largest budget are on it, as far as there is room, and between them multiples of 32nds of a power
-    of two: images are scaled to round sides more often than not.
+    It includes the largest budget divided by powers of two, if ``max_graphs`` is large enough. Budgets between them are
+    multiples of 1/32 of a power of two, because most images are scaled to round sizes.
 
     Args:
-        minimum: the smallest budget, in output tokens; a batch below it is padded more.
-        maximum: the largest; both are on the ladder, rounded to a multiple within the range.
-        max_graphs: how many budgets time and memory allow.
-        multiple: what every item's output tokens are a multiple of, and so every budget.
+        minimum: the smallest budget, in output tokens. Smaller batches are padded to it.
+        maximum: the largest budget. Both bounds are on the ladder, rounded to a multiple within the range.
+        max_graphs: maximum number of budgets.
+        multiple: every budget is a multiple of it, as are the output tokens of every item.
 
     Raises:
-        EncoderConfigError: a bound is not positive, no multiple lies between them, or ``max_graphs`` is below 1.
+        EncoderConfigError: a bound is not positive, no multiple is between them, or ``max_graphs`` is below 1.
     """
     _refuse_bounds(minimum, maximum)
     _refuse_bounds(-(-minimum // multiple), maximum // multiple)
@@ -81,7 +81,7 @@ def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int =
 
 
 def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
-    """``stops``, which descend, with as many equal steps between each two of them as there is room for, ascending."""
+    """The ladder, ascending, with ``steps`` geometric steps between neighbouring ``stops``, which descend."""
     budgets = set(stops)
     for upper, lower in itertools.pairwise(stops):
         for step in range(1, steps):
@@ -92,38 +92,38 @@ def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
 
 
 def _worst_padding(budgets: Sequence[int]) -> float:
-    """The share of a budget that is padding in a batch of one token more than the next smaller one."""
+    """The largest share of padding, which a batch has with one token more than the next smaller budget."""
     return max((1 - (smaller + 1) / larger for smaller, larger in itertools.pairwise(budgets)), default=0.0)
 
 
 def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = None) -> tuple[int, ...]:
-    """``budgets``, ascending.
+    """Check the user's ``budgets`` and sort them in ascending order.
 
     Args:
-        budgets: as the user gave them.
-        minimum: the output tokens of the smallest item of the model.
-        maximum: the largest batch that the model takes; None: not known yet.
+        budgets: the value of the option.
+        minimum: output tokens of the model's smallest item.
+        maximum: output tokens of the model's largest batch; None: not known yet.
 
     Raises:
-        EncoderConfigError: there is none, one is no positive integer, one is there twice, one exceeds ``maximum``, or
-            none holds even the smallest item.
+        EncoderConfigError: there are no budgets, a budget is not a positive integer or is a duplicate, a budget exceeds
+            ``maximum``, or all are smaller than ``minimum``.
     """
     found = list(budgets) if isinstance(budgets, Iterable) else []
     wrong = [budget for budget in found if type(budget) is not int or budget < 1]
     twice = sorted({budget for budget in found if budget not in wrong and found.count(budget) > 1})
     if not found or wrong or twice:
         raise EncoderConfigError(
-            "token_budgets cannot be used",
+            "token_budgets has a wrong value",
             expected="positive integers, each once",
             found=f"{twice[0]} {found.count(twice[0])} times" if twice else repr(wrong[0] if wrong else budgets),
-            remedy="leave token_budgets out to have them inferred from the model",
+            remedy="omit token_budgets to infer them from the model",
         )
     if max(found) < minimum or (maximum is not None and max(found) > maximum):
         raise EncoderConfigError(
             "token_budgets do not fit the model",
             expected=f"a largest budget from {minimum}, its smallest item, to {maximum}, its largest batch",
             found=f"{max(found)}",
-            remedy="leave token_budgets out to have them inferred from the model",
+            remedy="omit token_budgets to infer them from the model",
         )
     return tuple(sorted(found))
 
@@ -134,5 +134,5 @@ def _refuse_bounds(minimum: int, maximum: int) -> None:
             "the range of budgets is empty",
             expected="1 <= minimum <= maximum",
             found=f"minimum={minimum}, maximum={maximum}",
-            remedy="give the output tokens of the smallest item and of the largest batch",
+            remedy="pass the output tokens of the smallest item and of the largest batch",
         )

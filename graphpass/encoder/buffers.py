@@ -1,4 +1,4 @@
-"""The buffers that encoder graphs read: one memory for each, of which every key uses a prefix."""
+"""The input buffers of encoder graphs: one allocation for each buffer, of which every key uses a prefix."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ __all__ = ["EncoderBuffers"]
 
 
 class EncoderBuffers(PaddedBuffers):
-    """Flat memory for the largest keys, and views of its start at the shapes of each key.
+    """Flat memory for the buffers of the largest keys; the buffers of each key are views of its start.
 
-    A buffer grows in rows, and its field is its own name.
+    Buffers are padded in dimension 0; the size field of a buffer is its name.
 
     Args:
-        config: names the buffers and how each is padded.
-        largest: the buffers of each of the largest keys; nothing else needs more memory.
+        config: names the buffers and their padding rules.
+        largest: example buffers of each key with the largest budget, which determine the size of the memory.
 
     Raises:
-        EncoderConfigError: the buffers are not those of the configuration, or of different dtypes or devices.
+        EncoderConfigError: the names of buffers differ from the configuration, or the dtype or device of a buffer
+            differs between keys.
     """
 
     def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -43,7 +44,7 @@ class EncoderBuffers(PaddedBuffers):
                     f"buffer {name!r} differs between keys",
                     expected="one dtype and device for all keys",
                     found=", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)),
-                    remedy="make it the same for every path and axis",
+                    remedy="return the same dtype and device for every path and axis value",
                 )
             allocated[name] = torch.zeros(
                 max(example.numel() for example in examples), dtype=examples[0].dtype, device=examples[0].device
@@ -56,10 +57,10 @@ class EncoderBuffers(PaddedBuffers):
         return self._memory
 
     def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> None:
-        """Make the buffers of ``key``, with the shapes and the contents of ``example``.
+        """Create the buffers of ``key`` with the shapes of ``example`` and copy its contents.
 
         Raises:
-            EncoderConfigError: ``example`` has other buffers, or one that is larger than at the largest key.
+            EncoderConfigError: ``example`` has other names, or a buffer is larger than that of the largest key.
         """
         _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
         padded = {}
@@ -67,10 +68,10 @@ class EncoderBuffers(PaddedBuffers):
             memory, shape = self._memory[name], example[name].shape
             if math.prod(shape) > memory.numel() or example[name].dtype != memory.dtype:
                 raise EncoderConfigError(
-                    f"buffer {name!r} of {key} is no part of the largest key's",
+                    f"buffer {name!r} of {key} does not fit into that of the largest key",
                     expected=f"at most {memory.numel()} elements of {memory.dtype}",
                     found=f"{tuple(shape)} of {example[name].dtype}",
-                    remedy="let buffers grow with the key, in dimension 0 alone",
+                    remedy="let buffers grow with the key, in dimension 0 only",
                 )
             tensor = memory[: math.prod(shape)].view(shape)
             tensor.copy_(example[name])
@@ -79,21 +80,25 @@ class EncoderBuffers(PaddedBuffers):
         self._views[key] = {name: buffer.tensor for name, buffer in padded.items()}
 
     def clear(self) -> None:
-        """Give the memory back; no key has buffers any more."""
+        """Release the memory and the buffers of all keys."""
         self._memory.clear()
         self._padded.clear()
         self._views.clear()
 
     def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
-        """The buffers of a key that was added."""
+        """{name: buffer} of a key for which :meth:`add` was called."""
         return self._views[key]
 
     def fill(self, key: EncoderGraphKey, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Copy ``values`` into the buffers of ``key`` and pad what lies behind them.
+        """Copy ``values`` into the buffers of ``key`` and fill the padding after them.
+
+        Args:
+            key: a key for which :meth:`add` was called.
+            values: {name: contents}; None leaves a buffer unchanged. Floating-point dtypes are converted.
 
         Raises:
-            EncoderConfigError: there is no value for a buffer, or one for what is none.
-            ShapeError: a value has more rows than its buffer, or other columns, or integers for another integer type.
+            EncoderConfigError: a buffer has no value, or a value has no buffer.
+            ShapeError: a value has more rows than its buffer, other columns, or another dtype that is not converted.
         """
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
         targets: list[torch.Tensor] = []
@@ -127,18 +132,18 @@ def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphCo
         raise EncoderConfigError(
             f"{method} returned no buffer {missing[0]!r}"
             if missing
-            else f"{method} returned {unknown[0]!r}, no buffer",
+            else f"{method} returned {unknown[0]!r}, which is no buffer",
             expected=f"the buffer_keys {list(config.buffer_keys)}",
             found=repr(list(values)),
-            remedy="return None for a buffer that keeps its contents" if missing else "list it in buffer_keys",
+            remedy="return None for an unchanged buffer" if missing else "add it to buffer_keys",
         )
 
 
 def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
     if not isinstance(value, torch.Tensor):
         raise ShapeError(
-            f"buffer {name!r} is filled from a tensor",
-            expected=f"at most {tuple(buffer.shape)} of {buffer.dtype}",
+            f"the value for buffer {name!r} is not a tensor",
+            expected=f"a tensor of at most {tuple(buffer.shape)} of {buffer.dtype}",
             found=type(value).__name__,
             remedy="let the processor return tensors: return_tensors='pt'",
         )
@@ -148,8 +153,9 @@ def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey)
         fits = value.shape[0] <= buffer.shape[0]
     if not (casts and fits):
         raise ShapeError(
-            f"buffer {name!r} cannot take these contents at {key}",
+            f"the value for buffer {name!r} does not fit the key {key}",
             expected=f"at most {tuple(buffer.shape)} of {buffer.dtype}",
             found=f"{tuple(value.shape)} of {value.dtype}",
-            remedy="return no more rows than the key has, of the shape and dtype of the capture inputs",
+            remedy="return at most as many rows as the key has, with the other dimensions and the dtype of the capture "
+            "inputs",
         )

@@ -1,4 +1,4 @@
-"""Capturing an encoder's ladder: every key that can be captured and fits, timed, with what its graphs depend on."""
+"""Captures an encoder's ladder: all keys that fit into the memory limit, with costs and the state of the model."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _log = logging.getLogger("graphpass")
 
 @dataclass(frozen=True, slots=True)
 class CapturedLadder:
-    """What one capture has made, until :meth:`close`.
+    """The result of one capture. It owns the graphs; :meth:`close` releases them.
 
     Attributes:
-        graphs: buffers, pool and graphs.
-        budgets: the captured keys, the largest budget first, with what each capture took.
-        failed: keys without a graph, with the reason.
+        graphs: graphs, buffers and pool.
+        budgets: {captured key: time and memory of its capture}, the largest budget first.
+        failed: (key, reason) of keys without a graph.
         planner: packs items into the captured keys.
-        state: of the encoder at capture: weights and settings.
-        graph_pool: the pool that it shares with others; None for one of its own.
+        state: weights and settings of the encoder at capture.
+        graph_pool: the shared graph pool; None if the pool is not shared.
     """
 
     graphs: EncoderGraphs
@@ -56,24 +56,26 @@ class CapturedLadder:
     graph_pool: Any
 
     def close(self) -> None:
-        """Drop graphs and buffers, and give the pool back."""
+        """Release graphs, buffers and the pool."""
         self.graphs.close()
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLadder:
-    """What is to be captured. All of it is done in :func:`graphpass.capture.torchsettings.capture_settings`.
+    """The keys of an encoder and everything that their capture needs.
+
+    The caller enters :func:`graphpass.capture.torchsettings.capture_settings` around every method.
 
     Attributes:
-        model: the encoder, compiled if it is to be.
-        config: what it said of itself.
-        keys: the largest budget first.
+        model: the encoder; compiled before the capture if the options say so.
+        config: the encoder's configuration.
+        keys: the keys to capture, the largest budget first.
         options: costs and limits.
-        device: where it runs.
-        dtype: of its inputs.
+        device: device of the encoder.
+        dtype: dtype of its inputs.
 
     Raises:
-        EncoderConfigError: the costs that were given miss a budget.
+        EncoderConfigError: ``options.costs`` has no cost for a budget.
     """
 
     model: SupportsEncoderCudaGraph
@@ -84,20 +86,23 @@ class EncoderLadder:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if isinstance(self.options.costs, PackingCosts):  # refused now rather than after the capture
+        if isinstance(self.options.costs, PackingCosts):  # raises before the capture if a cost is missing
             EncoderCosts.given(self.options.costs, grouped(self.config, self.keys))
 
     def planner(self, keys: Sequence[EncoderGraphKey] = (), costs: EncoderCosts | None = None) -> BatchPlanner:
-        """Packs items into those of the keys that have graphs."""
+        """A planner for the captured ``keys``; without keys it plans eager calls only."""
         return BatchPlanner(self.config, keys, costs, self.options.max_eager_tokens or self.keys[0].tokens)
 
     def capture(self, graph_pool: Any) -> CapturedLadder:
-        """Capture the keys in their order, or as many as ``max_pool_bytes`` has room for, and time what they cost.
+        """Capture the keys in their order, within ``max_pool_bytes``, and measure costs if the options say so.
 
-        A key that cannot be captured is left out.
+        A key whose capture fails gets no graph.
+
+        Args:
+            graph_pool: a CUDA graph pool to share; None: a new pool.
 
         Raises:
-            EncoderConfigError: the encoder does not keep to its configuration.
+            EncoderConfigError: a method of the encoder contradicts its configuration.
         """
         fits = self._what_fits()
         graphs = self._new_graphs(graph_pool)
@@ -107,17 +112,17 @@ class EncoderLadder:
             captured = list(budgets)
             planner = self.planner(captured, self._costs(graphs, captured))
             state = ModelState.of_object(self.model)
-            graphs.memory.settle()  # nothing needs any more what warm-ups have left cached
+            graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
         except BaseException:
             graphs.close()
             raise
         return CapturedLadder(graphs, budgets, tuple(failed), planner, state, graph_pool)
 
     def estimate(self) -> MemoryEstimate:
-        """What :meth:`capture` will take, from at most three captures in a throwaway pool.
+        """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.
 
         Raises:
-            CaptureError: one of them failed.
+            CaptureError: one of these captures failed.
         """
         graphs, keys = self._new_graphs(), self._by_descriptor()
         try:
@@ -140,16 +145,16 @@ class EncoderLadder:
         return {(CUDAGraphMode.FULL, key.descriptor): key for key in self.keys}
 
     def _what_fits(self) -> PoolModel:
-        """How the pool grows, as far as a limit makes it worth asking; else nothing is known."""
+        """An estimate of the pool's growth if there is a limit on it, else an empty estimate."""
         if self.options.max_pool_bytes is not None:
-            with contextlib.suppress(CaptureError):  # one that cannot be captured is left out
+            with contextlib.suppress(CaptureError):  # a key whose capture fails gets no graph
                 return self.estimate().pool
         return NOTHING_ESTIMATED.pool
 
     def _capture_keys(
         self, graphs: EncoderGraphs, fits: PoolModel
     ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, str]]]:
-        """The budgets that have graphs now, and the keys that have none, with the reason."""
+        """Capture the keys. Returns the captured budgets, and (key, reason) of the keys without a graph."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
         budgets: dict[EncoderGraphKey, CapturedGraph] = {}
         failed: list[tuple[EncoderGraphKey, str]] = []
@@ -177,12 +182,12 @@ class EncoderLadder:
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def _costs(self, graphs: EncoderGraphs, captured: Sequence[EncoderGraphKey]) -> EncoderCosts | None:
-        """What packing goes by, for the graphs that there are."""
-        groups, given = grouped(self.config, captured), self.options.costs
-        if given is None or not groups:
+        """Costs of the captured keys, from the options or measured; None to pack greedily."""
+        groups, costs = grouped(self.config, captured), self.options.costs
+        if costs is None or not groups:
             return None
-        if given != "measured":
-            return EncoderCosts.given(given, groups)
+        if costs != "measured":
+            return EncoderCosts.given(costs, groups)
         return measured_costs(
             groups,
             lambda key: self._replay_to_time(graphs, key),

@@ -1,4 +1,4 @@
-"""What replays and eager calls cost: measured once, after the capture."""
+"""Costs of replays and eager calls, measured once after the capture."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _NEVER_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class EagerCurve:
-    """Seconds of an eager call by its output tokens.
+    """Duration of an eager call as a function of its output tokens.
 
-    Linear between what was measured, constant below it (launches cost the same however small the batch), and
-    proportional above.
+    It is linear between measured sizes, constant below the smallest (the cost of launches does not depend on the size),
+    and proportional above the largest.
 
     Attributes:
-        tokens: ascending.
-        seconds: of a call, not descending.
+        tokens: measured sizes in output tokens, ascending.
+        seconds: duration at each size, not descending.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def __call__(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Seconds for each of ``tokens``."""
+        """Seconds of a call with each of ``tokens``."""
         between = np.interp(tokens, self.tokens, self.seconds)
         return between * np.maximum(1, tokens / self.tokens[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderCosts:
-    """What running costs, in seconds.
+    """Costs of replays and eager calls, in seconds.
 
     Attributes:
-        replay: of one replay of each key.
-        eager: of an eager call, by the items' path and the axes on which they have to be equal.
+        replay: {key: cost of one replay}.
+        eager: {group of :func:`graphpass.encoder.planner.group_of`: function from output tokens to costs}.
     """
 
     replay: Mapping[EncoderGraphKey, float]
@@ -59,7 +59,7 @@ class EncoderCosts:
 
     @classmethod
     def given(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
-        """Costs by budget, for all keys of a budget alike.
+        """The user's costs, which are equal for all keys of a budget.
 
         Raises:
             EncoderConfigError: a budget has no cost.
@@ -74,13 +74,13 @@ def measured_costs(
     eager_call: Callable[[EncoderGraphKey], Callable[[], object]],
     device: torch.device,
 ) -> EncoderCosts:
-    """Time some keys of each group, as replays and eagerly, and interpolate the others.
+    """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others.
 
     Args:
-        groups: the captured keys, by what their items have to have in common.
-        replay: makes what is timed for a key: a replay as ``execute`` would do it.
-        eager_call: makes an eager call of the same size.
-        device: what has to be waited for.
+        groups: {group: its captured keys}.
+        replay: ``replay(key)`` returns a function that replays ``key`` as ``execute`` does.
+        eager_call: ``eager_call(key)`` returns a function that runs an eager call of the same size.
+        device: device to synchronize with.
     """
     replay_s: dict[EncoderGraphKey, float] = {}
     eager: dict[object, EagerCurve] = {}
@@ -93,7 +93,7 @@ def measured_costs(
             seconds = [timed_s(replay(key), device) for key in timed]
             known = np.interp([key.tokens for key in ladder], [key.tokens for key in timed], seconds)
             replay_s |= zip(ladder, known.tolist(), strict=True)
-        # What bounds an axis matters little to an eager call: the ladder that reaches furthest stands for all.
+        # An eager call does not depend on bounds of axes: only the ladder with the largest budget is measured.
         largest = spread(max(by_axes.values(), key=lambda ladder: ladder[-1].tokens), _EAGER_SIZES)
         seconds = [_seconds_or_never(eager_call, key, device) for key in largest]
         rising = np.maximum.accumulate(seconds).tolist()
@@ -104,7 +104,7 @@ def measured_costs(
 def _seconds_or_never(
     eager_call: Callable[[EncoderGraphKey], Callable[[], object]], key: EncoderGraphKey, device: torch.device
 ) -> float:
-    """Seconds of an eager call of that size; for one that finds no memory beside the graphs, more than any replay."""
+    """Seconds of an eager call of that size; if it runs out of memory, a cost higher than that of any replay."""
     try:
         return timed_s(eager_call(key), device)
     except torch.OutOfMemoryError as error:
@@ -113,7 +113,7 @@ def _seconds_or_never(
 
 
 def timed_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run: the median of a few, after one that is not counted."""
+    """Seconds of one run: the median of three runs after a warm-up."""
     seconds = []
     for _ in range(1 + _RUNS):
         _wait(device)
@@ -125,7 +125,7 @@ def timed_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 def spread(keys: Sequence[EncoderGraphKey], most: int) -> list[EncoderGraphKey]:
-    """At most ``most`` (at least 2) of ``keys``, evenly spread; the first and the last are among them."""
+    """At most ``most`` (at least 2) of ``keys``, evenly spaced, including the first and the last."""
     if len(keys) <= most:
         return list(keys)
     return [keys[round(index * (len(keys) - 1) / (most - 1))] for index in range(most)]

@@ -1,4 +1,4 @@
-"""The graphs of an encoder: buffers, captures and replays. Decides nothing."""
+"""The graphs of an encoder: buffers, captures and replays of single keys."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ __all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
 
 
 class EncoderGraphs:
-    """Captures keys of one encoder and replays them over shared buffers. They share one pool.
+    """Captures and replays the graphs of one encoder. All graphs share one pool and one set of buffers.
 
-    All of it runs in :func:`graphpass.capture.torchsettings.capture_settings`; :meth:`capture` also in
-    ``runtime.capturing()``.
+    It owns graphs and buffers; :meth:`close` releases them. The caller enters
+    :func:`graphpass.capture.torchsettings.capture_settings` around every method, and ``runtime.capturing()`` around
+    :meth:`capture`.
 
     Args:
         model: the encoder.
-        config: what it said of itself.
-        keys: all that may be captured, the largest budget first.
-        device: where it runs.
-        dtype: of its inputs.
-        graph_pool: a CUDA graph pool to share with others; None for one of its own.
+        config: the encoder's configuration.
+        keys: all keys that may be captured, the largest budget first.
+        device: device of the encoder.
+        dtype: dtype of its inputs.
+        graph_pool: a CUDA graph pool to share; None: a new pool.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class EncoderGraphs:
         )
 
     def capture(self, key: EncoderGraphKey) -> CapturedGraph:
-        """Capture one key over its part of the buffers.
+        """Capture the graph of one key.
 
         Raises:
-            CaptureError: the encoder could not be captured at this size.
-            EncoderConfigError: the encoder does not keep to its configuration.
+            CaptureError: the capture failed.
+            EncoderConfigError: buffers or outputs of the encoder contradict its configuration.
         """
         started, before = time.perf_counter(), self.memory.reading()
         self.fill_with_example(key)
@@ -82,29 +83,34 @@ class EncoderGraphs:
         return CapturedGraph(CUDAGraphMode.FULL, key.descriptor, elapsed, self.memory.reading() - before)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-        """The outputs for ``items`` with the padding behind them: in the pool, valid until the next replay."""
+        """Replay ``key`` for ``items``.
+
+        Returns:
+            The outputs with padding, [key.tokens, width] each. They are in the graph pool and valid until the next
+            replay.
+        """
         values = self._model.prepare_encoder_cudagraph_replay_buffers(items, key)
-        # An earlier replay, on another stream, may still be reading what is filled now.
+        # An earlier replay on another stream may still read the buffers.
         self.runtime.lease.order_after_last_forward()
         self.buffers.fill(key, values)
         return self.run(key)
 
     def fill_with_example(self, key: EncoderGraphKey) -> None:
-        """Fill the buffers of ``key`` with what it is captured with; smaller keys' buffers are a part of them."""
+        """Fill the buffers of ``key`` with its capture inputs, which overwrites the buffers of all other keys."""
         self.buffers.add(key, self._example(key))
 
     def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
-        """Replay ``key``, or capture it, over what its buffers hold."""
+        """Replay ``key`` over the current contents of its buffers, or capture it if it has no graph."""
         with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor) as context:
             return _outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
-        """:meth:`run` without a graph."""
+        """Run the forward of ``key`` eagerly over the current contents of its buffers."""
         with _without_graphs():
             return self._model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
-        """Drop all graphs and buffers, and give the pool back."""
+        """Release all graphs, buffers and the pool."""
         self.buffers.clear()
         self.runtime.close()
 
@@ -117,35 +123,35 @@ class EncoderGraphs:
 
 
 def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-    """What the encoder returns for ``items`` without padding and graphs."""
+    """The encoder's outputs for ``items``, computed eagerly and without padding."""
     with _without_graphs():
         return _outputs_of(model.encoder_eager_forward(items))
 
 
 def _outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
-    """What an encoder returned, always as several tensors."""
+    """An encoder's output as a tuple of tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 
 def _without_graphs() -> contextlib.AbstractContextManager[Any]:
-    """A forward context in which compiled code captures and replays nothing."""
+    """A forward context in which compiled code neither captures nor replays graphs."""
     return set_forward_context(runtime_mode=CUDAGraphMode.NONE)
 
 
 def check_outputs(
     outputs: Sequence[torch.Tensor], num_tokens: int, config: EncoderCudaGraphConfig, method: str
 ) -> None:
-    """Refuse what is not a row for each token, as wide as the configuration says, for each output.
+    """Check that each output is [num_tokens, width] with the width of the configuration.
 
     Raises:
-        EncoderConfigError: ``method`` returned other shapes.
+        EncoderConfigError: an output has another shape, or their number is wrong; the error names ``method``.
     """
     found = [tuple(output.shape) for output in outputs]
     expected = [(num_tokens, width) for width in config.output_widths]
     if found != expected:
         raise EncoderConfigError(
-            f"{method} returned other shapes than the configuration says",
+            f"{method} returned shapes that contradict the configuration",
             expected=str(expected),
             found=str(found),
-            remedy="return a row for each token, and correct output_width, or output_tokens of the item specs",
+            remedy="return one row for each token, or correct output_width or the output_tokens of the item specs",
         )

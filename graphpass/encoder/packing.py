@@ -1,14 +1,14 @@
-"""Packing: which items share a replay, and which budget they replay.
+"""Packing: decides which items share a replay, and which budget they replay.
 
-Without costs it is a greedy: items in the order of their size, smallest first, as many together as the largest budget
-and the item limit allow, each batch in the smallest budget that holds it.
+Without costs, packing is greedy. Items are sorted by size, smallest first. Each batch has as many consecutive items as
+the largest budget and the item limit allow, and replays the smallest budget that is large enough.
 
-With measured costs the cheapest way is sought to cut the items, in the same order, into consecutive batches, each a
-replay or an eager call (:mod:`graphpass.encoder.cuts`). One item a replay, and the greedy's batches, are such cuts too:
-the plan never costs more than they do, nor than one eager call for all, where that is allowed.
+With costs, the sorted items are cut into consecutive batches at the least cost, where each batch is a replay or an
+eager call (:mod:`graphpass.encoder.cuts`). The plan never costs more than one replay for each item, the greedy plan,
+or, if it is allowed, one eager call for all items.
 
-:func:`pack_items` is the form for one limit, tokens. The manager's batches also have to keep within the patches, frames
-and items of a key: sizes and limits are vectors there, see :func:`plan_greedily` and :func:`plan_cheaply`.
+:func:`pack_items` has two limits: tokens and items. The manager's batches are also limited by the patches and frames of
+a key. There, sizes and limits are vectors: see :func:`plan_greedily` and :func:`plan_cheaply`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = [
 
 
 _KEPT_COSTS = 1 << 14
-"""Token counts below it are asked for but once."""
+"""Costs of eager calls with fewer tokens than this are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Items that run together.
+    """Items that are encoded together.
 
     Attributes:
-        items: their indices, smallest first.
-        tokens: their output tokens in all.
-        budget: what they replay; None: they run eagerly.
+        items: indices of the items, the smallest item first.
+        tokens: sum of their output tokens.
+        budget: the budget to replay; None: the batch runs eagerly.
     """
 
     items: tuple[int, ...]
@@ -60,13 +60,13 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackingCosts:
-    """What running costs, in any one unit.
+    """Costs of replays and eager calls, in the same unit.
 
     Attributes:
         replay: {budget: cost of one replay}.
-        eager: the cost of one eager call over a number of output tokens.
-        max_eager_tokens: how many tokens the items that are run eagerly for being cheaper may have together in one
-            call; None: as many as the largest budget. A single item may be larger.
+        eager: the cost of one eager call as a function of its output tokens.
+        max_eager_tokens: maximum output tokens of an eager call over several items; None: the largest budget. A single
+            item may have more.
     """
 
     replay: Mapping[int, float]
@@ -76,11 +76,11 @@ class PackingCosts:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
-    """Items that run together, as the plans for vectors of sizes have them.
+    """Items that are encoded together, in a plan over vectors of sizes.
 
     Attributes:
-        items: their indices.
-        rung: index of what they replay; None: they run eagerly.
+        items: indices of the items.
+        rung: index of the rung (the graph) to replay; None: the batch runs eagerly.
     """
 
     items: tuple[int, ...]
@@ -90,15 +90,16 @@ class PlannedBatch:
 def pack_items(
     tokens: Sequence[int], budgets: Sequence[int], max_items: int, *, cost: PackingCosts | None = None
 ) -> list[PackedBatch]:
-    """Distribute items over batches: each item is in exactly one, no batch exceeds its budget or ``max_items``.
+    """Distribute items over batches. Each item is in exactly one batch; no batch exceeds its budget or ``max_items``.
 
-    The result depends on nothing but the arguments, so that all ranks come to the same one.
+    The result depends only on the arguments, so all ranks compute the same. An item above the largest budget runs
+    eagerly.
 
     Args:
         tokens: the output tokens of each item; 0 is allowed.
-        budgets: those that have graphs, in any order.
-        max_items: how many items a replay may have.
-        cost: measured costs; None packs greedily. An item above the largest budget runs eagerly.
+        budgets: the captured budgets, in any order.
+        max_items: maximum number of items in a replay.
+        cost: measured costs; None: pack greedily.
 
     Raises:
         EncoderConfigError: a token count is negative, ``max_items`` is below 1, or a budget has no cost.
@@ -127,15 +128,16 @@ def pack_items(
 
 
 def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) -> list[PlannedBatch]:
-    """Smallest item first, as many together as some rung holds, each batch in the smallest rung that does.
+    """Pack greedily: smallest items first, as many in a batch as a rung allows, each batch in the smallest rung.
 
     Args:
-        sizes: [dimension, item]: what adds up in a batch, tokens first, as in the rungs' limits.
-        table: what has a graph.
-        peaks: [dimension, item]: of what the largest item counts, as in the rungs' bounds; None: nothing.
+        sizes: [dimension, item]: sizes that add up in a batch, tokens first, in the order of the rungs' limits.
+        table: the rungs.
+        peaks: [dimension, item]: sizes of which a batch has the maximum, in the order of the rungs' bounds; None: no
+            such dimensions.
 
     Returns:
-        Batches from the smallest items on; items that no rung holds come last, each by itself and eagerly.
+        The batches in the order of item sizes, then an eager batch for each item that is too large for every rung.
     """
     peaks = _or_none(peaks, sizes)
     fitting, unfit = _in_order(sizes, peaks, table)
@@ -149,19 +151,19 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
 def plan_cheaply(
     sizes: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int, peaks: Sizes | None = None
 ) -> list[PlannedBatch]:
-    """The cheapest of the cuts of :func:`cheapest_cuts`, the greedy's batches, and one eager call for all.
+    """The cheapest of three plans: the cuts of :func:`cheapest_cuts`, the greedy plan, and eager calls only.
 
-    A batch whose eager call is cheaper than its replay runs eagerly, and eager calls are joined where that is cheaper.
+    A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper.
 
     Args:
         sizes: as for :func:`plan_greedily`.
-        table: what has a graph, with its cost.
-        eager: the costs of eager calls over these token counts.
-        max_eager_tokens: how large an eager call of several items may be.
+        table: the rungs, with costs.
+        eager: the costs of eager calls.
+        max_eager_tokens: maximum output tokens of an eager call over several items.
         peaks: as for :func:`plan_greedily`.
     """
     peaks = _or_none(peaks, sizes)
-    if sizes.shape[1] == 1:  # there is nothing to cut
+    if sizes.shape[1] == 1:  # fast path
         costs, chosen = table.cheapest(sizes, peaks)
         replays = chosen[0] != NO_RUNG and costs[0] <= eager(sizes[0])[0]
         return [PlannedBatch((0,), int(chosen[0]) if replays else None)]
@@ -178,20 +180,20 @@ def plan_cheaply(
 
 
 def plan_eagerly(tokens: npt.NDArray[np.int64], max_eager_tokens: int) -> list[PlannedBatch]:
-    """Items in their order, as many in one eager call as its limit allows."""
+    """Eager calls over consecutive items, as many in one call as ``max_eager_tokens`` allows."""
     groups = _groups(np.arange(len(tokens)), _joined(tokens, max_eager_tokens))
     return [PlannedBatch(items, None) for items in groups]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A plan in arrays; most plans are only compared.
+    """A plan as arrays, which are cheaper than records for plans that are not selected.
 
     Attributes:
-        cost: of everything.
-        items: batch after batch.
-        ends: of the batches, in ``items``.
-        rungs: what each of them replays; NO_RUNG: it runs eagerly.
+        cost: total cost.
+        items: indices of the items, batch after batch.
+        ends: end of each batch in ``items``.
+        rungs: rung of each batch; NO_RUNG: it runs eagerly.
     """
 
     cost: float
@@ -213,7 +215,10 @@ def _priced(
     table: RungTable,
     calls: _EagerCalls,
 ) -> _Plan:
-    """Consecutive batches of ``items``, each a replay or eager, whichever costs less, and ``unfit`` eagerly."""
+    """The plan of the batches of ``items`` that end at ``ends``, each as the cheaper of replay and eager call.
+
+    ``unfit`` items, which are too large for every rung, run eagerly.
+    """
     sums, highest = totals(sizes, peaks, ends)
     costs, rungs = table.cheapest(sums, highest)
     replays = costs <= calls.costs(sums[0])
@@ -233,13 +238,13 @@ def _priced(
 
 
 class _EagerCalls:
-    """Eager calls over some of the items, of which the joined ones may not have too many tokens."""
+    """Plans eager calls. A call over several groups of items has at most ``most`` tokens."""
 
     def __init__(self, tokens: npt.NDArray[np.int64], eager: EagerCosts, most: int) -> None:
         self._tokens, self._eager, self._most = tokens, eager, most
 
     def costs(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Costs of calls over several items; infinite where one would be too large."""
+        """Costs of calls over several items with these token counts; infinite above the maximum."""
         allowed = tokens <= self._most
         if allowed.all():
             return self._eager(tokens)
@@ -248,11 +253,11 @@ class _EagerCalls:
         return costs
 
     def plan(self, items: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64] | None = None) -> _Plan:
-        """Eager calls over ``items``, each group of them by itself or joined as far as allowed, whichever is cheaper.
+        """The cheaper of two plans of eager calls: one call for each group of items, or groups merged.
 
         Args:
-            items: group after group.
-            lengths: of the groups; None: each item is one.
+            items: indices of the items, group after group.
+            lengths: number of items in each group; None: each item is a group.
         """
         apart = np.arange(1, len(items) + 1) if lengths is None else np.cumsum(lengths)
         if not len(items):
@@ -265,14 +270,14 @@ class _EagerCalls:
 
 
 def _joined(tokens: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
-    """The ends of calls over consecutive groups of at most ``most`` tokens together; a larger one stays alone."""
+    """The ends of calls that merge consecutive groups up to ``most`` tokens. A larger group is a call by itself."""
     sums = np.concatenate(([0], np.cumsum(tokens)))
     reached = np.searchsorted(sums, sums[:-1] + most, side="right") - 1
     return greedy_ends(np.maximum(reached, np.arange(1, len(sums))))
 
 
 def _sums(values: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The sums of consecutive values that end at ``ends``; none is empty."""
+    """The sums of consecutive runs of values, which end at ``ends`` and are not empty."""
     return np.add.reduceat(values, np.concatenate(([0], ends[:-1]))) if len(ends) else values[:0]
 
 
@@ -284,21 +289,21 @@ def _tokens_of(batches: Sequence[PlannedBatch], tokens: npt.NDArray[np.int64]) -
 
 
 def _in_order(sizes: Sizes, peaks: Sizes, table: RungTable) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The items that fit some rung, smallest first, and those that do not."""
+    """Indices of the items that fit a rung, and of the items that fit none, both sorted by size."""
     order = np.argsort(sizes[0], kind="stable")
     fits = (table.smallest(sizes, peaks) != NO_RUNG)[order]
     return order[fits], order[~fits]
 
 
 def _groups(order: npt.NDArray[np.intp], ends: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
-    """The items of each batch."""
+    """The items of each batch; the batches end at ``ends`` in ``order``."""
     items = order.tolist()
     bounds = [0, *ends.tolist()]
     return [tuple(items[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
 def one_by_one(eager: Callable[[int], float]) -> EagerCosts:
-    """``eager`` for many counts, asked once for each that differs."""
+    """A vectorised ``eager``, which is called once for each distinct token count."""
     known = np.full(_KEPT_COSTS, np.nan)
 
     def costs(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -317,17 +322,17 @@ def _asked(eager: Callable[[int], float], counts: npt.NDArray[np.int64]) -> npt.
 
 
 def replay_cost(budget: int, cost: PackingCosts | None) -> float:
-    """The cost of a replay of ``budget``; 0 where costs do not matter.
+    """The cost of a replay of ``budget``; 0 without costs.
 
     Raises:
-        EncoderConfigError: the costs do not have it.
+        EncoderConfigError: the cost is missing, negative or not finite.
     """
     if cost is None:
         return 0.0
     if budget not in cost.replay or not 0 <= cost.replay[budget] < math.inf:
         raise EncoderConfigError(
             f"budget {budget} has no cost",
-            expected=f"a cost from 0 up, and finite, of one replay for each of the budgets, {budget} among them",
+            expected=f"a finite cost of at least 0 of one replay for every budget, including {budget}",
             found=f"costs {dict(cost.replay)}",
             remedy="measure every budget, or pack without costs",
         )

@@ -1,9 +1,9 @@
-"""Sequences that lie one behind the other, cut into pieces for a kernel that attends within each of them.
+"""Cuts concatenated sequences into pieces for a flash attention kernel in a graph.
 
-A kernel launches blocks for as many sequences as a graph allows for, each as long as the longest one may be. Most find
-nothing to do, and starting them takes a quarter of the attention of twenty images (docs/benchmarks.md, encoder graphs).
-Queries in pieces of a fixed length need about one block each, whatever the lengths of images. Each piece attends to all
-keys of its own sequence.
+In a graph, the kernel launches thread blocks for the maximum number of sequences, each of the maximum length. Most
+blocks have no work, and their launch takes a quarter of the attention time of twenty images (docs/benchmarks.md,
+encoder graphs). Pieces of queries have a fixed length and need about one block each, for any lengths of images. Each
+piece attends to all keys of its sequence.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from graphpass.errors import ShapeError
 __all__ = ["PIECE_LENGTH", "Pieces", "most_pieces", "pieces_of"]
 
 PIECE_LENGTH = 128
-"""Rows of a piece: what a block of flash attention works on for most widths of heads."""
+"""Rows of a piece: the number of rows that a block of flash attention computes for most widths of heads."""
 
 Ints = TypeVar("Ints")
 
 
 class Pieces(NamedTuple, Generic[Ints]):
-    """Where the pieces of packed sequences lie: int32, on the host or on a device.
+    """Rows of the pieces of packed sequences; int32, on the host or on a device.
 
     Attributes:
-        query_bounds: where pieces begin and the last one ends, [pieces + 1]; those of unused pieces repeat the end.
-        key_starts: where the sequence of each piece begins, and the last one ends, [pieces + 1]; those of unused pieces
-            repeat the end. So they are bounds of the sequences, with an empty one for every other piece of a sequence.
-        key_lengths: of the sequence of each piece, [pieces]; 0 for unused ones.
+        query_bounds: first row of each piece, and the end of the last one, [pieces + 1]; unused pieces have the end.
+        key_starts: first row of the sequence of each piece, and the end of the last sequence, [pieces + 1]; unused
+            pieces have the end. They can be read as bounds of sequences, with additional empty sequences.
+        key_lengths: length of the sequence of each piece, [pieces]; 0 for unused pieces.
     """
 
     query_bounds: Ints
@@ -39,21 +39,21 @@ class Pieces(NamedTuple, Generic[Ints]):
 
 
 def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
-    """The pieces of sequences that lie one behind the other, and one that is not used.
+    """The pieces of concatenated sequences, and one unused piece.
 
-    That one keeps their number from being 1, for which a block that serves all sizes would be compiled once more.
+    Because of the unused piece their number is never 1, a size for which Dynamo would compile a block separately.
 
     Args:
-        lengths: of the sequences in rows, [sequences]; empty ones have no piece.
+        lengths: rows of each sequence, [sequences]; empty sequences have no piece.
 
     Raises:
-        ShapeError: they are no lengths.
+        ShapeError: ``lengths`` are not non-negative integers.
     """
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
         raise ShapeError(
-            "sequences lie one behind the other by their lengths",
-            expected="an array of integers, none below 0",
+            "lengths of sequences have wrong values",
+            expected="a one-dimensional array of integers, none below 0",
             found=f"{lengths.tolist()!r:.100}",
             remedy="pass the number of rows of each sequence",
         )
@@ -72,12 +72,12 @@ def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
 
 
 def most_pieces(num_sequences: int, num_rows: int, longest: int) -> int:
-    """The most pieces that so many sequences can have, the unused one among them.
+    """The maximum number of pieces, including the unused piece.
 
     Args:
-        num_sequences: at most.
-        num_rows: of all sequences together, at most.
-        longest: bound on the rows of one sequence.
+        num_sequences: maximum number of sequences.
+        num_rows: maximum number of rows of all sequences together.
+        longest: maximum number of rows of one sequence.
     """
     cut = 0 if longest <= PIECE_LENGTH else num_rows // PIECE_LENGTH
     return num_sequences + cut + 1

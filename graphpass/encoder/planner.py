@@ -1,4 +1,4 @@
-"""From the sizes of a request's items to batches, each with the key that it replays."""
+"""Plans batches from the sizes of a request's items, and selects the key that each batch replays."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KEPT_PLANS, _KEPT_ITEMS = 256, 256
 
 @dataclass(frozen=True, slots=True)
 class EncoderBatch:
-    """Items that run together.
+    """Items that are encoded together.
 
     Attributes:
-        items: their indices in the request.
-        key: what they replay; None: they run eagerly.
+        items: indices of the items in the request.
+        key: the key to replay; None: the batch runs eagerly.
     """
 
     items: tuple[int, ...]
@@ -35,13 +35,13 @@ class EncoderBatch:
 
 
 class BatchPlanner:
-    """Packs items into the keys that were captured, within every limit that they have.
+    """Packs items into batches that respect all limits of the captured keys.
 
     Args:
-        config: names the axes.
-        keys: what was captured; without any, everything runs eagerly, in as few calls as ``max_eager_tokens`` allows.
-        costs: None packs greedily.
-        max_eager_tokens: of one eager call over several items.
+        config: the encoder's configuration.
+        keys: the captured keys. Without keys all items run eagerly, in as few calls as ``max_eager_tokens`` allows.
+        costs: costs of replays and eager calls; None: pack greedily.
+        max_eager_tokens: maximum output tokens of an eager call over several items.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class BatchPlanner:
         max_eager_tokens: int,
     ) -> None:
         self._config, self._costs, self._max_eager_tokens = config, costs, max_eager_tokens
-        # Of what rounds up an item has as its value the place of the smallest bound that holds it.
+        # On an axis that rounds up, the index of a value is that of the smallest bound that is at least the value.
         self._bounds = [
             (place, cast("tuple[int, ...]", axis.values)) for place, axis in enumerate(config.axes) if axis.rounds_up
         ]
         self._keys = grouped(config, keys)
         self._tables = {group: RungTable([self._rung(key) for key in found]) for group, found in self._keys.items()}
-        # Requests repeat themselves, and hosts are slow: the same sizes are planned once.
+        # Requests with the same sizes are frequent, and planning takes host time.
         self._plan = functools.lru_cache(_KEPT_PLANS)(self._planned)
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
-        """A batch for each item; batches of items that can never share a graph are planned apart."""
+        """Batches that together contain each item once. Groups of items that cannot share a graph are planned apart."""
         return (self._plan if len(specs) <= _KEPT_ITEMS else self._planned)(tuple(specs))
 
     def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[EncoderBatch, ...]:
@@ -71,7 +71,7 @@ class BatchPlanner:
             groups.setdefault(group, []).append(item)
         batches = []
         for group, items in groups.items():
-            keys = (*self._keys.get(group, ()), None)  # what replays nothing is the last one
+            keys = (*self._keys.get(group, ()), None)  # None: the key of eager batches
             for batch in self._plan_group(group, [specs[item] for item in items]):
                 key = keys[-1 if batch.rung is None else batch.rung]
                 batches.append(EncoderBatch(tuple(map(items.__getitem__, batch.items)), key))
@@ -92,7 +92,7 @@ class BatchPlanner:
         return plan_cheaply(table, self._tables[group], self._costs.eager[group], self._max_eager_tokens, peaks)
 
     def _groups_of(self, specs: Sequence[EncoderItemSpec]) -> list[Hashable]:
-        """As :func:`group_of` says, which takes longer where many items are of one group."""
+        """:func:`group_of` each item, with a fast path if all axes round up."""
         if len(self._bounds) == len(self._config.axes):
             return [(spec.path,) for spec in specs]
         return [group_of(self._config, spec.path, spec.axes) for spec in specs]
@@ -106,12 +106,12 @@ class BatchPlanner:
 
 
 def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
-    """What items have to have in common to share a replay: the path, and the axes that do not round up."""
+    """The properties that items need in common to share a replay: path and values of axes that do not round up."""
     return (path, *(value for axis, (_, value) in zip(config.axes, axes, strict=True) if not axis.rounds_up))
 
 
 def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> dict[Hashable, list[EncoderGraphKey]]:
-    """The keys by group, in their order."""
+    """{group: its keys}, in the order of ``keys``."""
     groups: dict[Hashable, list[EncoderGraphKey]] = {}
     for key in keys:
         groups.setdefault(group_of(config, key.path, key.axes), []).append(key)
@@ -119,10 +119,11 @@ def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> 
 
 
 def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
-    """``specs`` if they keep to the configuration.
+    """Return ``specs`` if they agree with the configuration.
 
     Raises:
-        EncoderConfigError: a size is negative, a path is unknown, or an axis has no value, or one of another kind.
+        EncoderConfigError: a size is negative, a path is unknown, the axes differ from the configuration, or the value
+            of an axis that rounds up is not an integer.
     """
     names, specs = tuple(axis.name for axis in config.axes), list(specs)
     for item, spec in enumerate(specs):
@@ -139,8 +140,8 @@ def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConf
 
 def _wrong(item: int, spec: EncoderItemSpec, expected: str) -> EncoderConfigError:
     return EncoderConfigError(
-        f"get_encoder_cudagraph_item_specs returned for item {item} what the configuration has not",
+        f"the spec of item {item} from get_encoder_cudagraph_item_specs contradicts the configuration",
         expected=expected,
         found=str(spec),
-        remedy="correct the item specs, or list it in the configuration",
+        remedy="correct the item specs or the configuration",
     )

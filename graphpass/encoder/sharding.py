@@ -1,4 +1,4 @@
-"""Data parallel: each rank encodes a share of the items, and all get all results."""
+"""Data-parallel encoding: each rank encodes a share of the items, then all ranks gather all results."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FAILURE = FailureTexts("could not encode its share", "a share of the items from
 EncodeShare = Callable[
     [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
 ]
-"""Encodes, of the items of these specs, those at these indices.
+"""``encode(specs, indices)`` encodes the items at ``indices``; ``specs`` are the sizes of all items.
 
-Yields, batch after batch, which of them it holds (places among the indices) and its outputs, each with the rows of
-these, one after the other.
+It yields ``(positions, outputs)`` for each batch: positions in ``indices`` of the batch's items, and the outputs, each
+with the rows of these items in order.
 """
 
 
@@ -36,9 +36,9 @@ class ItemShares:
     """Items distributed over ranks.
 
     Attributes:
-        order: item indices, those of rank 0 first, then those of rank 1, ...
-        counts: how many items each rank has; 0 for a rank without.
-        loads: the sizes of each rank's items in all.
+        order: indices of the items of rank 0, then of rank 1, ...
+        counts: number of items of each rank.
+        loads: sum of the sizes of each rank's items.
     """
 
     order: list[int]
@@ -46,20 +46,21 @@ class ItemShares:
     loads: list[int]
 
     def share(self, rank: int) -> list[int]:
-        """The items of one rank, in its order."""
+        """Indices of the items of one rank."""
         first = sum(self.counts[:rank])
         return self.order[first : first + self.counts[rank]]
 
 
 def balance_items(sizes: Sequence[int], num_ranks: int) -> ItemShares:
-    """Largest item first, each to the rank that has least, of equally loaded ranks to the one of fewest items.
+    """Distribute items over ranks, the largest item first, each to the rank with the smallest load.
 
-    The longest-processing-time rule: no rank has more than 4/3 of what the best distribution has to give to one. It
-    depends on nothing but the arguments: every rank computes the same.
+    Among ranks with equal loads, the rank with the fewest items gets the item. This is the longest-processing-time
+    rule: the largest load is at most 4/3 of the optimum. The result depends only on the arguments, so all ranks compute
+    the same.
 
     Args:
         sizes: the input size of each item.
-        num_ranks: how many ranks there are.
+        num_ranks: number of ranks.
 
     Raises:
         EncoderConfigError: ``num_ranks`` is below 1, or a size is negative.
@@ -91,21 +92,21 @@ def encoded_by_all(
     agreement: DataParallelAgreement,
     encode: EncodeShare,
 ) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
-    """Encode this rank's share of the items; every rank gets the rows of all, in the order of the items.
+    """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it.
 
     Args:
-        specs_of: reads the sizes of all items, the same on every rank.
-        like: empty tensors [0, width], one for each output of the encoder, of its dtype and device.
-        group: over which rows are gathered.
-        agreement: of the same ranks, over which they tell each other that their shares are encoded.
+        specs_of: reads the sizes of all items; they must be equal on every rank.
+        like: empty tensors [0, width], one for each output of the encoder, with its dtype and device.
+        group: the process group that gathers rows.
+        agreement: an agreement of the same ranks, through which they report failures.
         encode: encodes a share.
 
     Returns:
-        The specs, and the outputs, each [rows of all items, width].
+        The specs, and the outputs, each [rows of all items, width], in the order of the items.
 
     Raises:
-        AgreementError: another rank failed, or encodes other items; the next request can be served on all ranks.
-        EncoderConfigError: an output is of another dtype, which ranks could not exchange.
+        AgreementError: another rank failed, or encodes other items. The next request can run on all ranks.
+        EncoderConfigError: an output has another dtype than ``like``.
     """
     rows = RankRows(agreement, 1, _FAILURE)
     with rows.failures_told():
@@ -122,7 +123,7 @@ def _encoded_share(
     like: Sequence[torch.Tensor],
     encode: EncodeShare,
 ) -> list[torch.Tensor]:
-    """Each output's rows of this rank's items, in the share's order."""
+    """The rows of this rank's items for each output, in the order of ``share``."""
     tokens = [specs[item].output_tokens for item in share]
     own = [output.new_empty(sum(tokens), output.shape[1]) for output in like]
     rows = [output.split(tokens) for output in own]
@@ -135,7 +136,7 @@ def _encoded_share(
 
 
 def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None:
-    """Before rows are gathered, so that no rank waits for one that failed, or takes the rows of another request.
+    """Check that all ranks encoded the same items, before any rows are gathered.
 
     Raises:
         AgreementError: a rank failed, or encodes other items.
@@ -159,25 +160,25 @@ def _fingerprint(specs: Sequence[EncoderItemSpec]) -> int:
 def _check_dtype(output: torch.Tensor, dtype: torch.dtype) -> None:
     if output.dtype != dtype:
         raise EncoderConfigError(
-            "the encoder returns another dtype than the manager was made with, so that ranks cannot exchange it",
+            "the encoder returned another dtype than the manager's, which ranks cannot exchange",
             expected=str(dtype),
             found=str(output.dtype),
-            remedy=f"cast the output, or make the manager with dtype={output.dtype}",
+            remedy=f"cast the output, or create the manager with dtype={output.dtype}",
         )
 
 
 def gather_rows(
     own: Sequence[torch.Tensor], balance: ItemShares, tokens: Sequence[int], group: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Every item's rows from the rank that has them, in the order of the items.
+    """Gather the rows of all items from all ranks, in the order of the items. Every rank calls it.
 
-    Shares are padded to the longest one for one collective, in which ranks without items take part.
+    Shares are padded to the longest share for a single all-gather.
 
     Args:
-        own: the outputs of this rank's share, each [rows, width], in the share's order. All of one dtype and device.
-        balance: which rank has which items.
+        own: the outputs of this rank's share, each [rows, width], in the order of the share, with equal dtypes.
+        balance: the items of each rank.
         tokens: the output rows of each item.
-        group: the process group, of as many ranks as ``balance`` has.
+        group: the process group, with as many ranks as ``balance``.
 
     Returns:
         The outputs, each [sum(tokens), width].
@@ -188,14 +189,14 @@ def gather_rows(
     padded = own[0].new_zeros(longest, sum(widths))
     padded[: len(own[0])] = torch.cat(list(own), dim=1)
     everything = padded.new_empty(len(rows_of_rank) * longest, sum(widths))
-    if longest:  # every rank knows whether there is anything to gather
+    if longest:  # equal on every rank
         dist.all_gather(list(everything.split(longest)), padded, group=group)
     rows = torch.tensor(_rows_in_order(balance, tokens, longest), dtype=torch.int64).to(everything.device)
     return tuple(columns.index_select(0, rows) for columns in everything.split(widths, dim=1))
 
 
 def _rows_in_order(balance: ItemShares, tokens: Sequence[int], longest: int) -> list[int]:
-    """Where the rows of each item lie among the padded shares of all ranks, for the items in order."""
+    """For each row of the items in order, its index in the concatenated padded shares of all ranks."""
     first_row = [0] * len(tokens)
     for rank in range(len(balance.counts)):
         at = rank * longest

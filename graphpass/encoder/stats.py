@@ -1,4 +1,4 @@
-"""What a manager has run: counted in every request, read when somebody asks."""
+"""Statistics of an encoder manager: hits, misses, padding, and time and memory of captures."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["EncoderCounts", "EncoderStats"]
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """A snapshot, from the manager's beginning on; ``print`` it.
+    """A snapshot of the counters since the manager was created; ``print(stats)`` shows tables.
 
     Attributes:
         requests: calls of ``execute``.
-        hits: items that were served by a graph.
-        misses: items that ran eagerly: before the capture, too large for every graph, under other settings, or
-            cheaper so.
-        eager_calls: in how many calls.
-        eager_tokens: output tokens of those items.
-        replays: of all graphs, those that were dropped since included.
-        replayed_tokens: output tokens of the items that they served.
-        computed_tokens: what they computed, padding included.
-        budgets: the graphs that there are now, the largest budget first.
-        histogram: output tokens of a replayed batch → how many such batches there were, ascending; batches of no
-            tokens are left out. What :func:`graphpass.plan_sizes` makes budgets of.
-        other_settings: setting that was another than at the capture → requests that ran eagerly for it.
-        failed: keys that could not be captured, or were left out for ``max_pool_bytes``, with the reason.
-        pool_bytes: of the graph pool; 0 on the CPU tape.
-        buffer_bytes: of the buffers that graphs read.
+        hits: items encoded by a replay.
+        misses: items encoded eagerly: before the capture, too large for every graph, under changed settings, or because
+            an eager call was cheaper.
+        eager_calls: number of eager calls.
+        eager_tokens: output tokens of the items that were encoded eagerly.
+        replays: replays of all graphs, including graphs that were released since.
+        replayed_tokens: output tokens of the items that were encoded by replays.
+        computed_tokens: output tokens of all replays, padding included.
+        budgets: use of the current graphs, the largest budget first.
+        histogram: {output tokens of a replayed batch: number of such batches}, ascending, without batches of no tokens.
+            :func:`graphpass.plan_sizes` computes budgets from it.
+        other_settings: {setting that differed from the capture: requests that ran eagerly because of it}.
+        failed: (key, reason) of keys whose capture failed or that did not fit into ``max_pool_bytes``.
+        pool_bytes: size of the graph pool; 0 on the CPU tape.
+        buffer_bytes: size of the input buffers of graphs.
     """
 
     requests: int
@@ -54,16 +54,16 @@ class EncoderStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the items that was served by a graph; 0 before the first."""
+        """Share of the items that were encoded by a replay, 0 to 1; 0 before the first item."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
     @property
     def padding_waste(self) -> float:
-        """The share of the tokens computed by replays that was padding."""
+        """Share of padding among the tokens that replays computed, 0 to 1."""
         return padding_share(self.replayed_tokens, self.computed_tokens)
 
     def summary(self) -> str:
-        """One line, as it is logged."""
+        """The line that the manager logs."""
         return (
             f"encoder graphs: {self.requests} requests, {self.hits} items replayed and {self.misses} run eagerly "
             f"(hit rate {100 * self.hit_rate:.1f} %), {self.replays} replays, {100 * self.padding_waste:.1f} % padding"
@@ -88,7 +88,7 @@ class EncoderStats:
         tables = (
             Table("Budgets", columns, rows),
             Table("Without a graph", ("budget", "reason"), failed),
-            Table("Eager, for another setting than at the capture", ("setting", "requests"), settings),
+            Table("Eager because a setting changed since the capture", ("setting", "requests"), settings),
         )
         return f"{self.summary()}\n{Report(tables)}"
 
@@ -105,7 +105,7 @@ class EncoderCounts:
     def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
         """Count one replay."""
         self._traffic.replayed((CUDAGraphMode.FULL, key.descriptor), num_tokens, num_items)
-        if num_tokens:  # a batch of empty items fits every budget, and asks for none
+        if num_tokens:  # a batch without tokens fits every budget
             self._histogram[num_tokens] += 1
 
     def ran_eagerly(self, num_items: int, num_tokens: int) -> None:
@@ -115,7 +115,7 @@ class EncoderCounts:
         self.eager_tokens += num_tokens
 
     def under_another(self, setting: str) -> bool:
-        """Count one request that runs eagerly since the setting is not that of the capture; whether it is the first."""
+        """Count a request that runs eagerly because ``setting`` changed since the capture; True for the first one."""
         self._other_settings[setting] += 1
         return self._other_settings[setting] == 1
 
@@ -127,7 +127,14 @@ class EncoderCounts:
         pool_bytes: int,
         buffer_bytes: int,
     ) -> EncoderStats:
-        """The counts as of now, with what is captured now; hits of graphs that were cleared still count."""
+        """The current counts, which include replays of graphs that were released since.
+
+        Args:
+            captured: the current graphs.
+            failed: (key, reason) of keys without a graph.
+            pool_bytes: size of the graph pool.
+            buffer_bytes: size of the input buffers.
+        """
         return EncoderStats(
             requests=self.requests,
             hits=self._traffic.items,

@@ -76,7 +76,7 @@ def test_equal_sequences(count: int) -> None:
     [
         ("cpu", torch.bfloat16, 64, (9, 0), "there is none for cpu"),
         ("cuda", torch.float32, 64, (9, 0), "it takes float16 and bfloat16, not float32"),
-        ("cuda", torch.bfloat16, 264, (9, 0), "it takes heads of at most 256, not 264"),
+        ("cuda", torch.bfloat16, 264, (9, 0), "it takes heads of width 256 or less, not 264"),
         ("cuda", torch.bfloat16, 64, (7, 5), "it needs compute capability 8.0, not 7.5"),
         ("cuda", torch.float16, 256, (8, 0), None),
     ],
@@ -135,7 +135,7 @@ def runs_out(*_: object, **__: object) -> torch.Tensor:
     ("kernel", "fault"),
     [
         (by_the_table, None),
-        (to_own_rows, "with heads of 20 it does not attend to the keys that it is given"),
+        (to_own_rows, "with heads of width 20 it attends to wrong keys"),
         (refuses, "seqused_k is not supported"),
     ],
 )

@@ -71,8 +71,8 @@ def with_(name: str, change: Callable[[Any], Any]) -> Callable[[Values], Values]
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
-        (without("lengths"), EncoderConfigError, r"no buffer 'lengths'.*None for a buffer that keeps"),
-        (with_("extra", lambda _: None), EncoderConfigError, r"'extra', no buffer"),
+        (without("lengths"), EncoderConfigError, r"no buffer 'lengths'.*None for an unchanged buffer"),
+        (with_("extra", lambda _: None), EncoderConfigError, r"'extra', which is no buffer"),
         (with_("patches", lambda p: p.repeat(9, 1)), ShapeError, r"\(8, 6\).*found \(18, 6\)"),
         (with_("patches", lambda p: p[:, :1]), ShapeError, r"\(8, 6\).*found \(2, 1\)"),
         (with_("patches", lambda p: p[0]), ShapeError, r"found \(6,\)"),
@@ -94,7 +94,7 @@ def test_what_does_not_fit_a_buffer_is_refused(
     ("method", "spoil", "text"),
     [
         ("capture", without("scale"), r"capture_inputs returned no buffer 'scale'"),
-        ("capture", with_("more", lambda _: torch.ones(1)), r"'more', no buffer"),
+        ("capture", with_("more", lambda _: torch.ones(1)), r"'more', which is no buffer"),
         ("forward", lambda rows: rows[1:], r"\(8, 8\).*found \[\(7, 8\)"),
         ("forward", lambda rows: rows[:, 1:], r"\(8, 8\).*found \[\(8, 7\)"),
         ("forward", lambda rows: (rows, rows), r"found \[\(8, 8\), \(8, 8\)\]"),
