@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.checks import is_integer, one_of
 from graphpass.compile import COMPILERS
-from graphpass.errors import OptionError, nearest
+from graphpass.errors import OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule, checked_rule
 
@@ -73,28 +74,15 @@ class Settings:
         options = dict(options or {})
         known = _names()
         for name in options:
-            if name not in known:
-                close = nearest(name, known)
-                raise OptionError(
-                    f"unknown option {name!r}",
-                    expected=f"one of {', '.join(known)}",
-                    found=repr(name),
-                    remedy=f"did you mean {close}?" if close else "leave it out",
-                )
+            one_of(name, known, f"unknown option {name!r}", remedy="leave it out")
         policy = CapturePolicy(**{name: options.pop(name) for name in _POLICY_NAMES if name in options})
         parsed = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in options.items()}
         return cls(policy=policy, **parsed)
 
     def __post_init__(self) -> None:
-        if self.compiler not in COMPILERS:
-            raise _bad_value("compiler", "one of " + ", ".join(COMPILERS), self.compiler)
-        if self.on_fallback not in ("warn", "error", "silent"):
-            raise _bad_value("on_fallback", "'warn', 'error' or 'silent'", self.on_fallback)
-        if self.dispatch not in ("auto", "context", None):
-            raise _bad_value("dispatch", "'auto' or 'context'", self.dispatch)
-        if self.padding_check not in ("prove", "strict", "declared", "off"):
-            raise _bad_value("padding_check", "'prove', 'strict', 'declared' or 'off'", self.padding_check)
-        if not isinstance(self.max_graphs, int) or isinstance(self.max_graphs, bool) or self.max_graphs < 0:
+        for name, known in _VALUES.items():
+            one_of(getattr(self, name), known, _problem(name), remedy=_SEE_OPTIONS)
+        if not is_integer(self.max_graphs, at_least=0):
             raise _bad_value("max_graphs", "an integer of at least 0", self.max_graphs)
         if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
             raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
@@ -136,12 +124,11 @@ def _names() -> list[str]:
 
 
 def _bad_value(name: str, expected: str, found: Any) -> OptionError:
-    return OptionError(
-        f"option {name} cannot be used",
-        expected=expected,
-        found=repr(found),
-        remedy="see cgpass.options for the values",
-    )
+    return OptionError(_problem(name), expected=expected, found=repr(found), remedy=_SEE_OPTIONS)
+
+
+def _problem(name: str) -> str:
+    return f"option {name} cannot be used"
 
 
 def _splitting_ops(value: Any) -> tuple[Any, ...]:
@@ -181,7 +168,7 @@ def _by_field(value: Any) -> dict[str, Any]:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value, at_least=1)
 
 
 def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
@@ -204,6 +191,13 @@ def _padding(value: Any) -> dict[str, PadRule]:
     return {str(name): checked_rule(str(name), rule) for name, rule in value.items()}
 
 
+_SEE_OPTIONS = "see cgpass.options for the values"
+_VALUES: Mapping[str, tuple[str | None, ...]] = {
+    "compiler": COMPILERS,
+    "on_fallback": ("warn", "error", "silent"),
+    "dispatch": ("auto", "context", None),
+    "padding_check": ("prove", "strict", "declared", "off"),
+}
 _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "mode": CUDAGraphMode.parse,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from graphpass.errors import OptionError
+from graphpass.checks import one_of
 
 __all__ = ["CapturePolicy"]
 
@@ -39,14 +39,8 @@ class CapturePolicy:
             self._refuse_other(name, (False, True))
 
     def _refuse_other(self, name: str, allowed: tuple[object, ...]) -> None:
-        found = getattr(self, name)
-        if found not in allowed:
-            raise OptionError(
-                f"option {name} has no such value",
-                expected=" or ".join(map(repr, allowed)),
-                found=repr(found),
-                remedy=f"leave it out for {allowed[0]!r}",
-            )
+        value, remedy = getattr(self, name), f"leave it out for {allowed[0]!r}"
+        one_of(value, allowed, f"option {name} has no such value", remedy=remedy)
 
     @property
     def clones_outputs(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from graphpass.checks import one_of
 from graphpass.compat import compilers
-from graphpass.errors import OptionError
 
 __all__ = ["COMPILERS", "compile_training", "compiler_named"]
 
@@ -53,10 +53,7 @@ def compiler_named(name: str) -> Compiler:
     Raises:
         OptionError: no such compiler.
     """
-    if name not in _COMPILERS:
-        raise OptionError(
-            "unknown compiler", expected=f"one of {', '.join(COMPILERS)}", found=repr(name), remedy="leave it out"
-        )
+    one_of(name, COMPILERS, "unknown compiler", remedy="leave it out")
     return _COMPILERS[name]
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from graphpass.dispatch.sizes import capture_sizes_within, decode_sizes, positive_int
+from graphpass.checks import positive
+from graphpass.dispatch.sizes import capture_sizes_within, decode_sizes
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
@@ -40,10 +41,10 @@ class KeyLimits:
     max_num_tokens: int | None
 
     def __post_init__(self) -> None:
-        positive_int(self.max_num_reqs, "max_num_reqs")
-        positive_int(self.query_len, "uniform_decode_query_len")
+        positive(self.max_num_reqs, "max_num_reqs", error=DispatchError)
+        positive(self.query_len, "uniform_decode_query_len", error=DispatchError)
         if self.max_num_tokens is not None:
-            positive_int(self.max_num_tokens, "max_num_tokens")
+            positive(self.max_num_tokens, "max_num_tokens", error=DispatchError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class SizeGrid:
             DispatchError: the mapping is empty, or a size is no integer of at least 1.
         """
         if not isinstance(capture_sizes, Mapping):
-            return SizeGrid({"num_tokens": tuple(positive_int(size, "a capture size") for size in capture_sizes)})
+            return SizeGrid({"num_tokens": _checked_sizes(capture_sizes, "a capture size")})
         if not capture_sizes:
             raise DispatchError(
                 "capture_sizes names no field",
@@ -69,10 +70,7 @@ class SizeGrid:
                 remedy="name a field, such as {'num_tokens': [1, 2, 4]}",
             )
         return SizeGrid(
-            {
-                name: tuple(positive_int(size, f"a capture size of {name!r}") for size in ladder)
-                for name, ladder in capture_sizes.items()
-            }
+            {name: _checked_sizes(ladder, f"a capture size of {name!r}") for name, ladder in capture_sizes.items()}
         )
 
     def counts_tokens_only(self) -> bool:
@@ -197,6 +195,10 @@ class SizeGrid:
                 remedy=f"pass {where}",
             )
         return count
+
+
+def _checked_sizes(sizes: Iterable[int], name: str) -> tuple[int, ...]:
+    return tuple(positive(size, name, error=DispatchError) for size in sizes)
 
 
 def _named(extra: Extra) -> dict[str, Hashable]:

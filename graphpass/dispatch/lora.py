@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphpass.dispatch.sizes import Ladder, positive_int
+from graphpass.checks import positive
+from graphpass.dispatch.sizes import Ladder
+from graphpass.errors import DispatchError
 
 __all__ = ["LoraKeys"]
 
@@ -27,7 +29,7 @@ class LoraKeys:
     without: bool = True
 
     def __post_init__(self) -> None:
-        positive_int(self.max_loras, "max_loras")
+        positive(self.max_loras, "max_loras", error=DispatchError)
 
     def adapter_counts(self) -> tuple[int, ...]:
         """Captured counts above zero, ascending."""

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
+from operator import itemgetter
 from typing import SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graphpass.checks import positive
 from graphpass.errors import OptionError
 
 __all__ = ["SizePlan", "plan_sizes"]
@@ -66,13 +67,7 @@ def plan_sizes(
         OptionError: the histogram is empty, or has weights of 0 only; a size is no integer of at least 1; a weight or
             a cost is negative or not finite; ``max_graphs`` is below 1.
     """
-    if not _counts(max_graphs):
-        raise OptionError(
-            "max_graphs cannot be used",
-            expected="an integer of at least 1",
-            found=repr(max_graphs),
-            remedy="pass how many graphs time and memory allow",
-        )
+    max_graphs = positive(max_graphs, "max_graphs", remedy="pass how many graphs time and memory allow")
     sizes, weights = _observed(histogram)
     costs = _costs(sizes, (lambda size: size) if cost is None else cost)
     # Scaling by powers of two is exact, and sums of values below 1 do not overflow.
@@ -90,11 +85,6 @@ def plan_sizes(
     )
 
 
-def _counts(value: object) -> bool:
-    """Whether ``value`` is an integer of at least 1."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
 def _observed(histogram: Mapping[int, float]) -> tuple[list[int], NDArray[np.float64]]:
     """The sizes, ascending, and their weights."""
     if not isinstance(histogram, Mapping) or not histogram:
@@ -104,17 +94,12 @@ def _observed(histogram: Mapping[int, float]) -> tuple[list[int], NDArray[np.flo
             found=repr(histogram),
             remedy="count the sizes of real batches: collections.Counter(sizes)",
         )
-    for size in histogram:
-        if not _counts(size):
-            raise OptionError(
-                "a size of the histogram cannot be captured",
-                expected="integers of at least 1",
-                found=repr(size),
-                remedy="leave empty batches out, and count whole tokens",
-            )
-    sizes = sorted(map(int, histogram))
+    remedy = "leave empty batches out, and count whole tokens"
+    observed = [(positive(size, "a size of the histogram", remedy=remedy), histogram[size]) for size in histogram]
+    observed.sort(key=itemgetter(0))
+    sizes = [size for size, _ in observed]
     weights = _finite(
-        ((f"the weight of size {size}", histogram[size]) for size in sizes), "pass how often each size came, or 0"
+        ((f"the weight of size {size}", weight) for size, weight in observed), "pass how often each size came, or 0"
     )
     if not weights.any():
         raise OptionError(

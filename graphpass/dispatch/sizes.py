@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from graphpass.errors import DispatchError
 
-__all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "least_padded_to", "positive_int"]
+__all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "least_padded_to"]
 
 # Entries of the direct table for each rung, which bounds its memory; larger sizes use a binary search.
 _SLOTS_PER_RUNG = 1024
@@ -43,26 +42,6 @@ class Ladder:
 def least_padded_to(rung: int, rungs: Iterable[int]) -> int:
     """The smallest size that is padded to ``rung``, one above the next lower rung."""
     return 1 + max((smaller for smaller in rungs if smaller < rung), default=0)
-
-
-def positive_int(value: object, name: str) -> int:
-    """``value`` as an int of at least 1.
-
-    Raises:
-        DispatchError: ``value`` is no integer, or below 1; the error calls it ``name``.
-    """
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # whatever has __index__: numpy integers too
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise DispatchError(
-            f"{name} cannot be used",
-            expected="an integer of at least 1",
-            found=repr(value),
-            remedy=f"pass {name} as a positive count",
-        )
-    return number
 
 
 def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from graphpass.errors import OptionError
+from graphpass.checks import positive
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["AttentionSupport", "resolve_mode"]
@@ -44,13 +44,7 @@ def resolve_mode(
         OptionError: the mode is unknown, or the query length is below 1.
     """
     requested = CUDAGraphMode.parse(mode)
-    if query_len < 1:
-        raise OptionError(
-            "query_len cannot be used",
-            expected="at least 1 token a request",
-            found=str(query_len),
-            remedy="pass 1, or 1 + the number of draft tokens",
-        )
+    query_len = positive(query_len, "query_len", remedy="pass 1, or 1 + the number of draft tokens")
     decode_needs = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else AttentionSupport.UNIFORM_BATCH
     decode = _bounded(requested.decode_mode(), support >= decode_needs, piecewise)
     mixed = _bounded(requested.mixed_mode(), support >= AttentionSupport.ALWAYS, piecewise)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphpass.checks import is_integer
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.lora import LoraKeys
 from graphpass.dispatch.support import AttentionSupport
@@ -95,7 +96,7 @@ class CausalLMConfig:
     def __post_init__(self) -> None:
         check_budget(self.max_num_reqs, self.max_num_tokens, self.draft_tokens)
         buckets = self.seq_len_buckets or ()
-        if any(isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1 for bucket in buckets):
+        if not all(is_integer(bucket, at_least=1) for bucket in buckets):
             raise OptionError(
                 "seq_len_buckets are not valid",
                 expected="integers of at least 1",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphpass.checks import positive
 from graphpass.errors import OptionError
 
 __all__ = ["Ints", "Request"]
@@ -60,14 +61,9 @@ class Request:
                 found=_shortened(prompt),
                 remedy="pass the token ids of one prompt",
             )
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-            raise OptionError(
-                f"{name} has an invalid max_new_tokens",
-                expected="an integer of at least 1",
-                found=repr(max_new_tokens),
-                remedy="leave the request out, or raise max_new_tokens",
-            )
-        return Request(name, tokens.astype(np.int64), int(max_new_tokens), _token_ids(name, eos_token_id), adapter)
+        remedy = "leave the request out, or raise max_new_tokens"
+        max_new_tokens = positive(max_new_tokens, f"max_new_tokens of {name}", remedy=remedy)
+        return Request(name, tokens.astype(np.int64), max_new_tokens, _token_ids(name, eos_token_id), adapter)
 
     @property
     def max_length(self) -> int:

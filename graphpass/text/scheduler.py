@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from graphpass.checks import check_positive
+from graphpass.checks import is_integer, positive
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
 from graphpass.text.request import Ints, Request
 
@@ -116,8 +116,11 @@ class Scheduler:
         vocab_size: int | None = None,
         draft_tokens: int = 0,
     ) -> None:
-        limits = {"num_pages": num_pages, "page_size": page_size, "max_num_reqs": max_num_reqs}
-        check_positive({**limits, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}, "a schedule")
+        num_pages = positive(num_pages, "num_pages of a schedule")
+        page_size = positive(page_size, "page_size of a schedule")
+        max_num_reqs = positive(max_num_reqs, "max_num_reqs of a schedule")
+        max_num_tokens = positive(max_num_tokens, "max_num_tokens of a schedule")
+        max_seq_len = positive(max_seq_len, "max_seq_len of a schedule")
         check_budget(max_num_reqs, max_num_tokens, draft_tokens)
         self._source = pages
         self._num_pages, self._page_size = num_pages, page_size
@@ -358,7 +361,7 @@ def check_budget(max_num_reqs: int, max_num_tokens: int, draft_tokens: int) -> N
     Raises:
         OptionError: ``max_num_tokens`` is too small, or ``draft_tokens`` is not an integer of at least 0.
     """
-    if isinstance(draft_tokens, bool) or not isinstance(draft_tokens, int) or draft_tokens < 0:
+    if not is_integer(draft_tokens, at_least=0):
         raise OptionError(
             "draft_tokens is not valid",
             expected="an integer of at least 1, or 0 for no drafts",

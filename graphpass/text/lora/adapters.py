@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from graphpass.checks import check_positive
+from graphpass.checks import positive
 from graphpass.dispatch.lora import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, nearest
@@ -76,8 +76,8 @@ class LoraAdapters:
     """
 
     def __init__(self, model: nn.Module, targets: Collection[str], *, max_loras: int, max_rank: int) -> None:
-        check_positive({"max_loras": max_loras, "max_rank": max_rank}, "the adapters")
-        self.max_loras, self.max_rank = max_loras, max_rank
+        self.max_loras = max_loras = positive(max_loras, "max_loras of the adapters")
+        self.max_rank = max_rank = positive(max_rank, "max_rank of the adapters")
         self.tokens = TokenAdapters()
         found = targeted_layers(model, targets)
         self.layers = {

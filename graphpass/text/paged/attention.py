@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.checks import check_positive
+from graphpass.checks import positive
 from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import OptionError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -71,11 +71,11 @@ class PagedAttention:
         windows: Sequence[int] = (NO_WINDOW,),
         support: AttentionSupport = AttentionSupport.UNIFORM_BATCH,
     ) -> None:
-        limits = {"max_num_reqs": max_num_reqs, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-        check_positive(limits, "paged attention")
+        self.max_num_reqs = positive(max_num_reqs, "max_num_reqs of paged attention")
+        self.max_num_tokens = max_num_tokens = positive(max_num_tokens, "max_num_tokens of paged attention")
+        self.max_seq_len = max_seq_len = positive(max_seq_len, "max_seq_len of paged attention")
         self.cache = cache
         self.pages = PageAllocator(cache.num_pages)
-        self.max_num_reqs, self.max_num_tokens, self.max_seq_len = max_num_reqs, max_num_tokens, max_seq_len
         self._support = support
         self._windows = _checked_windows(windows, max_seq_len)
         self._length_step = math.lcm(cache.page_size, _MASK_ALIGNMENT)

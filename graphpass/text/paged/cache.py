@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpass.checks import check_positive
+from graphpass.checks import positive
 from graphpass.errors import OptionError, OutOfPagesError
 
 __all__ = ["FIRST_LIVE_PAGE", "NULL_PAGE", "SCRATCH_PAGE", "PageAllocator", "PagedKVCache", "PagedRequests"]
@@ -122,16 +122,11 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_pages": num_pages,
-            "page_size": page_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
-        check_positive(sizes, "a KV cache")
-        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.num_layers = num_layers = positive(num_layers, "num_layers of a KV cache")
+        self.num_pages = num_pages = positive(num_pages, "num_pages of a KV cache")
+        self.page_size = page_size = positive(page_size, "page_size of a KV cache")
+        self.num_kv_heads = num_kv_heads = positive(num_kv_heads, "num_kv_heads of a KV cache")
+        self.head_dim = head_dim = positive(head_dim, "head_dim of a KV cache")
         shape = (num_layers, 2, num_pages + FIRST_LIVE_PAGE, page_size, num_kv_heads, head_dim)
         with torch.inference_mode(False):
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)

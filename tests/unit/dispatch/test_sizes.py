@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.dispatch.sizes import Ladder, capture_sizes_within, decode_sizes, positive_int
+from graphpass.dispatch.sizes import Ladder, capture_sizes_within, decode_sizes
 from graphpass.errors import DispatchError
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=8)
@@ -76,9 +76,3 @@ def test_decode_sizes_follow_the_definition(sizes: list[int], max_num_reqs: int,
     made = decode_sizes(sizes, max_num_reqs, query_len)
     assert list(made) == sorted(expected)
     assert made
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "4", None])
-def test_counts_are_positive_integers(value: object) -> None:
-    with pytest.raises(DispatchError, match="max_num_reqs"):
-        positive_int(value, "max_num_reqs")
