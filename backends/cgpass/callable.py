@@ -1,4 +1,4 @@
-"""The callable Dynamo gets: compiled regions in stitched code, behind wrappers for FULL and PIECEWISE."""
+"""The callable that Dynamo gets: compiled regions in stitched code, with FULL and PIECEWISE wrappers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _RUNS_BEFORE_ADVICE = 8
 class GraphedCallable:
     """One graph of a model: ``g0``, ``g1``, ...
 
-    The stitched code sits in a FULL wrapper, each captured region in a PIECEWISE wrapper inside it; the level that the
-    context's mode names captures or replays, the other passes through.
+    A FULL wrapper surrounds the stitched code, and a PIECEWISE wrapper surrounds each captured region in it. The kind
+    of wrapper that the context's runtime mode names captures or replays; the other kind calls through.
 
     Args:
         name: the callable's name in its runtime.
@@ -55,11 +55,11 @@ class GraphedCallable:
         runtime: owner of graphs and statistics.
         settings: the backend's options.
         ends_early: why the graph ends before the model does (a graph break), or None.
-        returns_flat: the graph returns a tuple or list of values, without structure inside.
+        returns_flat: whether the graph returns a tuple or list of values that are not containers.
         taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
-        side_effects: what Dynamo's code does to Python state after the graph has run.
+        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
         traces: region name -> its aten graph, for proofs.
-        auto: the graph's sizes and what its own dispatcher goes by; None where only a forward context decides.
+        auto: sizes and rules of the graph's own dispatcher; None if only a forward context dispatches.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class GraphedCallable:
         self._size_position = _size_position(partition.inputs)
         self._runs_without_graph = 0
         self.never_full = never_full(partition)
-        # By a proxy: without a cycle, the callable goes when Dynamo drops it.
+        # A proxy avoids a reference cycle: the callable is freed as soon as Dynamo drops it.
         self._auto = None if auto is None else AutoDispatcher(weakref.proxy(self), *auto)
 
     def runs(self, compiled: Mapping[str, CompiledRegion]) -> bool:
-        """Whether its regions are these artifacts."""
+        """Whether the callable's regions are exactly the compiled objects in ``compiled``."""
         return self._compiled.keys() == compiled.keys() and all(
             region is compiled[name] for name, region in self._compiled.items()
         )
@@ -128,7 +128,13 @@ class GraphedCallable:
         return self.call(args)
 
     def call(self, args: tuple[Any, ...]) -> Any:
-        """Run with one argument for each of the partition's inputs."""
+        """Run with one argument for each of the partition's inputs.
+
+        Raises:
+            CaptureError: runtime mode FULL, and the graph cannot be captured as a whole; or a wrapper's error.
+            ContextError: the callable was not built for the context's runtime mode.
+            ShapeError: the arguments do not have the sizes of the context's key.
+        """
         context = current_context()
         self.runtime.num_entered += 1
         if transforms.transform_over(args) is not None:
@@ -164,7 +170,7 @@ class GraphedCallable:
         return self._told_scope(args, outputs)
 
     def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
-        """A call under ``vmap`` or forward-mode AD: the graph as it was traced, since kernels drop the tangents.
+        """Run a call under ``vmap`` or forward-mode AD on the traced graph: compiled kernels would drop the tangents.
 
         Raises:
             CaptureError: the user's context asks for a graph.
@@ -180,10 +186,10 @@ class GraphedCallable:
         return outputs
 
     def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
-        """A call that no context of the user's directs: inside a capture, or dispatched here, or by nobody."""
+        """Run a call without a user's context: in a capture, by the callable's own dispatcher, or without graphs."""
         if context is not None and context.capture is not None:
             return self._stitched(*args)
-        if context is not None:  # made by the dispatcher of a callable around this one, which has the pool
+        if context is not None:  # set by the dispatcher of an enclosing callable, which holds the pool lease
             with without_context():
                 return self._undirected(None, args)
         if self._size_position is not None:
@@ -196,7 +202,7 @@ class GraphedCallable:
         self._runs_without_graph += 1
         if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
             _log.warning(
-                "%s ran %d times without a forward context, so without graphs: capture inside "
+                "%s ran %d times without a forward context and therefore without graphs: capture inside "
                 "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(...)`, "
                 "or set dispatch='auto', as graphpass.graphed(model, ...) does",
                 self.name,
@@ -211,11 +217,16 @@ class GraphedCallable:
         return self._stitched(*args)
 
     def run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        """Capture or replay the key of ``context``; ``clone`` as the policy says where it is None.
+        """Capture or replay the key of ``context``.
+
+        Args:
+            context: forward context with the key and the runtime mode.
+            args: the graph's arguments at the key's sizes.
+            clone: whether outputs are copied out of the pool; None: as the capture policy says.
 
         Raises:
-            CaptureError: FULL has no graph for these arguments, and capture is closed; nothing has run.
-            StaticInputError: the same, since a static input has moved.
+            CaptureError: FULL has no graph for these arguments and capture is not permitted; nothing has run.
+            StaticInputError: the same, because a static input is at another address than at capture.
         """
         if context.runtime_mode is CUDAGraphMode.FULL:
             return self._full.call_flat(context, args, clone=clone)
@@ -223,7 +234,7 @@ class GraphedCallable:
             return self._piecewise(context, tuple(args), clone=clone)
 
     def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:
-        """Whether :meth:`run_key` may be tried while capture is closed: it replays, or it raises before it runs."""
+        """Whether :meth:`run_key` without permission to capture either replays or raises before anything runs."""
         if context.runtime_mode is CUDAGraphMode.FULL:
             return True
         assert context.batch_descriptor is not None
@@ -231,7 +242,7 @@ class GraphedCallable:
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
-        """Do not count the replays of a key in the body."""
+        """Leave replays of this key inside the ``with`` block out of the counts."""
         with contextlib.ExitStack() as stack:
             for wrapper in (self._full, *self._callees.values()):
                 if isinstance(wrapper, CUDAGraphWrapper):
@@ -239,11 +250,15 @@ class GraphedCallable:
             yield
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
-        """The keys that the capture sizes ask for, largest first; without capture sizes the example's own."""
+        """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
         return [] if self._auto is None else self._auto.ladder(args)
 
     def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Capture one key of :meth:`ladder` from graph inputs made of an example's.
+        """Capture one key of :meth:`ladder`.
+
+        Args:
+            descriptor: the key.
+            args: example arguments; their entries are repeated to the sizes of the key.
 
         Raises:
             CaptureError: the key cannot be captured.
@@ -254,7 +269,7 @@ class GraphedCallable:
     def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
         if self.runtime.scopes.current() is None:
             return self._full.call_flat(context, args)
-        # Together: once the pool is given back, another thread's forward has other entries.
+        # Under one lease: after its release, another thread's forward changes `forward_entries`.
         self.runtime.lease.acquire(context, args, self.name)
         try:
             outputs = self._full.call_flat(context, args)
@@ -271,7 +286,7 @@ class GraphedCallable:
         clones = self._policy.clones_outputs if clone is None else clone
         is_outermost = lease.acquire(context, args, self.name)
         try:
-            if not clones:  # outputs of the last forward may come in as inputs of this one
+            if not clones:  # inputs may be outputs of the last forward
                 args = tuple(lease.without_stale(args, self._staged))
             plan = self._plans.serving(descriptor, args)
             if plan is not None:
@@ -279,7 +294,7 @@ class GraphedCallable:
             else:
                 first = len(lease.forward_entries)
                 outputs = self._stitched(*args)
-                if not self._policy.compare:  # what is compared goes region by region
+                if not self._policy.compare:  # comparison with eager runs region by region, without a plan
                     plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
             if plan is not None:
                 self._tell_plan(plan)
@@ -310,8 +325,8 @@ def _wrapped_regions(
     runtime: GraphRuntime,
     policy: CapturePolicy,
 ) -> dict[str, Callable[..., Any]]:
-    """Region name -> what the stitched code calls: a PIECEWISE wrapper, or the eager region itself."""
-    # Results stay in the pool between regions; the callable clones what leaves it.
+    """Region name -> callable for the stitched code: a PIECEWISE wrapper, or the eager region itself."""
+    # Results stay in the pool between regions; the callable clones those that it returns.
     inner = replace(policy, outputs="view")
     given = {graph_input.name: graph_input for graph_input in partition.inputs}
     callees: dict[str, Callable[..., Any]] = {}
@@ -336,6 +351,6 @@ def _wrapped_regions(
 
 
 def _size_position(inputs: tuple[GraphInput, ...]) -> int | None:
-    """The one symbolic size among the inputs; None where there are several, or none."""
+    """Position of the only symbolic int among the inputs; None if there are several, or none."""
     sizes = [p for p, given in enumerate(inputs) if isinstance(given.value, torch.SymInt)]
     return sizes[0] if len(sizes) == 1 else None

@@ -1,4 +1,4 @@
-"""What a call without a forward context is: the key that serves it, and how its inputs are filled and outputs cut."""
+"""Calls without a forward context: which key serves a call, how its inputs are filled and its outputs cut."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ _MAX_REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class AutoRules:
-    """What one graph's dispatcher goes by.
+    """Keys, padding and checks of one graph's dispatcher.
 
     Attributes:
-        mode: FULL or PIECEWISE: the level at which this graph is captured.
-        keys: its fields and their ladders.
-        padded: {position: what fills its padding} of the inputs that have a padded field among their sizes.
+        mode: FULL or PIECEWISE: how keys are captured; NONE where ``off`` says why not.
+        keys: the key fields, their ladders, and the keys seen so far.
+        padded: {position: padding rule} of the inputs that have a padded field among their sizes.
         declared: positions of the inputs whose padding the user declared.
         written: positions of the tensors that the graph writes to.
         dynamic: positions of the tensors that are neither parameters nor buffers.
-        checks: when padded calls are checked at run time: each key once, often where contents decide, or never.
-        on_fallback: what happens where a call that could recur gets no graph.
-        is_strict: a call without a graph is an error.
-        moves: a key may be captured once more where a static input has moved.
-        reads_padding: an op of the graph asks which rows are padding.
-        off: why no call is captured; None where calls are.
+        checks: when padded calls are checked at run time: once for each key, often if the safety of the padding depends
+            on the contents of a call, or never.
+        on_fallback: how to react when a key that recurs has no graph.
+        is_strict: whether a call without a graph is an error.
+        moves: whether a key may be captured again when a static input has moved.
+        reads_padding: whether an op of the graph reads the mask of padded rows.
+        off: why no call is captured; None if calls are captured.
     """
 
     mode: CUDAGraphMode
@@ -59,17 +60,17 @@ class AutoRules:
 
 @dataclass(frozen=True, slots=True)
 class AutoCall:
-    """Calls of one real size.
+    """How all calls of the same real sizes are served.
 
     Attributes:
-        key: what serves them.
-        real: the size of each field.
-        counts: where they are counted.
+        key: the key that serves them.
+        real: the real size of each key field.
+        counts: traffic counts of these calls.
         inputs: the padded inputs.
-        numbers: (position, value) of the ints that the key's sizes change.
-        cuts: how to cut the outputs; None where nothing is padded and the wrapper stages the inputs.
-        mask: which rows are padding, for ops that ask; real rows first along each padded field.
-        real_rows: the part of ``mask`` that is real.
+        numbers: (position, value) of the int arguments that depend on the key's sizes.
+        cuts: how to cut the outputs; None if nothing is padded and the wrapper stages the inputs.
+        mask: bool, one dimension for each padded field, True where a row is padding; None if no op reads it.
+        real_rows: the view of ``mask`` over the real rows.
     """
 
     key: RecurringKey
@@ -87,27 +88,27 @@ class AutoCall:
         return self.cuts is not None and self.key.sizes != self.real
 
     def filled(self, args: Sequence[Any]) -> list[Any]:
-        """The graph's arguments at the key's sizes."""
-        given = list(args)
+        """Fill the padded buffers; the graph's arguments at the key's sizes."""
+        filled = list(args)
         for padded in self.inputs:
             padded.fill(args[padded.position])
-            given[padded.position] = padded.buffer
+            filled[padded.position] = padded.buffer
         for position, number in self.numbers:
-            given[position] = number
+            filled[position] = number
         if self.mask is not None and self.real_rows is not None:
             self.mask.fill_(True)
             self.real_rows.fill_(False)
-        return given
+        return filled
 
 
 class CallTable:
-    """The calls of one graph, by their sizes and layouts.
+    """Maps the sizes and layouts of a call to an :class:`AutoCall`. Owns the padded buffers and the masks.
 
     Args:
         name: the callable.
         runtime: counts the calls.
         graph: the sizes of the graph.
-        rules: which of them are padded.
+        rules: keys and padding of the graph.
     """
 
     def __init__(self, name: str, runtime: GraphRuntime, graph: GraphSizes, rules: AutoRules) -> None:
@@ -125,21 +126,21 @@ class CallTable:
         return self._memory.num_bytes()
 
     def clear(self) -> None:
-        """Drop the buffers and what was worked out."""
+        """Drop the buffers, the masks and all remembered calls."""
         self._memory.clear()
         self._calls.clear()
         self._masks.clear()
 
     def ladder_keys(self, args: Sequence[Any]) -> list[RecurringKey]:
-        """The keys that the capture sizes ask for, largest first; without capture sizes the example's own."""
+        """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
         return self._rules.keys.ladder_keys(self._graph.read(args))
 
     def call_of(self, args: Sequence[Any], *, as_is: bool) -> AutoCall:
-        """What serves a call with these arguments.
+        """How to serve a call with these arguments.
 
         Args:
             args: the graph's arguments.
-            as_is: nothing may be padded.
+            as_is: whether padding is forbidden.
         """
         real = self._graph.read(args)
         layout = tuple([args[position] for position in self._layout_numbers])
@@ -152,7 +153,7 @@ class CallTable:
         return call
 
     def stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-        """Arguments at other sizes: entries of the example repeated, so that every value is a valid one."""
+        """Arguments at other sizes: entries of ``args`` repeated, so that every value is valid."""
         named = self._graph.named(sizes)
         stretched = list(args)
         for position, expression in self._graph.numbers.items():
@@ -168,7 +169,7 @@ class CallTable:
         return stretched
 
     def _shares_memory(self, args: Sequence[Any]) -> bool:
-        """Whether inputs of a graph that writes share memory: buffers apart would hide that."""
+        """Whether inputs share memory: in separate buffers, a write of the graph to one would not reach the others."""
         storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
         return len(set(storages)) != len(storages)
 
@@ -208,7 +209,7 @@ class CallTable:
         return AutoCall(key, real, self._counts(key, "exact"))
 
     def _mask(self, key: RecurringKey, real: Sequence[int], args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows are padding, one tensor a key, whose address its graphs keep; and its real part."""
+        """The mask of padded rows, one tensor for each key because graphs read its address; and its real rows."""
         fields = zip(self._rules.keys.fields, key.sizes, real, strict=True)
         padded_sizes = {field.name: (padded, size) for field, padded, size in fields if field.is_padded}
         sizes = {name: padded_sizes[name] for name in (*self._fields_in_order(), *padded_sizes) if name in padded_sizes}
@@ -224,7 +225,7 @@ class CallTable:
         return mask, real_rows
 
     def _fields_in_order(self) -> list[str]:
-        """The fields of the input that has most of the padded ones, in the order of its dimensions."""
+        """The padded fields of the input that has the most, in the order of its dimensions."""
         names = {
             symbol: field.name
             for symbol, field in zip(self._graph.symbols, self._rules.keys.fields, strict=True)

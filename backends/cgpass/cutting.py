@@ -1,7 +1,7 @@
-"""From the outputs of a padded replay to what the graph returns at the real sizes.
+"""Cuts the outputs of a padded replay to the real sizes.
 
-Tensors of the graph are copied out of the pool: the real prefix of each, at the strides that the real sizes give, and
-outputs of one storage share one storage again. Views of inputs become views of the caller's tensors. Numbers are
+The real prefix of each tensor in the pool is copied, with the strides that the graph returns at the real sizes. Outputs
+that share a storage share one in the copies too. Views of inputs become views of the caller's tensors. Numbers are
 computed from the real sizes.
 """
 
@@ -22,7 +22,15 @@ __all__ = ["OutputCuts", "cuts_of"]
 
 @dataclass(frozen=True, slots=True)
 class _TensorCut:
-    """One tensor at the real sizes; ``offset`` counts from the first element of its group."""
+    """One tensor at the real sizes.
+
+    Attributes:
+        index: of the output.
+        shape: real size of each dimension.
+        strides: in elements.
+        offset: in elements, from the lowest offset of the group.
+        is_plain: whether shape and strides are contiguous.
+    """
 
     index: int
     shape: tuple[int, ...]
@@ -38,7 +46,7 @@ class _TensorCut:
         return output
 
     def copied(self, output: torch.Tensor) -> torch.Tensor:
-        """The real part in memory of the caller's own."""
+        """A copy of the real part, for the caller to own."""
         real = self.of(output)
         if self.is_plain:
             return real.clone(memory_format=torch.contiguous_format)
@@ -47,7 +55,7 @@ class _TensorCut:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """An output that is the input at ``position``, or a view of it ``offset`` elements behind its start."""
+    """An output that is the input at ``position``, or a view of it that starts ``offset`` elements after its start."""
 
     index: int
     position: int
@@ -68,7 +76,7 @@ class OutputCuts:
 
     Attributes:
         tensors: groups of outputs that share a storage.
-        views: outputs that lie in inputs.
+        views: outputs that are inputs or views of inputs.
         numbers: {index: value}.
     """
 
@@ -77,11 +85,16 @@ class OutputCuts:
     numbers: Mapping[int, int | float | bool]
 
     def real_parts(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
-        """The real part of every tensor of the graph, uncopied."""
+        """Views of the real part of every output tensor in the graph's memory."""
         return [cut.of(outputs[cut.index]) for group in self.tensors for cut in group]
 
     def apply(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """What the graph returns for the caller's arguments."""
+        """The flat outputs at the real sizes.
+
+        Args:
+            outputs: flat outputs of the replay.
+            args: the caller's arguments.
+        """
         cut_outputs = list(outputs)
         for group in self.tensors:
             if len(group) == 1:
@@ -116,7 +129,7 @@ def cuts_of(graph: GraphSizes, real: Sizes, numbers: Mapping[sympy.Symbol, int])
     Args:
         graph: the graph's outputs.
         real: the real sizes.
-        numbers: layout numbers of the call, which strides of its inputs are made of.
+        numbers: {symbol: value} of the call's layout numbers, which occur in strides of its inputs.
     """
     known = {**numbers, **real}
     groups: dict[int, list[tuple[int, OutputTensor]]] = {}

@@ -1,4 +1,4 @@
-"""An eager region as a callable."""
+"""The callable of an eager region."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EagerRegion"]
 
 
 class EagerRegion:
-    """Runs a region's own code; inside a capture of the code around it, through what watches the capture.
+    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls.
 
     Args:
         name: the region's name in its runtime.

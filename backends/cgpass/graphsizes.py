@@ -1,4 +1,4 @@
-"""The symbolic sizes of one graph: where a call tells them, and what its inputs and outputs are at any of them."""
+"""The symbolic sizes of one graph: where to read them in a call, and the layouts of inputs and outputs by size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Sizes: TypeAlias = Mapping[sympy.Symbol, int]
 
 @dataclass(frozen=True, slots=True)
 class InputLayout:
-    """How one tensor input lies in memory.
+    """The layout of one tensor input.
 
     Attributes:
         shape: size of each dimension.
         strides: stride of each dimension, in elements.
-        offset: first element in its storage.
-        order: the dimensions from the smallest stride of the traced call to the largest.
+        offset: storage offset, in elements.
+        order: the dimensions, sorted by ascending stride in the traced call.
     """
 
     shape: tuple[Expression, ...]
@@ -43,10 +43,10 @@ class OutputTensor:
     Attributes:
         shape: size of each dimension.
         strides: stride of each dimension, in elements.
-        offset: first element in its storage.
-        group: a number that the outputs of one storage share.
-        viewed: position of the input whose storage it lies in, None for memory of the graph.
-        is_input: it is that input itself.
+        offset: storage offset, in elements.
+        group: equal for outputs of the same storage.
+        viewed: position of the input whose storage the output uses; None for memory of the graph.
+        is_input: whether the output is that input itself.
     """
 
     shape: tuple[Expression, ...]
@@ -59,7 +59,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputNumber:
-    """A number among the flat outputs: computed from the sizes.
+    """A number among the flat outputs, as a function of the sizes.
 
     Attributes:
         expression: its value.
@@ -72,16 +72,16 @@ class OutputNumber:
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """The sizes of one graph, as a record that holds no fake tensors.
+    """The sizes of one graph, without references to fake tensors.
 
     Attributes:
-        symbols: sizes that tell calls apart, in the order in which :meth:`read` gives them.
-        places: (position, dimension) where each is read; dimension None for an int argument.
+        symbols: the sizes that distinguish calls, in the order of :meth:`read`.
+        places: (position, dimension) where each symbol is read; dimension None for an int argument.
         numbers: {position: expression} of the ints among the inputs, layout numbers included.
         layouts: {position: layout} of the tensor inputs.
-        outputs: the flat outputs; None for what is neither tensor nor number.
+        outputs: the flat outputs; None for an output that is neither tensor nor number.
         guards: which sizes the graph serves.
-        unread: symbols of some shape that no input tells.
+        unread: symbols in shapes that cannot be read from an input.
         hints: the size of each symbol in the traced call.
     """
 
@@ -95,7 +95,7 @@ class GraphSizes:
     hints: Mapping[sympy.Symbol, int]
 
     def read(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The sizes of a call."""
+        """The sizes of a call, in the order of ``symbols``."""
         return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self.places])
 
     def named(self, sizes: Sequence[int]) -> dict[sympy.Symbol, int]:
@@ -103,7 +103,10 @@ class GraphSizes:
         return dict(zip(self.symbols, sizes, strict=True))
 
     def admits(self, sizes: Sequence[int]) -> bool:
-        """Whether the guards hold at these sizes; what they leave open does not count as held."""
+        """Whether the guards hold at these sizes; guards with other symbols are ignored.
+
+        A guard that stays undecided counts as false.
+        """
         named = self.named(sizes)
         if self.guards.excluded_by(named) is not None:
             return False
@@ -163,7 +166,7 @@ def _simplifier(env: Any) -> Callable[[Any], Expression]:
 def _places(
     numbers: Mapping[int, Expression], layouts: Mapping[int, InputLayout], layout_numbers: frozenset[int]
 ) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Where each symbol is read; ints first, which cost less to read than shapes."""
+    """Where each symbol is read; int arguments are preferred, because they cost less to read than shapes."""
     places: dict[sympy.Symbol, tuple[int, int | None]] = {}
     for position, expression in numbers.items():
         if isinstance(expression, sympy.Symbol) and position not in layout_numbers:

@@ -1,6 +1,6 @@
-"""Whether the arguments of a call have the sizes that the call's key names: asked before anything is captured.
+"""Checks before a capture that the arguments of a call have the sizes that its key names.
 
-A key captured from arguments of other sizes would refuse the right ones afterwards.
+A graph captured from arguments of other sizes would later refuse arguments of the right sizes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class KeyShape:
 
     Attributes:
         declared: (position, dimension, key field) of the dimensions that ``dynamic_dims`` declares.
-        symbolic: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on the only
-            marked one; empty with declared dimensions, or where several symbols leave open which one the key counts.
-        names: a name for each position.
-        grid: the fields of the keys; None where no option names them.
+        symbolic: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on its only
+            marked symbol. Empty if dimensions are declared, or if several symbols make it ambiguous which one the key
+            counts.
+        names: {position: name of the input} for errors.
+        grid: the fields of the keys; None if no option names them.
     """
 
     declared: tuple[tuple[int, int, str], ...]
@@ -44,7 +45,7 @@ class KeyShape:
 
     @classmethod
     def of(cls, inputs: Sequence[GraphInput], settings: Settings) -> KeyShape:
-        """Read it off the inputs of a graph."""
+        """The key dimensions of a graph with these inputs."""
         declared = tuple(
             (position, dim, name)
             for position, given in enumerate(inputs)
@@ -62,7 +63,8 @@ class KeyShape:
         """Compare the arguments' sizes with the key's.
 
         Raises:
-            ShapeError: a dimension has another size than its key field, or no size of the key explains the dimensions.
+            ShapeError: a dimension has another size than its key field, or no size in the key equals a dimension or a
+                product of dimensions.
         """
         if self.declared:
             self._check_declared(descriptor, args)
@@ -90,7 +92,7 @@ class KeyShape:
                 )
 
     def _check_symbolic(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Nobody declared what the key counts: it may be a dimension, or a product with others of the same input."""
+        """Without declared dimensions, the key may count a dimension, or a product of dimensions of one input."""
         counts = {*_named(descriptor).values()}
         for position, dims in self.symbolic:
             if not counts.isdisjoint(_products(args[position].shape, dims)):
@@ -102,13 +104,13 @@ class KeyShape:
             expected=f"{' or '.join(map(str, sorted(counts)))} in dimension {dims[0]}, or as a product of dimensions "
             f"(key {descriptor})",
             found=f"{found[dims[0]]}, in shape {found}",
-            remedy="pad the input to the descriptor's size; where the key counts something else, declare the dimension "
+            remedy="pad the input to the descriptor's size; if the key counts something else, declare the dimension "
             f"with a field of another name: dynamic_dims={{{self.names[position]!r}: {{{dims[0]}: 'rows'}}}}",
         )
 
 
 def _named(descriptor: BatchDescriptor) -> dict[str, int]:
-    """The counts that a descriptor names."""
+    """{key field: size} of a descriptor, without a grid that names the fields."""
     named = {name: value for name, value in descriptor.extra if type(value) is int}
     named["num_tokens"] = descriptor.num_tokens
     if descriptor.num_reqs is not None:
@@ -117,9 +119,9 @@ def _named(descriptor: BatchDescriptor) -> dict[str, int]:
 
 
 def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
-    """Products of dimensions, one of ``dims`` or one before them among the factors.
+    """All products of dimensions with at least one factor that is in ``dims`` or before ``dims[0]``.
 
-    A fixed size before them may be the key's: the graph may be compiled for one batch, and its symbol be a width.
+    The key may count a fixed dimension before ``dims``: in a graph for a fixed batch size, the symbol may be the width.
     """
     for count in range(1, len(shape) + 1):
         for chosen in itertools.combinations(range(len(shape)), count):

@@ -1,4 +1,4 @@
-"""What one graph makes of the sizes that the options name: which it admits, which are compiled apart."""
+"""The sizes that the options name, for one graph: which ones it admits, and which are compiled separately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KeySizes:
     """The key fields of one graph.
 
     Attributes:
-        symbols: key field -> what its size is in this graph.
+        symbols: key field -> its size in this graph, a symbol, an expression or an int.
         guards: which sizes the graph admits.
         settings: the backend's options.
         arguments: names of the tensors that callers pass.
@@ -39,13 +39,13 @@ class KeySizes:
 
     @classmethod
     def of(cls, parts: Partition, graph_module: fx.GraphModule, settings: Settings) -> KeySizes:
-        """Read them off the inputs of a partitioned graph."""
+        """The key fields among the inputs of a partitioned graph."""
         arguments = tuple(i.source_name for i in parts.inputs if i.source_name and isinstance(i.value, torch.Tensor))
         symbols = key_symbols(parts.inputs, settings.dynamic_dims)
         return cls(symbols, GuardedSymbols.from_graph(graph_module), settings, arguments)
 
     def compiled_apart(self) -> SizeRanges | None:
-        """The symbol that the regions are compiled by, and the ranges that the graph admits; None for neither."""
+        """The symbol by whose size regions are compiled separately, and its ranges; None without ranges or symbol."""
         wanted = self.settings.size_ranges()
         symbol = self.symbols.get(wanted[0]) if wanted is not None else None
         if wanted is None or not isinstance(symbol, sympy.Symbol):
@@ -63,26 +63,26 @@ class KeySizes:
         return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
 
     def unmatched_names(self) -> str | None:
-        """A sentence for the report if ``dynamic_dims`` names no input of the graph (a typing error?); else None."""
+        """A sentence for the report if ``dynamic_dims`` names no input of the graph, perhaps by a typo; else None."""
         declared = self.settings.dynamic_dims
         if not declared or not self.arguments or any(name in declared for name in self.arguments):
             return None
         return f"dynamic_dims names {', '.join(declared)}, and the graph's inputs are {', '.join(self.arguments)}"
 
     def problems(self) -> Iterator[str]:
-        """Which of the named sizes the graph does not serve, and why: those are compiled as graphs of their own."""
+        """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""
         for field, sizes in self.settings.capture_sizes.items():
             if field in self.symbols:
                 yield from self._excluded(field, sizes)
         wanted = self.settings.size_ranges()
         if wanted is not None and not isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
-            found = self.symbols.get(wanted[0], "no symbol that the inputs tell")
-            yield f"nothing is compiled by size: {wanted[0]} is {found}"
+            size = self.symbols.get(wanted[0], "no symbol that can be read from an input")
+            yield f"nothing is compiled by size: {wanted[0]} is {size}"
 
     def _excluded(self, field: str, sizes: tuple[int, ...]) -> Iterator[str]:
         symbol = self.symbols[field]
         if not getattr(symbol, "free_symbols", None):
-            yield f"{field} is fixed at {symbol}: other sizes compile anew"
+            yield f"{field} is fixed at {symbol}: other sizes are compiled again"
             return
         for size in sizes:
             constraint = self.guards.excludes(symbol, size)

@@ -1,7 +1,8 @@
-"""Padded inputs of one graph: memory that graphs read in place, and how a call fills it.
+"""Padded inputs of one graph: buffers that graphs read in place, and how a call fills them.
 
-Each padded input has one flat piece of memory, as large as its largest key so far, and each key views its start. The
-views are static inputs of the graphs, so filling them is the staging copy itself: real entries and padding at once.
+Each padded input has one flat tensor, as large as its largest key so far, and the buffer of a key is a view of the
+tensor's start. The views are static inputs of the graphs, so no staging copy follows: filling a buffer writes real
+entries and padding directly to where the graph reads them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class PaddedInput:
 
     Attributes:
         position: of the input.
-        buffer: what the graph reads, at the key's sizes.
-        real: the part of the buffer that holds the call's entries.
-        rule: what fills the rest.
-        is_written: the graph writes to it.
+        buffer: the tensor that the graph reads, at the key's sizes.
+        real: the view of the buffer at the call's sizes.
+        rule: how the rest of the buffer is filled.
+        is_written: whether the graph writes to the input.
     """
 
     position: int
@@ -45,7 +46,7 @@ class PaddedInput:
     def of(
         cls, position: int, buffer: torch.Tensor, real_shape: Sequence[int], rule: PadRule, *, is_written: bool
     ) -> PaddedInput:
-        """The input over ``buffer``, whose entries beyond ``real_shape`` are padding."""
+        """A padded input in ``buffer``, whose entries beyond ``real_shape`` are padding."""
         dims = [dim for dim, size in enumerate(real_shape) if size != buffer.shape[dim]]
         real = _narrowed(buffer, dims, real_shape)
         rows = None
@@ -55,7 +56,7 @@ class PaddedInput:
             index = torch.arange(buffer.shape[dims[0]], device=buffer.device).clamp_(max=last)
             rows = (dims[0], index)
         elif not callable(rule):
-            for number, dim in enumerate(dims):  # one dimension after the other, over what is filled so far
+            for number, dim in enumerate(dims):  # dimension by dimension; each step covers the entries filled so far
                 part = _narrowed(buffer, dims[number + 1 :] if rule == "repeat" else (), real_shape)
                 rest = part.narrow(dim, real_shape[dim], buffer.shape[dim] - real_shape[dim])
                 last_slice = part.narrow(dim, real_shape[dim] - 1, 1).expand_as(rest) if rule == "repeat" else None
@@ -63,7 +64,7 @@ class PaddedInput:
         return cls(position, buffer, real, rule, is_written, rows, tuple(rests))
 
     def fill(self, value: torch.Tensor) -> None:
-        """Copy a call's entries, and fill the padding.
+        """Copy ``value`` into the real part, and fill the padding.
 
         Raises:
             ShapeError: a padding function returned another shape.
@@ -77,7 +78,7 @@ class PaddedInput:
             self.fill_padding()
 
     def fill_padding(self) -> None:
-        """Fill the padding by the rule, from what the real part holds."""
+        """Fill the padding by the rule, from the entries of the real part."""
         for rest, last_slice in self._rests:
             if last_slice is None:
                 rest.fill_(self.rule)  # type: ignore[arg-type]
@@ -105,18 +106,25 @@ def _narrowed(buffer: torch.Tensor, dims: Sequence[int], real_shape: Sequence[in
 
 @dataclass(slots=True)
 class PaddedMemory:
-    """The memory of all padded inputs of one graph."""
+    """Owns the buffers of all padded inputs of one graph."""
 
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)
     _views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
     def view(self, position: int, layout: InputLayout, sizes: Sizes, like: torch.Tensor) -> torch.Tensor:
-        """The buffer of an input at a key's sizes: the same tensor in every call."""
+        """The buffer of an input at a key's sizes: the same tensor in every call.
+
+        Args:
+            position: of the input.
+            layout: of the input.
+            sizes: the key's sizes.
+            like: a tensor with the dtype and device of the input.
+        """
         shape = tuple(value_at(size, sizes) for size in layout.shape)
-        found = self._views.get((position, shape))
-        if found is None:
-            found = self._views[position, shape] = self._new_view(position, layout, shape, like)
-        return found
+        view = self._views.get((position, shape))
+        if view is None:
+            view = self._views[position, shape] = self._new_view(position, layout, shape, like)
+        return view
 
     def _new_view(self, position: int, layout: InputLayout, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -139,7 +147,7 @@ class PaddedMemory:
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, the dimensions in ``order`` from the fastest to the slowest."""
+    """Strides, in elements, of a tensor without gaps; ``order`` lists the dimensions by ascending stride."""
     strides, reach = [0] * len(shape), 1
     for dim in order:
         strides[dim] = reach
@@ -150,7 +158,17 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 def layout_numbers(
     layouts: Mapping[int, InputLayout], positions: Sequence[int], sizes: Sizes, numbers: Mapping[int, Expression]
 ) -> dict[int, int] | None:
-    """Values of the layout numbers that describe dense buffers; None where no dense buffer fits the traced strides."""
+    """Values of the layout numbers for dense buffers.
+
+    Args:
+        layouts: {position: layout} of the tensor inputs.
+        positions: of the padded inputs.
+        sizes: the key's sizes.
+        numbers: {position: expression} of the ints among the inputs.
+
+    Returns:
+        {position: value} of the layout numbers; None if no dense buffer has the traced strides.
+    """
     values: dict[Any, int] = {}
     for position in positions:
         layout = layouts[position]

@@ -1,7 +1,8 @@
-"""The run-time check of padding: other contents there must leave every real entry as it is, bit by bit.
+"""The run-time check of padding: with other contents in the padding, all real entries must be equal bit by bit.
 
-A control replay with the same contents comes first: where that differs already (atomic additions), the comparison
-allows for its spread. Then the padding of each input that nobody declared gets other finite contents, small and large.
+A control replay with equal contents runs first. If its results already differ (atomic additions), the comparison allows
+a multiple of that difference. Then each input without declared padding is replayed with other finite contents in its
+padding, small and large.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ class PaddedCall:
 
     Attributes:
         inputs: the padded inputs.
-        declared: positions of inputs whose padding the user declared; it stays as it is.
+        declared: positions of inputs whose padding the user declared; it is not changed.
         args: the caller's arguments.
-        written: what the graph writes to and the call restores: padded buffers and the caller's other tensors.
+        written: (name, tensor) of the tensors that the graph writes: padded buffers and the caller's other tensors.
+            They are restored after each replay.
         generators: random number generators among the arguments.
         cuts: how to cut the outputs.
-        replay: replays over what the buffers hold; the flat outputs, uncut.
+        replay: replays with the current contents of the buffers; returns the flat outputs, uncut.
         device: where the graph runs.
     """
 
@@ -49,10 +51,10 @@ class PaddedCall:
     device: torch.device
 
     def observed(self, magnitude: Callable[[torch.dtype], float] | None) -> list[tuple[str, torch.Tensor]]:
-        """Copies of all real entries that a replay leaves; the state is as before afterwards.
+        """Replay, restore the state, and return copies of all real entries of the replay as (name, tensor).
 
         Args:
-            magnitude: scale of other contents in the padding; None for the contents that the rules give.
+            magnitude: dtype -> scale of random contents in the padding; None: the contents by the padding rules.
         """
         for padded in self.inputs:
             padded.fill(self.args[padded.position])
@@ -76,8 +78,11 @@ def real_entries(cuts: OutputCuts, outputs: Sequence[Any]) -> list[tuple[str, to
 
 
 def padding_reaches(call: PaddedCall) -> tuple[str | None, bool]:
-    """What depends on the padding, or None; and whether the control replay differed already."""
-    with state_kept((), call.generators, call.device):  # other contents are drawn from the default generator
+    """The name of an output or input whose real entries depend on the padding, or None; and whether replays are noisy.
+
+    Replays are noisy if two of them differ with equal contents.
+    """
+    with state_kept((), call.generators, call.device):  # random contents come from the default generator
         expected, control = call.observed(None), call.observed(None)
         spreads = [_spread(one, other) for (_, one), (_, other) in zip(expected, control, strict=True)]
         for magnitude in (_small, _large):
@@ -96,9 +101,9 @@ def _large(dtype: torch.dtype) -> float:
 
 
 def _scramble(padded: PaddedInput, value: torch.Tensor, magnitude: Callable[[torch.dtype], float]) -> None:
-    """Other finite contents in the padding: integers are values of real entries, so that indices stay valid."""
+    """Write random finite contents to the padding; integers are values of real entries, so that indices stay valid."""
     buffer = padded.buffer
-    if buffer.dtype is torch.bool:  # a mask says what is padding
+    if buffer.dtype is torch.bool:  # a mask that marks the padding must stay correct
         return
     real = padded.real.clone()
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
@@ -111,7 +116,7 @@ def _scramble(padded: PaddedInput, value: torch.Tensor, magnitude: Callable[[tor
 
 
 def _spread(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two tensors; infinite where only one of them is a number, 0 where all bits agree."""
+    """The largest difference of two tensors: 0 if all bits agree, infinite if a difference is not finite."""
     if not (one.is_floating_point() or one.is_complex()):
         return 0.0 if torch.equal(one, other) else float("inf")
     same = (one == other) | (one.isnan() & other.isnan())

@@ -1,4 +1,4 @@
-"""From Dynamo's graph to the callable it gets back."""
+"""The backend function: turns a graph from Dynamo into a callable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Any:
-    """What Dynamo calls with each graph of a model compiled with ``backend="cgpass"``.
+    """Compile one graph; Dynamo calls this for each graph of a model compiled with ``backend="cgpass"``.
 
     Args:
         graph_module: the graph as Dynamo traced it.
@@ -51,7 +51,8 @@ def backend(
     Raises:
         OptionError: an option is unknown or cannot be used.
         PartitionError: the graph cannot be split as asked.
-        DeviceError: inputs on two GPUs, or tensor subclasses.
+        DeviceError: inputs are on two GPUs, or are tensor subclasses.
+        CaptureError: ``padding_check`` is ``strict`` and the padding of a declared size is not proved.
     """
     if mode is not None:
         raise _no_presets(mode)
@@ -65,12 +66,12 @@ def backend(
 
 
 def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Settings) -> GraphedCallable:
-    """Partition, compile and wrap a graph; the callable of an earlier, equal trace where there is one."""
+    """Partition, compile and wrap a graph; if an earlier trace was equal, return its callable."""
     start_s = time.perf_counter()
     parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
     sizes = KeySizes.of(parts, traced.whole, settings)
-    # A graph whose sizes are all fixed has no padding to prove; a manager asks other questions of it.
+    # Proofs need aten graphs. Without symbolic sizes nothing can be padded, but a manager proves other properties.
     trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = runtime.owned(RegionCompiler).compile(
@@ -120,14 +121,14 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """A graph of Dynamo, ready to be partitioned.
+    """A copy of Dynamo's graph, ready to be partitioned.
 
     Attributes:
-        whole: a copy without the tensor inputs that nothing reads.
+        whole: the copy, without unused tensor inputs.
         taken: positions of the remaining inputs among Dynamo's.
         ends_early: why the graph ends before the function does, or None.
         side_effects: changes of Python state that Dynamo's code makes after the graph has run.
-        key: equal for traces that one callable can serve, or None.
+        key: equal for traces that one callable can serve; None if no other trace can share the callable.
     """
 
     whole: fx.GraphModule
@@ -193,7 +194,7 @@ def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
 
 
 def _own_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph to edit: Dynamo reads from its own which arguments the callable gets."""
+    """A copy to edit: Dynamo later reads the placeholders of its own graph to choose the callable's arguments."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     return fx.GraphModule(graph_module, graph)
@@ -205,7 +206,7 @@ def _returns_flat(graph_module: fx.GraphModule) -> bool:
 
 
 def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:
-    """Erase tensor inputs that nothing reads, so that nothing copies them; the positions of the inputs that stay."""
+    """Erase unused tensor inputs, so that they are not copied; return the positions of the remaining inputs."""
     taken = []
     for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
         if node.users or not isinstance(dynamo.example_value(node), torch.Tensor):

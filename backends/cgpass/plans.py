@@ -1,4 +1,4 @@
-"""The replay plans of one callable: made once all its regions have replayed, looked up by key and static inputs."""
+"""The replay plans of one callable: created once all its regions have replayed, looked up by key and static inputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["ReplayPlans"]
 
 
 class ReplayPlans:
-    """Makes and keeps the plans of one callable, a few for each key.
+    """Creates and owns the plans of one callable: up to ``MAX_STATIC_SETS`` for each key.
 
     Args:
         name: the callable.
         partition: regions and stitched code.
-        callees: region name -> what the stitched code calls without a plan.
+        callees: region name -> the callable that the stitched code uses without a plan.
         runtime: owner of the graphs.
         static: positions of the callable's static arguments.
     """
@@ -51,14 +51,14 @@ class ReplayPlans:
         )
 
     def serving(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
-        """The plan of a key that holds for these arguments."""
+        """The plan of a key that is valid for these arguments; None if there is none."""
         generation = self._runtime.lease.generation
         return next((plan for plan in self._plans.get(descriptor, ()) if plan.serves(args, generation)), None)
 
     def add(
         self, descriptor: BatchDescriptor, args: Sequence[Any], replayed: Sequence[GraphEntry]
     ) -> ReplayPlan | None:
-        """Make the plan for calls like the one that has just run; None where one of its regions had no graph.
+        """Create the plan for calls like the one that has just run; None if one of its regions had no graph.
 
         Args:
             descriptor: the key's padded shape.
@@ -86,7 +86,7 @@ class ReplayPlans:
         return plan
 
     def of_whole(self, descriptor: BatchDescriptor, args: Sequence[Any], entry: GraphEntry) -> ReplayPlan:
-        """One replay, of a FULL graph, for a driver that holds the arguments and calls nothing else; it is not kept."""
+        """A plan with the replay of one FULL graph, for a caller that always passes ``args``; it is not stored here."""
         written = set(self._partition.mutated_inputs)
         settled = {position: position for position in range(len(args)) if position not in written}
         return ReplayPlan.of(
@@ -102,10 +102,10 @@ class ReplayPlans:
         )
 
     def _planned(self, captured: Sequence[Region], entries: Mapping[str, GraphEntry]) -> dict[str, PlannedReplay]:
-        """The regions whose entry is sure, and where their inputs come from: the call, an earlier replay, or neither.
+        """The regions that always replay the same entry, and the sources of their inputs: arguments, earlier replays.
 
-        What an eager region hands over may share memory in another way next time, which takes another entry; a region
-        that this matters for goes through its wrapper, and so does one that reads what such a region returns.
+        Outputs of an eager region may share memory differently in the next call, which may need another entry. A region
+        that depends on this calls its wrapper instead, and so does each region that reads an output of such a region.
         """
         written = set(self._partition.mutated_inputs)
         arguments = {given.name: p for p, given in enumerate(self._partition.inputs) if p not in written}

@@ -1,8 +1,8 @@
-"""One callable for all traces of a function that give the same graph.
+"""One callable for all traces of a function that produce the same graph.
 
-Dynamo's guards are finer than graphs are. It traces a function anew when an input is an inference tensor and was an
-ordinary one before, or when a slice is as long as its buffer and was shorter before, and gets the same graph. A second
-callable would have none of the keys that were captured for the first.
+Dynamo's guards distinguish more calls than graphs do. For example, Dynamo traces a function again if an input becomes
+an inference tensor, or if a slice becomes as long as its buffer, and produces the same graph. A second callable would
+have none of the keys that were captured for the first one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["Retraces", "TraceKey"]
 
 @dataclass(frozen=True, slots=True)
 class TraceKey:
-    """What two traces have in common when one callable serves both.
+    """Identity of a trace: one callable can serve all traces with equal keys.
 
     Attributes:
         frame: the Python frame that was traced.
-        settings: the backend's options: another ``torch.compile`` of the same function may have other ones.
+        settings: the backend's options, which another ``torch.compile`` of the same function may set differently.
         ends_early: why the graph ends before the function does, or None.
-        inputs: name, whether its address may be baked in, and marked dimensions of each input.
-        side_effects: what Dynamo's code does to Python state after the graph has run.
-        structure: of the whole graph, with every ambient setting that a compiler reads.
+        inputs: (name, whether the address is static, marked dimensions) of each input.
+        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
+        structure: structural key of the whole graph, including all ambient settings that a compiler reads.
     """
 
     frame: int | None
@@ -52,9 +52,9 @@ class TraceKey:
         ends_early: str | None,
         side_effects: tuple[sideeffects.SideEffect, ...],
     ) -> TraceKey | None:
-        """The key of the graph that Dynamo has just traced, with all its inputs and its numbers in place.
+        """The key of the graph that Dynamo has just traced, before unused inputs are erased.
 
-        None for a graph that something else has traced: its values are not known yet, and nothing traces it again.
+        None for a graph from another tracer: its nodes have no example values, and it is not traced again.
         """
         graph = graph_module.graph
         if any(
@@ -77,22 +77,23 @@ class TraceKey:
 
 
 class Retraces:
-    """The callables of one runtime, by what they were traced from; each for as long as Dynamo holds it."""
+    """The callables of one runtime by :class:`TraceKey`. References are weak: Dynamo owns the callables."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[TraceKey, GraphedCallable] = weakref.WeakValueDictionary()
 
     def serving(self, key: TraceKey | None, compiled: Mapping[str, CompiledRegion]) -> GraphedCallable | None:
-        """The callable that an earlier trace of the same graph made; None where there is none.
+        """The callable of an earlier trace of the same graph; None if there is none.
 
         Args:
-            key: of the new trace, None for one that is not repeated.
-            compiled: the regions of the new trace: what their artifacts assume is guarded in it, too.
+            key: of the new trace; None for a trace that is never repeated.
+            compiled: the compiled regions of the new trace. The callable must use the same ones, because the new trace
+                has guards for their assumptions only.
         """
         known = None if key is None else self._known.get(key)
         return known if known is not None and known.runs(compiled) else None
 
-    def add(self, key: TraceKey | None, made: GraphedCallable) -> None:
-        """Let ``made`` serve later traces of its graph."""
+    def add(self, key: TraceKey | None, graphed: GraphedCallable) -> None:
+        """Let ``graphed`` serve later traces of its graph."""
         if key is not None:
-            self._known[key] = made
+            self._known[key] = graphed
