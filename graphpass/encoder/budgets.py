@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from graphpass.checks import is_integer
 from graphpass.errors import EncoderConfigError
 
 __all__ = ["checked_budgets", "fine_budgets", "generate_budgets", "smallest_fitting_budget"]
@@ -109,7 +110,7 @@ def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = 
             ``maximum``, or all are smaller than ``minimum``.
     """
     found = list(budgets) if isinstance(budgets, Iterable) else []
-    wrong = [budget for budget in found if type(budget) is not int or budget < 1]
+    wrong = [budget for budget in found if not is_integer(budget, at_least=1)]
     twice = sorted({budget for budget in found if budget not in wrong and found.count(budget) > 1})
     if not found or wrong or twice:
         raise EncoderConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from graphpass.checks import is_integer
 from graphpass.compile import COMPILERS
 from graphpass.encoder.budgets import checked_budgets, fine_budgets
 from graphpass.encoder.packing import PackingCosts
@@ -83,7 +84,7 @@ class EncoderOptions:
 
     def _refuse_below_one(self, name: str) -> None:
         value = getattr(self, name)
-        if type(value) is not int or value < 1:
+        if not is_integer(value, at_least=1):
             raise _unusable(name, "an integer of at least 1", value)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graphpass.checks import is_integer
 from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
@@ -51,7 +52,7 @@ class InputSpec:
                 found=repr(rule),
                 remedy="choose a padding value that the dtype represents exactly",
             )
-        if any(type(size) is not int or size < 1 for size in self.shape):
+        if not all(is_integer(size, at_least=1) for size in self.shape):
             raise OptionError(
                 f"the shape of input {self.name!r} is not valid",
                 expected="integer sizes of at least 1",

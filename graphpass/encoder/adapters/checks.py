@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphpass.checks import positive
 from graphpass.compat import nnmodules
 from graphpass.errors import EncoderConfigError
 
-__all__ = ["check_option", "refuse_changed", "unserved_tower"]
+__all__ = ["checked_count", "refuse_changed", "unserved_tower"]
 
 _STOCK_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|")
 """How names of transformers' own attention functions begin."""
 
 
-def check_option(name: str, value: Any, *, at_least: int) -> None:
-    """Refuse what is not an integer of at least that.
+def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
+    """The value of the adapter's option ``name`` as an int.
 
     Raises:
-        EncoderConfigError: it is not.
+        EncoderConfigError: ``value`` is no integer, or below ``at_least``.
     """
-    if type(value) is not int or value < at_least:
-        raise EncoderConfigError(
-            f"option {name} of the adapter cannot be used",
-            expected=f"an integer of at least {at_least}",
-            found=repr(value),
-            remedy="leave it out for the default",
-        )
+    what, remedy = f"option {name} of the adapter", "leave it out for the default"
+    return positive(value, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
 
 
 def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:

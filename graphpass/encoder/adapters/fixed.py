@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from graphpass.capture.torchsettings import capture_settings
+from graphpass.checks import one_of
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
-from graphpass.encoder.adapters.checks import check_option
+from graphpass.encoder.adapters.checks import checked_count
 from graphpass.encoder.attention import EQUAL_ATTENTION
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
@@ -42,7 +43,6 @@ class FixedSizeAdapter(ABC):
     """
 
     def __init__(self, tower: Any, *, output: str | None = None, max_items: int = 64) -> None:
-        check_option("max_items", max_items, at_least=1)
         embeddings = tower.embeddings
         self.tower = tower
         self._output = self._checked_output(output)
@@ -50,7 +50,7 @@ class FixedSizeAdapter(ABC):
         self._rows: int = {LAST_HIDDEN_STATE: self._positions, POOLER_OUTPUT: 1, BOTH: self._positions + 1}[
             self._output
         ]
-        self._max_items = max_items
+        self._max_items = checked_count("max_items", max_items)
         self._image_shape = (tower.config.num_channels, embeddings.image_size, embeddings.image_size)
         self._blocks = Blocks(tower, "encoder.layers", EQUAL_ATTENTION, seq_len=self._positions)
 
@@ -194,14 +194,11 @@ class FixedSizeAdapter(ABC):
 
     def _checked_output(self, output: str | None) -> str:
         known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if self._has_pooler else (LAST_HIDDEN_STATE,)
-        if output is not None and output not in known:
-            raise EncoderConfigError(
-                f"option output of the adapter of {type(self.tower).__name__} cannot be used",
-                expected=" or ".join(map(repr, known)),
-                found=repr(output),
-                remedy=f"leave it out for {known[-1]!r}",
-            )
-        return known[-1] if output is None else output
+        if output is None:
+            return known[-1]
+        problem = f"option output of the adapter of {type(self.tower).__name__} cannot be used"
+        one_of(output, known, problem, remedy=f"leave it out for {known[-1]!r}", error=EncoderConfigError)
+        return output
 
     def _images(self, items: EncoderItems) -> torch.Tensor:
         """The batch of images.

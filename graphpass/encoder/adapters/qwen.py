@@ -12,7 +12,7 @@ import torch
 
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder.adapters.blocks import Blocks, eagerly
-from graphpass.encoder.adapters.checks import check_option
+from graphpass.encoder.adapters.checks import checked_count
 from graphpass.encoder.adapters.items import Grid, GridItems
 from graphpass.encoder.adapters.patches import WholePatches
 from graphpass.encoder.adapters.tables import BatchTables, Tables, piece_keys
@@ -67,10 +67,10 @@ class GridAdapter(ABC):
         max_items: int = 32,
         max_frames: int = 32,
     ) -> None:
-        check_option("min_tokens", min_tokens, at_least=1)
-        check_option("max_tokens", max_tokens, at_least=min_tokens)
-        check_option("max_items", max_items, at_least=1)
-        check_option("max_frames", max_frames, at_least=max_items)
+        min_tokens = checked_count("min_tokens", min_tokens)
+        max_tokens = checked_count("max_tokens", max_tokens, at_least=min_tokens)
+        max_items = checked_count("max_items", max_items)
+        max_frames = checked_count("max_frames", max_frames, at_least=max_items)
         self.tower = tower
         self._merge: int = tower.spatial_merge_size
         self._range, self._max_items, self._max_frames = (min_tokens, max_tokens), max_items, max_frames
