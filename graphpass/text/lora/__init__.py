@@ -1,4 +1,4 @@
-"""LoRA adapters whose slots are chosen token by token inside one graph."""
+"""LoRA adapters under captured graphs: each token of a batch selects its adapter inside one graph."""
 
 from graphpass.text.lora.adapters import AdapterBatch, LoraAdapters, LoraModel
 

@@ -1,8 +1,8 @@
-"""LoRA adapters under a manager: many adapters of one model, each token with its own, in one batch.
+"""LoRA adapters under a manager: the tokens of one batch can use different adapters of one model.
 
-Adapters lie in slots: buffers that captured graphs read, so that loading one is writing into it and asks for no new
-capture. What varies from step to step is an input like any other (each token's slot), and a number that belongs to the
-key: how many adapters the step's graph computes.
+Adapters are stored in slots: buffers that captured graphs read. So an adapter is loaded by writing to a slot, without a
+new capture. Each token's slot is an input of the model, and the number of adapters that a graph computes is part of its
+key.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _SLOTS, _ORDER = "lora_slots", "lora_order"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterBatch:
-    """What a batch says of its adapters.
+    """The adapters of a batch.
 
     Attributes:
         inputs: each token's slot and the order of slots, by the names of :meth:`LoraAdapters.input_specs`.
-        num_active: different adapters in use, what :attr:`Batch.num_active_loras` is to be.
+        num_active: number of different adapters, the value for :attr:`Batch.num_active_loras`.
     """
 
     inputs: Mapping[str, torch.Tensor]
     num_active: int
 
     def added_to(self, batch: Batch) -> Batch:
-        """A batch of the model's own inputs, with these and their number: the two go together.
+        """A copy of ``batch`` with these inputs and ``num_active_loras``.
 
-        A graph computes as many adapters as the number says, so one that is too small leaves some out.
+        A graph computes ``num_active_loras`` adapters, so a number that is too small would leave adapters out.
         """
         inputs = {**(batch.inputs or {}), **self.inputs}
         return replace(batch, inputs=inputs, num_active_loras=self.num_active)
@@ -58,21 +58,22 @@ class AdapterBatch:
 class LoraAdapters:
     """Slots for adapters in a model's linear layers.
 
-    The targeted layers are replaced in ``model`` by layers with the same parameters under the same names; without an
-    adapter they compute what they did. Made before the model is captured; adapters come and go afterwards.
+    The targeted layers are replaced in ``model`` by layers with the same parameters under the same names; tokens
+    without an adapter get the same output as before. Create this object before the model is captured. Adapters can be
+    loaded and unloaded afterwards.
 
-    A step that computes n adapters costs each layer two products of inner size ``n * max_rank`` on top of its own, a
-    copy of the n adapters' weights where n is below ``max_loras``, and about six kernels. n is what the key says, not
-    what the batch holds: :class:`LoraKeys <graphpass.LoraKeys>` rounds it up.
+    For n adapters, each layer computes two more products of inner size ``n * max_rank``, copies the n adapters' weights
+    if n is below ``max_loras``, and launches about six more kernels. n is the number in the key, which
+    :class:`LoraKeys <graphpass.LoraKeys>` rounds up, not the number in the batch.
 
     Args:
-        model: where the layers are, or any module around it; changed in place.
+        model: the model, or a module that contains it; its layers are replaced in place.
         targets: names of layers, each the end of a dotted path, such as ``q_proj`` or ``layers.0.mlp.up_proj``.
-        max_loras: adapters that can be loaded at once.
-        max_rank: their largest rank. Each slot takes the memory of this rank, whatever is loaded.
+        max_loras: number of slots, the most adapters that can be loaded at once.
+        max_rank: largest rank of an adapter. Each slot allocates memory for this rank.
 
     Raises:
-        OptionError: a target names nothing, or something else than ``nn.Linear``; or a limit is below 1.
+        OptionError: a target does not name an ``nn.Linear``, or a limit is below 1.
     """
 
     def __init__(self, model: nn.Module, targets: Collection[str], *, max_loras: int, max_rank: int) -> None:
@@ -93,15 +94,15 @@ class LoraAdapters:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Names of the adapters that are loaded."""
+        """Names of the loaded adapters."""
         return tuple(self._slot_of)
 
     def wrap(self, model: nn.Module) -> LoraModel:
-        """``model``, which the layers are in, with two inputs more: those of :meth:`input_specs`."""
+        """A module around ``model``, which contains the layers; it has the two inputs of :meth:`input_specs` too."""
         return LoraModel(model, self)
 
     def input_specs(self, max_num_tokens: int) -> tuple[InputSpec, InputSpec]:
-        """What a manager has to be told of the inputs that :meth:`wrap` adds. Padding has no adapter."""
+        """The declarations of the two inputs that :meth:`wrap` adds. Padded tokens have no adapter."""
         return (
             InputSpec(_SLOTS, (max_num_tokens,), torch.int64, padding=NO_ADAPTER),
             InputSpec(_ORDER, (self.max_loras,), torch.int64, token_dim=None),
@@ -112,18 +113,18 @@ class LoraAdapters:
     def load(
         self, name: str, weights: Mapping[str, Any], *, alpha: float | None = None, scaling: float | None = None
     ) -> None:
-        """Put an adapter into a free slot, in place: graphs that are captured serve it.
+        """Write an adapter to a free slot, in place; captured graphs can serve it without a new capture.
 
         Args:
-            name: what requests call it.
+            name: name of the adapter, for :attr:`Request.adapter`.
             weights: {layer's path: (A, B)}, A (rank, in features) and B (out features, rank); or a state dict with
                 PEFT's names. A layer that is left out is not adapted.
-            alpha: what is added is ``alpha / rank * B @ A``, ...
-            scaling: ... or ``scaling * B @ A``; of neither, ``B @ A``.
+            alpha: the adapter adds ``alpha / rank * B @ A``.
+            scaling: the adapter adds ``scaling * B @ A``; without alpha and scaling, ``B @ A``.
 
         Raises:
-            OptionError: the name is taken, no slot is free, a layer takes no adapters, or both scales are given.
-            ShapeError: a tensor does not fit its layer; nothing has been written then.
+            OptionError: the name is in use, no slot is free, a layer is not a target, or both scales are passed.
+            ShapeError: a tensor does not fit its layer; no slot is changed.
         """
         self._check_room(name)
         if alpha is not None and scaling is not None:
@@ -131,7 +132,7 @@ class LoraAdapters:
                 f"adapter {name!r} has two scales",
                 expected="alpha, which is divided by the rank, or scaling, which is not",
                 found=f"alpha={alpha}, scaling={scaling}",
-                remedy="leave one of them out",
+                remedy="pass alpha or scaling, not both",
             )
         pairs = checked_pairs(name, adapter_pairs(name, weights), self.layers, self.max_rank)
         slot = self._free.pop()
@@ -148,14 +149,14 @@ class LoraAdapters:
         """Free an adapter's slot.
 
         Raises:
-            OptionError: there is no such adapter, or a request that is not done uses it.
+            OptionError: the adapter is not loaded, or an open request uses it.
         """
         slot = self.slot_of(name)
         if any(name in steps.in_use() for steps in self._steps):
             raise OptionError(
                 f"adapter {name!r} is in use",
-                expected="an adapter that no open request of a Generation has",
-                found="a request that is not done",
+                expected="an adapter that no open request of a Generation uses",
+                found="an open request with this adapter",
                 remedy="wait until its requests are done, or cancel them",
             )
         self._blank(slot)
@@ -173,7 +174,7 @@ class LoraAdapters:
         close = nearest(name, self._slot_of)
         raise OptionError(
             f"adapter {name!r} is not loaded",
-            expected=f"one of {sorted(self._slot_of)}" if self._slot_of else "an adapter that load() was called for",
+            expected=f"one of {sorted(self._slot_of)}" if self._slot_of else "the name of a loaded adapter",
             found=repr(name),
             remedy=f"meant {close}?" if close else "load() it first",
         )
@@ -184,7 +185,7 @@ class LoraAdapters:
                 f"adapter {name!r} cannot be loaded",
                 expected=f"a new name, and fewer than max_loras={self.max_loras} adapters",
                 found=f"{len(self._slot_of)} loaded: {sorted(self._slot_of)}",
-                remedy="unload() one of them, or make LoraAdapters with a larger max_loras",
+                remedy="unload() one of them, or create LoraAdapters with a larger max_loras",
             )
 
     def _blank(self, slot: int) -> None:
@@ -195,19 +196,19 @@ class LoraAdapters:
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def of_rows(self, names: Sequence[str | None], num_tokens: Sequence[int] | None = None) -> AdapterBatch:
-        """What a batch whose rows use these adapters is given.
+        """The adapter inputs of a batch whose rows use these adapters.
 
         Args:
-            names: an adapter for each row, None for none.
-            num_tokens: tokens of each row; None for one.
+            names: the adapter of each row; None for a row without one.
+            num_tokens: number of tokens of each row; None: one token per row.
 
         Raises:
-            OptionError: an adapter is not loaded, or there are other rows than numbers of tokens.
+            OptionError: an adapter is not loaded, or ``names`` and ``num_tokens`` differ in length.
         """
         lengths = np.ones(len(names), dtype=np.int64) if num_tokens is None else np.array(num_tokens, dtype=np.int64)
         if lengths.shape != (len(names),):
             raise OptionError(
-                "the rows of a batch are counted twice, and differ",
+                "names and num_tokens differ in length",
                 expected=f"a number of tokens for each of {len(names)} rows",
                 found=f"{lengths.size} numbers",
                 remedy="pass one number for each row",
@@ -218,7 +219,7 @@ class LoraAdapters:
         return AdapterBatch({key: torch.from_numpy(value).to(device) for key, value in inputs.items()}, num_active)
 
     def numbers_of(self, names: Sequence[str | None]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Slot of each row, all slots with those in use first, and how many are in use.
+        """The slot of each row, all slots with those in use first, and the number in use.
 
         Raises:
             OptionError: an adapter is not loaded.
@@ -229,18 +230,19 @@ class LoraAdapters:
         return np.array(slots, dtype=np.int64), np.array(order, dtype=np.int64), len(used)
 
     def watch(self, steps: StepAdapters) -> None:
-        """Refuse to unload what these steps use, for as long as they exist."""
+        """Refuse to unload adapters that these steps use, as long as the object exists."""
         self._steps.add(steps)
 
 
 class LoraModel(nn.Module):
-    """A model that is told each token's adapter.
+    """A model with each token's adapter as an input.
 
-    Called with ``lora_slots`` and ``lora_order`` besides the model's own inputs, by name; returns what it returns.
+    Its forward takes ``lora_slots`` and ``lora_order`` besides the model's inputs, by name, and returns the model's
+    result.
 
     Args:
-        model: has the adapted layers.
-        adapters: theirs.
+        model: the model that contains the adapted layers.
+        adapters: the adapters of these layers.
     """
 
     def __init__(self, model: nn.Module, adapters: LoraAdapters) -> None:
@@ -260,18 +262,18 @@ class LoraModel(nn.Module):
 
 
 def without_lora(model: Any) -> Any:
-    """The model inside of a :class:`LoraModel`; any other as it is."""
+    """The model inside a :class:`LoraModel`; any other model is returned unchanged."""
     return model.model if isinstance(model, LoraModel) else model
 
 
 class StepAdapters:
-    """The adapters of a generation's steps: on the device again only where rows changed.
+    """Builds the adapter inputs of a generation's steps; copies them to the device only if rows have changed.
 
     Args:
-        model: a manager's; without adapters, requests cannot have any.
-        open_requests: those that are not done; the set itself, which changes.
-        max_num_tokens: of a step.
-        device: where inputs go.
+        model: the model of a manager; requests can have adapters if it is a :class:`LoraModel`.
+        open_requests: the set of requests that have not ended, which the caller updates.
+        max_num_tokens: most tokens of a step.
+        device: device of the inputs.
     """
 
     def __init__(
@@ -291,28 +293,28 @@ class StepAdapters:
             self._stage = torch.zeros(size, dtype=torch.int64, device=device)
 
     def in_use(self) -> set[str]:
-        """The adapters of requests that are not done."""
+        """Names of the adapters of open requests."""
         return {request.adapter for request in self._open if request.adapter is not None}
 
     def check(self, request: Request) -> None:
-        """Refuse a request whose adapter is not there.
+        """Refuse a request whose adapter is not available.
 
         Raises:
-            OptionError: it is not loaded, or the manager has no adapters.
+            OptionError: the adapter is not loaded, or the manager has no adapters.
         """
         if request.adapter is None:
             return
         if self._adapters is None:
             raise OptionError(
-                f"{request.name} asks for an adapter of a manager without any",
+                f"{request.name} has an adapter, but the manager has no adapters",
                 expected="the manager of a CausalLM(model, adapters=LoraAdapters(model, ...))",
                 found=f"adapter={request.adapter!r}",
-                remedy="make the manager with adapters, or leave adapter out",
+                remedy="create the CausalLM with adapters, or leave adapter out",
             )
         self._adapters.slot_of(request.adapter)
 
     def of(self, plan: StepPlan) -> AdapterBatch:
-        """What a step's batch says of its adapters, valid until the next call."""
+        """The adapter inputs of a step, valid until the next call."""
         last, self._last = self._last, plan
         if self._adapters is None or (
             last is not None and plan.requests is last.requests and plan.query_lens is last.query_lens
@@ -333,10 +335,10 @@ class StepAdapters:
 
 
 def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | None) -> LoraKeys | None:
-    """The adapter counts that a causal LM's keys are made for: those given, or one key for any; None without adapters.
+    """The adapter counts of a causal LM's keys: ``keys``, or by default one for any number; None without adapters.
 
     Raises:
-        OptionError: the layers are not this model's, its head is among them, or the keys are for another number.
+        OptionError: the adapters are for another model or its head, or ``keys`` has another ``max_loras``.
     """
     max_loras = 0 if adapters is None else adapters.max_loras
     layers = () if adapters is None else tuple(adapters.layers.values())
@@ -355,5 +357,5 @@ def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | 
         "this model cannot generate with these adapters",
         expected="LoraAdapters(model, ...) of its layers below the head, and LoraKeys of the same max_loras",
         found=problem,
-        remedy="make them of the model that is passed, and leave lora out",
+        remedy="create the adapters for the model of the CausalLM, without its head, and leave lora out",
     )

@@ -1,12 +1,11 @@
-"""What low-rank adapters add to a linear layer: the op, and the layer that calls it.
+"""The op that adds the output of low-rank adapters to a linear layer, and the layer that calls it.
 
-Of every adapter that a step computes, each token's low-rank part is computed; the parts of adapters that are not the
-token's own are set to zero; and one product with all up-projections, one below the other, adds the rest to the layer's
-output. So a step of n adapters of rank r costs two matrix products of inner size n * r, whatever tokens use what, and
-a graph that was captured for n adapters serves every mix of up to n.
+The op multiplies all tokens by the stacked down-projections of all n adapters of the step, sets the results of other
+adapters than the token's to zero, and multiplies by the stacked up-projections. So a step with n adapters of rank r
+costs two matrix products of inner size n * r, and a graph that is captured for n adapters serves every mix of up to n.
 
-How many are computed stands in the forward context's batch descriptor: it is read when the op runs, and a captured
-graph belongs to one descriptor. Without a descriptor all slots are computed.
+The op reads n from the forward context's batch descriptor when it runs; a captured graph belongs to one descriptor.
+Without a descriptor the op computes all slots.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ NO_ADAPTER = -1
 
 
 class TokenAdapters:
-    """The adapters of the forward that runs; all its adapted layers share one of these.
+    """The adapters of the running forward; all adapted layers of a model share one object.
 
     Attributes:
-        slots: each token's, :data:`NO_ADAPTER` for none, int64 (tokens,); None outside of a forward: no adapter at all.
-        order: all slots, those in use first, int64 (slots,); None where ``slots`` is.
+        slots: the slot of each token, :data:`NO_ADAPTER` for a token without adapter, int64 (tokens,); None outside of
+            a forward.
+        order: all slots, those in use first, int64 (slots,); None outside of a forward.
     """
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class TokenAdapters:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer to whose output each token's adapter adds its own.
+    """A linear layer that adds the output of each token's adapter.
 
-    Parameters are the replaced layer's own, under their old names; adapters are no part of the state dict.
+    It has the parameters of the replaced layer under the same names. Adapters are not part of the state dict.
 
     Args:
-        linear: the layer that this one replaces.
-        tokens: whose adapter is whose.
-        max_loras: slots for adapters.
-        max_rank: rows of each adapter's down-projection.
+        linear: the replaced layer.
+        tokens: the adapters of the running forward.
+        max_loras: number of slots.
+        max_rank: rows of each slot's down-projection.
 
     Attributes:
-        lora_a: down-projections, (slots, rank, in_features); zero where nothing is loaded.
+        lora_a: down-projections, (slots, rank, in_features); zero in a free slot.
         lora_b: up-projections, scaled, (slots, rank, out_features).
     """
 
@@ -71,7 +71,7 @@ class LoraLinear(nn.Linear):
                 self.register_buffer(name, linear.weight.new_zeros(max_loras, max_rank, width), persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear calls it
-        """The layer's output, with what adapters add."""
+        """The layer's output for ``input`` (..., in_features) plus the adapters' outputs, (..., out_features)."""
         out = F.linear(input, self.weight, self.bias)
         tokens = self._tokens
         if tokens.slots is not None:
@@ -94,7 +94,7 @@ def _add_lora(
     slots: torch.Tensor,
     order: torch.Tensor,
 ) -> None:
-    """Add what the tokens' adapters make of ``x`` to ``out``.
+    """Add the outputs of the tokens' adapters for ``x`` to ``out``, in place.
 
     Args:
         x: [..., in features], a row for each token.
@@ -102,7 +102,7 @@ def _add_lora(
         lora_a: [slots, rank, in features].
         lora_b: [slots, rank, out features].
         slots: of each token, negative for none, int64 [tokens].
-        order: all slots; those that some token uses stand among the first that are computed, int64 [slots].
+        order: all slots, those in use first, int64 [slots]; only the first ones are computed.
     """
     _check_rows(x, slots)
     max_loras, rank, _ = lora_a.shape
@@ -116,13 +116,13 @@ def _add_lora(
     else:  # all of them, as they lie
         computed = torch.arange(max_loras, device=slots.device)
     low = x.reshape(num_tokens, -1) @ lora_a.view(count * rank, -1).t()
-    # Filled, not multiplied by zero: what another adapter makes of a token may be infinite.
+    # Fill instead of multiply by zero: the result of another adapter may be infinite.
     low.view(num_tokens, count, rank).masked_fill_((slots.unsqueeze(1) != computed).unsqueeze(2), 0.0)
     out.view(num_tokens, -1).addmm_(low, lora_b.view(count * rank, -1))
 
 
 def _writes_out_only(*_: Any) -> None:
-    """What tracing sees of the op."""
+    """The fake implementation, which tracing calls."""
 
 
 torch.library.register_fake(ADD_LORA, _writes_out_only)
@@ -130,7 +130,7 @@ register_padding_rule(ADD_LORA, add_lora_by_row)
 
 
 def _num_active(otherwise: int) -> int:
-    """How many adapters this forward, or the graph that is captured here, computes."""
+    """The number of adapters in the forward context's batch descriptor; ``otherwise`` without a descriptor."""
     context = current_context()
     if context is None or context.batch_descriptor is None:
         return otherwise
@@ -141,8 +141,8 @@ def _check_rows(x: torch.Tensor, slots: torch.Tensor) -> None:
     num_rows = x.numel() // x.shape[-1]
     if num_rows != slots.shape[0]:
         raise ShapeError(
-            "a layer with adapters has other rows than tokens",
+            "the input of a layer with adapters does not have one row per token",
             expected=f"a row for each of {slots.shape[0]} tokens",
             found=f"{num_rows} rows, of an input {tuple(x.shape)}",
-            remedy="leave layers out of the targets that see less, or more, than every token once",
+            remedy="leave the layer out of the targets: adapters need one row for each token",
         )

@@ -1,4 +1,4 @@
-"""Which layers of a model take adapters."""
+"""Selects the layers of a model that get adapters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["targeted_layers"]
 
 
 def targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear]:
-    """The layers that targets name, by path.
+    """{path: layer} of the layers that match a target.
 
     Raises:
-        OptionError: a target names none, or something that adapters cannot be added to.
+        OptionError: a target matches no layer, a layer that is not a plain ``nn.Linear``, or a shared layer.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = (targets,) if isinstance(targets, str) else tuple(targets)
@@ -36,8 +36,8 @@ def targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn.
             found[path] = _checked_layer(path, modules[path])
     if len({id(layer) for layer in found.values()}) < len(found):
         raise OptionError(
-            "a target stands in several places of the model",
-            expected="each layer at one path, so that an adapter says which it is for",
+            "a target layer has several paths in the model",
+            expected="one path for each layer",
             found=", ".join(sorted(found)),
             remedy="leave shared layers out of the targets",
         )
@@ -52,5 +52,5 @@ def _checked_layer(path: str, layer: nn.Module) -> nn.Linear:
         f"{path} takes no adapters",
         expected="torch.nn.Linear itself, without hooks, not replaced before",
         found=type(layer).__name__ + (" with hooks, which would be lost" if is_hooked else ""),
-        remedy="leave it out of the targets; make one LoraAdapters for all adapters, before other hooks are added",
+        remedy="leave it out of the targets; create one LoraAdapters for all adapters, before hooks are added",
     )

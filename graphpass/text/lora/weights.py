@@ -1,4 +1,4 @@
-"""The weights of one adapter: under which names they come, and whether they fit the layers they are meant for."""
+"""Reads the weights of one adapter from a state dict, and checks that they fit their layers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _STATE_DICT_NAME = re.compile(r"(?:base_model\.model\.)?(?P<path>.+)\.lora_(?P<w
 
 
 def adapter_pairs(name: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """{layer: (A, B)} of an adapter's weights, which may be that already, or a state dict in PEFT's naming.
+    """Convert an adapter's weights to {layer: (A, B)}; they may have this form, or be a state dict with PEFT's names.
 
     Raises:
-        OptionError: a tensor's name is none of a low-rank adapter of a linear layer, or one of a pair is missing.
+        OptionError: a name is not that of a low-rank adapter of a linear layer, or one tensor of a pair is missing.
     """
     if not any(isinstance(value, torch.Tensor) for value in weights.values()):
         return dict(weights)
@@ -32,16 +32,16 @@ def adapter_pairs(name: str, weights: Mapping[str, Any]) -> dict[str, Any]:
         found = _STATE_DICT_NAME.fullmatch(key)
         if found is None:
             raise OptionError(
-                f"adapter {name!r} holds something else than low-rank pairs of linear layers",
+                f"adapter {name!r} contains something else than low-rank pairs of linear layers",
                 expected="names like base_model.model.<layer>.lora_A.weight, or {layer: (A, B)}",
                 found=repr(key),
-                remedy="leave out what is no lora_A or lora_B of a linear layer; other kinds of adapter are not served",
+                remedy="pass only lora_A and lora_B of linear layers; other kinds of adapters are not supported",
             )
         halves.setdefault(found["path"], {})[found["which"]] = tensor
     for path, pair in halves.items():
         if len(pair) < 2:
             raise OptionError(
-                f"adapter {name!r} has one half of a pair",
+                f"adapter {name!r} has only one half of a pair",
                 expected=f"lora_A and lora_B of {path}",
                 found=f"lora_{next(iter(pair))} alone",
                 remedy="pass the whole state dict of the adapter",
@@ -52,18 +52,18 @@ def adapter_pairs(name: str, weights: Mapping[str, Any]) -> dict[str, Any]:
 def checked_pairs(
     name: str, pairs: Mapping[str, Any], layers: Mapping[str, LoraLinear], max_rank: int
 ) -> dict[str, Pair]:
-    """The pairs, every one of which fits its layer.
+    """Check that every pair fits its layer; returns the pairs.
 
     Raises:
-        OptionError: a layer is none of the adapted ones, or there is no pair at all.
-        ShapeError: a tensor has another shape, dtype or device than its layer asks for, or is not finite.
+        OptionError: a layer is not a target, or there is no pair.
+        ShapeError: a tensor has a wrong shape, dtype or device for its layer, or is not finite.
     """
     if not pairs:
         raise OptionError(
             f"adapter {name!r} has no weights",
             expected="{layer: (A, B)}, at least one pair",
             found="none",
-            remedy="run without an adapter where nothing is to be added",
+            remedy="run requests without an adapter (None) instead",
         )
     for path, pair in pairs.items():
         if path not in layers:
@@ -99,7 +99,7 @@ def _check_pair(what: str, pair: Any, layer: LoraLinear, max_rank: int) -> None:
     if not all(bool(t.isfinite().all()) for t in pair):
         raise ShapeError(
             f"{what} is not finite",
-            expected="numbers: tokens of other adapters meet them, times zero",
-            found="an infinity, or NaN",
-            remedy="load the weights as they were trained",
+            expected="finite numbers: for tokens of other adapters they are multiplied by zero",
+            found="an infinity or NaN",
+            remedy="check the file that the weights were loaded from",
         )

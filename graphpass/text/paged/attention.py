@@ -1,4 +1,4 @@
-"""What builds the metadata of paged attention for each step."""
+"""Builds the metadata of paged attention for each step."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _MASK_ALIGNMENT = 8
 class PagedAttention:
     """Builds the metadata of steps over one paged KV cache; an ``AttentionMetadataBuilder``.
 
-    A key's bound on sequence lengths is its ``max_seq_len`` field, where the dispatcher has one
-    (``capture_sizes={"num_tokens": [...], "max_seq_len": [256, 1024]}``), and otherwise that of this object.
-    Each step's tables are one copy from pinned host memory. One step at a time: a FULL key's tables are overwritten by
-    its next step, in the order of the current stream.
+    The bound of sequence lengths is the key's field ``max_seq_len``, if the dispatcher has sizes for it
+    (``capture_sizes={"num_tokens": [...], "max_seq_len": [256, 1024]}``), and otherwise ``max_seq_len`` of this object.
+    The tables of a step are sent to the device in one copy from pinned host memory. The next step of a FULL key
+    overwrites its tables, in the order of the current stream.
 
     Args:
-        cache: the keys and values.
+        cache: the KV cache.
         max_num_reqs: most requests of a step.
         max_num_tokens: most tokens of a step, padding included.
-        max_seq_len: longest sequence.
-        windows: sliding windows that layers have, -1 among them where some have none.
-        support: what may be captured. Mixed batches can be (``ALWAYS``), but their graphs gather ``num_reqs *
-            max_seq_len`` keys in every layer.
+        max_seq_len: longest sequence, in tokens.
+        windows: sliding windows of the layers; -1 for layers without one.
+        support: batches that FULL graphs may serve. Mixed batches are possible (``ALWAYS``), but their graphs gather
+            ``num_reqs * max_seq_len`` keys in every layer.
 
     Attributes:
-        pages: the cache's live pages, for whoever schedules requests.
+        pages: allocator of the cache's pages, for schedulers.
 
     Raises:
         OptionError: a limit is below 1, or a window is neither -1 nor at least 1.
@@ -227,7 +227,7 @@ class PagedAttention:
                 expected=f"at most {self.max_num_tokens} tokens, {self.max_num_reqs} requests and sequences of "
                 f"{self.max_seq_len}; in a uniform key whole requests",
                 found=f"{num_tokens} tokens, {num_reqs} requests, sequences of {longest}",
-                remedy="make dispatcher and PagedAttention with the same limits",
+                remedy="create the dispatcher and PagedAttention with the same limits",
             )
         # In a mixed key one request may have all tokens.
         query_len = num_tokens // num_reqs if key.uniform else None
@@ -335,10 +335,10 @@ def _checked_windows(windows: Sequence[int], max_seq_len: int) -> tuple[int, ...
     """
     if not windows or any(type(window) is not int or window < NO_WINDOW or window == 0 for window in windows):
         raise OptionError(
-            "windows of paged attention cannot be used",
-            expected="lengths of at least 1, and -1 for layers that see all before them",
+            "windows of paged attention are not valid",
+            expected="lengths of at least 1, and -1 for layers without a sliding window",
             found=repr(windows),
-            remedy="leave it out where no layer has a sliding window",
+            remedy="leave windows out if no layer has a sliding window",
         )
     return tuple(sorted({window if window < max_seq_len else NO_WINDOW for window in windows}))
 

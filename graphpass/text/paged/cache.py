@@ -1,8 +1,8 @@
-"""A paged KV cache: its memory, who has which page, and the pages of a step's requests.
+"""A paged KV cache: its memory, the allocation of its pages, and the pages of a step's requests.
 
-A page holds ``page_size`` consecutive positions of one request, in every layer. Two pages are nobody's. The null page
-is zeros and only read: it fills block tables behind a request's last page. The scratch page is only written, by
-padding, by warm-up and by capture: no live row ever reads it.
+A page stores ``page_size`` consecutive positions of one request, in every layer. Two pages belong to no request. The
+null page contains zeros and is only read: it fills block tables behind a request's last page. The scratch page is only
+written, by padding, warm-up and capture; no real row reads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PagedRequests:
 
 
 class PageAllocator:
-    """Hands out the live pages of a cache, last freed first.
+    """Allocates the pages of a cache to requests; the page that was freed last is allocated first.
 
     Args:
         num_pages: live pages of the cache.
@@ -52,7 +52,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody has."""
+        """Number of free pages."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
@@ -74,7 +74,7 @@ class PageAllocator:
                 "the KV cache has too few free pages",
                 expected=f"{count} free pages",
                 found=f"{len(self._free)} of {self.num_pages}",
-                remedy="finish or preempt a request, or make the cache with more pages",
+                remedy="finish or preempt a request, or create the cache with more pages",
             )
         pages = [self._free.pop() for _ in range(count)]
         self._taken.update(pages)

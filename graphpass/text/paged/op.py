@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, by torch's own attention: the op, and the metadata that it reads.
+"""The op for attention over a paged KV cache, and the metadata that it reads. It calls torch's attention kernels.
 
 Two ways to the same result. *Batched*: each request's keys are gathered from its pages into a row of the longest
 length, and one ``scaled_dot_product_attention`` with a mask serves all rows; the heads that share keys are folded into
@@ -328,8 +328,8 @@ def _metadata_in_context() -> PagedMetadata:
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, PagedMetadata):
         raise ContextError(
-            "paged attention has no metadata to work with",
-            expected="what PagedAttention.build() returned, as attn_metadata of the forward context",
+            "paged attention has no metadata",
+            expected="the result of PagedAttention.build() as attn_metadata of the forward context",
             found=type(metadata).__name__,
             remedy="pass attn_metadata=attention.build(requests, key) to set_forward_context; in PIECEWISE the op has "
             f"to stay outside of captured regions: splitting_ops=[{PAGED_ATTENTION!r}]",

@@ -1,4 +1,4 @@
-"""A step's tables over a paged KV cache: where each token's key and value lie, on the host and on the device.
+"""A step's tables over a paged KV cache: the slots of each token's key and value, on the host and on the device.
 
 A slot is a position in a layer's cache, ``page * page_size + offset``.
 """
@@ -59,7 +59,7 @@ class Step:
         if np.minimum.reduce(np.minimum(query_lens - 1, seq_lens - query_lens)) < 0:
             at = int(np.argmax((query_lens < 1) | (seq_lens < query_lens)))
             raise ShapeError(
-                f"request {at} of the step has lengths that cannot be",
+                f"request {at} of the step has invalid lengths",
                 expected="at least one token in this step, and a sequence that includes them",
                 found=f"{query_lens[at]} tokens, a sequence of {seq_lens[at]}",
                 remedy="seq_lens are the lengths after the step; leave requests without tokens out",
@@ -110,8 +110,8 @@ def _check_pages(pages: _Ints, num_pages: _Ints, num_live: int, is_scratch: bool
     }
     page = int(pages[entry])
     raise ShapeError(
-        f"request {request} of the step has a page that it cannot have",
-        expected="the scratch page alone" if is_scratch else f"pages {lowest} to {highest}",
+        f"request {request} of the step has an invalid page",
+        expected="only the scratch page" if is_scratch else f"pages {lowest} to {highest}",
         found=f"{page}" + (f", {reserved[page]}" if page in reserved else ""),
         remedy="use the pages that PageAllocator.allocate() returned",
     )

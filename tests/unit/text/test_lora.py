@@ -298,7 +298,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(
         (("dow",), "meant 'down'"),
         (("own",), "names no layer"),
         (("act",), "act takes no adapters.*found Tanh"),
-        (("shared",), "in several places"),
+        (("shared",), "has several paths"),
     ],
 )
 def test_targets_that_take_no_adapters_are_refused(targets: Sequence[str], message: str) -> None:

@@ -291,13 +291,13 @@ def test_support_splitting_and_extra() -> None:
 
 ERRORS: dict[str, tuple[PagedRequests, BatchDescriptor | None]] = {
     "differ in length": (PagedRequests([1, 1], [1], [[2]]), None),
-    "request 1 of the step has lengths": (PagedRequests([1, 3], [1, 2], [[2], [3]]), None),
-    "request 0 of the step has lengths": (PagedRequests([0], [2], [[2]]), None),
+    "request 1 of the step has invalid lengths": (PagedRequests([1, 3], [1, 2], [[2], [3]]), None),
+    "request 0 of the step has invalid lengths": (PagedRequests([0], [2], [[2]]), None),
     "request 1 of the step has too few pages": (PagedRequests([1, 1], [4, 5], [[2], [3]]), None),
     "the null page": (PagedRequests([1, 1], [1, 9], [[2], [3, 0, 4]]), None),
     "the scratch page": (PagedRequests([1], [1], [[1]]), uniform_key(1)),
-    "request 1 of the step has a page": (PagedRequests([1, 1], [1, 1], [[41], [42]]), None),
-    "expected the scratch page alone": (PagedRequests([1], [1], [[2]], is_scratch=True), None),
+    "request 1 of the step has an invalid page": (PagedRequests([1, 1], [1, 1], [[41], [42]]), None),
+    "expected only the scratch page": (PagedRequests([1], [1], [[2]], is_scratch=True), None),
     "too many requests": (PagedRequests([1] * 3, [1] * 3, [[2], [3], [4]]), uniform_key(2)),
     "too many requests: expected at most 6": (PagedRequests([1] * 7, [1] * 7, [[2]] * 7), None),
     "too many tokens: expected at most 48": (PagedRequests([25, 25], [25, 25], [[2] * 7] * 2), None),
