@@ -1,9 +1,9 @@
-"""Cutting a sequence of items into consecutive batches at the least cost.
+"""Cuts a sequence of items into consecutive batches at the least cost.
 
-A batch either replays the cheapest graph whose every limit holds it, or runs eagerly. Which cuts are best is a shortest
-path, found by dynamic programming over the items' order. To stay fast for thousands of items it looks at a bounded
-number of cells (a first item, a number of items), and only at such as some graph or eager call holds: long sequences
-are cut within blocks, all blocks at once, and the batches found are then cut once more, as if they were items.
+A batch either replays the cheapest graph whose limits it does not exceed, or runs eagerly. The best cuts are a shortest
+path, computed by dynamic programming over the items. To be fast for thousands of items, it evaluates a bounded number
+of cells (a first item and a number of items), and only cells that fit a graph or an eager call. Long sequences are cut
+within blocks, all blocks at once; in a second round the resulting batches are cut as if they were items.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import numpy.typing as npt
 __all__ = ["NO_RUNG", "EagerCosts", "Rung", "RungTable", "Sizes", "cheapest_cuts", "greedy_ends", "totals"]
 
 Sizes = npt.NDArray[np.int64]
-"""[dimension, item]: what adds up in a batch: tokens first, then whatever else a graph limits."""
+"""[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
 
 Floats = npt.NDArray[np.float64]
 EagerCosts = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]
-"""The costs of eager calls over these token counts; infinite where a call may not be that large."""
+"""Costs of eager calls with these token counts; infinite for calls that are not allowed."""
 
 NO_RUNG = -1
 WHOLE = 128
-"""So many items are cut as well as consecutive batches can be."""
+"""Up to this number of items the cuts are optimal."""
 BLOCK = 64
-"""Longer sequences are cut in blocks of so many."""
+"""Longer sequences are cut in blocks of this many items."""
 MAX_CELLS = 1 << 14
 LEAST_WIDTH = 8
 ROUNDS = 2
-"""A third one finds next to nothing."""
+"""A third round improves the cost by almost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """What one graph holds.
+    """The limits and the cost of one graph.
 
     Attributes:
-        limits: the most of each dimension that adds up, tokens first.
-        cost: of one replay.
-        bounds: the most of each dimension of which the largest item counts.
+        limits: maximum of the sum over a batch, for each dimension of sizes, tokens first.
+        cost: cost of one replay.
+        bounds: maximum of the largest value in a batch, for each dimension of peaks.
     """
 
     limits: tuple[int, ...]
@@ -50,13 +50,13 @@ class Rung:
 
 
 class _Column:
-    """The rungs of the same bounds, ascending: a larger one holds whatever a smaller one does."""
+    """The rungs with the same bounds, ascending: each limit of a rung is at least that of the rung before."""
 
     def __init__(self, bounds: tuple[int, ...], rungs: Sequence[tuple[int, Rung]]) -> None:
         ascending = sorted(rungs, key=lambda pair: pair[1].limits)
         self.bounds = np.array(bounds, dtype=np.int64)[:, None]
         self.limits = np.array([rung.limits for _, rung in ascending], dtype=np.int64).T
-        # Behind the last rung stands what holds nothing.
+        # The last entry, NO_RUNG with infinite cost, is for batches that fit no rung.
         self.indices = np.array([*(index for index, _ in ascending), NO_RUNG])
         costs = [*(rung.cost for _, rung in ascending), np.inf]
         cheapest = list(range(len(costs)))
@@ -67,7 +67,7 @@ class _Column:
         self.least = np.array(costs)[cheapest]
 
     def places(self, sums: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
-        """The smallest rung that holds each batch; their number where none does."""
+        """The position of the smallest rung that each batch fits; the number of rungs if it fits none."""
         places: npt.NDArray[np.intp] = np.searchsorted(self.limits[0], sums[0])
         for limits, totals in zip(self.limits[1:], sums[1:], strict=True):
             np.maximum(places, np.searchsorted(limits, totals), out=places)
@@ -82,9 +82,9 @@ class _Column:
 
 
 class RungTable:
-    """All rungs, for looking up what holds batches.
+    """Looks up the rungs that batches fit.
 
-    Its methods take batches as [dimension, batch]: the sums of what adds up, and the peaks of what is bounded.
+    Its methods take batches as [dimension, batch]: ``sums`` of sizes, and ``peaks``, the largest values.
     """
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
@@ -95,14 +95,14 @@ class RungTable:
         self._tokens = np.array([*(rung.limits[0] for rung in rungs), np.iinfo(np.int64).max])
 
     def costs(self, sums: Sizes, peaks: Sizes) -> Floats:
-        """The least cost of a replay for each batch; infinite where nothing holds it."""
+        """The least cost of a replay for each batch; infinite if it fits no rung."""
         costs = self._columns[0].costs(sums, peaks) if self._columns else np.full(sums.shape[1], np.inf)
         for column in self._columns[1:]:
             np.minimum(costs, column.costs(sums, peaks), out=costs)
         return costs
 
     def cheapest(self, sums: Sizes, peaks: Sizes) -> tuple[Floats, npt.NDArray[np.intp]]:
-        """The least cost of a replay for each batch, and that rung; infinite, and NO_RUNG, where nothing holds it."""
+        """The least cost of a replay for each batch, and its rung; infinite and NO_RUNG if it fits no rung."""
         costs = np.full(sums.shape[1], np.inf)
         rungs = np.full(sums.shape[1], NO_RUNG)
         for column in self._columns:
@@ -113,7 +113,7 @@ class RungTable:
         return costs, rungs
 
     def smallest(self, sums: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
-        """The smallest rung that holds each batch, by tokens and then by bounds; NO_RUNG where none does."""
+        """The smallest rung that each batch fits, by tokens and then by bounds; NO_RUNG if it fits none."""
         rungs = np.full(sums.shape[1], NO_RUNG)
         for column in self._columns:
             found = column.indices[column.places(sums, peaks)]
@@ -121,7 +121,7 @@ class RungTable:
         return rungs
 
     def farthest(self, sizes: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
-        """For each item the end of the longest batch that begins with it and that some rung holds; at least itself."""
+        """For each item, the end of the longest batch that starts with it and fits a rung; at least one item long."""
         count = sizes.shape[1]
         sums = _running(sizes)
         ends = np.arange(1, count + 1)
@@ -137,7 +137,7 @@ class RungTable:
 
 
 def greedy_ends(farthest: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """The ends of batches that are each as long as :meth:`RungTable.farthest` says."""
+    """The ends of consecutive batches, each as long as ``farthest`` (see :meth:`RungTable.farthest`) allows."""
     reached, ends, at = farthest.tolist(), [], 0
     while at < len(reached):
         at = reached[at]
@@ -155,14 +155,14 @@ def totals(sizes: Sizes, peaks: Sizes, ends: npt.NDArray[np.int64]) -> tuple[Siz
 def cheapest_cuts(
     sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """Where to cut items, in their order, so that the batches cost least in all.
+    """Cut the items, in their order, into batches with the least total cost.
 
     Args:
-        sizes: what adds up in a batch, of items of which each fits some rung.
-        peaks: [dimension, item]: of what the largest item counts.
-        table: what replays cost.
-        eager: what eager calls cost.
-        max_eager_tokens: above which they cost infinitely much.
+        sizes: [dimension, item]: sizes that add up in a batch. Each item must fit a rung.
+        peaks: [dimension, item]: sizes of which a batch has the maximum.
+        table: the rungs, with costs of replays.
+        eager: costs of eager calls.
+        max_eager_tokens: maximum tokens of an eager call; ``eager`` is infinite above it.
 
     Returns:
         The end of each batch, ascending; the last is the number of items.
@@ -172,7 +172,7 @@ def cheapest_cuts(
         num_units = len(ends)
         units, highest = totals(sizes, peaks, ends)
         ends = ends[_cut_once(units, highest, table, eager, max_eager_tokens) - 1]
-        if num_units <= WHOLE:  # one block, which was cut as well as it can be
+        if num_units <= WHOLE:  # one block: the cuts are optimal
             break
     return ends
 
@@ -180,10 +180,10 @@ def cheapest_cuts(
 def _cut_once(
     sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """The best ends of batches that do not reach across blocks of items.
+    """The best ends of batches that do not cross the boundaries of blocks.
 
-    Blocks are cut from their last items on, all together: what an item's place in its block is counts from the end.
-    In front of all items stand as many blank ones, which cost nothing, as make the blocks equally long.
+    All blocks are cut at once, from their last items backwards, so the place of an item in its block is counted from
+    the end of the block. Blank items without cost are prepended to make all blocks equally long.
     """
     count = sizes.shape[1]
     num_blocks = 1 if count <= WHOLE else -(-count // BLOCK)
@@ -199,21 +199,21 @@ def _cut_once(
         width = min(width, max(LEAST_WIDTH, MAX_CELLS // count))
     starts, wide = _cells(np.minimum(widths, width))
     costs = np.full((length, num_blocks, width), np.inf)
-    costs[count - (num_blocks - 1) * length :, -1, -1] = 0  # the blank ones
-    # Wide batches first: of equal costs the one of fewer replays is taken.
+    costs[count - (num_blocks - 1) * length :, -1, -1] = 0  # blank items
+    # Wide batches come first, so that among equal costs the plan with fewer replays is selected.
     costs[place[starts], block[starts], width - wide] = cell_costs(sizes, peaks, starts, wide, table, eager)
     return _walked(_widths_by_place(costs), count)
 
 
 def _cells(widths: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """First item and number of items of all batches of up to ``widths`` items."""
+    """The first item and the number of items of each batch with at most ``widths[first item]`` items."""
     starts = np.repeat(np.arange(len(widths)), widths)
     first_cell = np.cumsum(widths) - widths
     return starts, np.arange(len(starts)) - first_cell[starts] + 1
 
 
 def _widths_by_place(costs: Floats) -> npt.NDArray[np.intp]:
-    """[place, block]: how many items the batch has that begins there, on the cheapest way to the end of the block."""
+    """[place, block]: number of items of the batch that starts there, on the cheapest path to the end of the block."""
     length, num_blocks, width = costs.shape
     total = np.full((num_blocks, width + length), np.inf)
     total[:, width - 1] = 0
@@ -250,7 +250,7 @@ def cell_costs(
     table: RungTable,
     eager: EagerCosts,
 ) -> Floats:
-    """What each batch costs that begins with the item ``starts`` and has ``wide`` items."""
+    """The cost of each batch: batch ``i`` has ``wide[i]`` items and starts with item ``starts[i]``."""
     sums = _running(sizes)
     batches = sums.take(starts + wide, axis=1)
     batches -= sums.take(starts, axis=1)
@@ -261,7 +261,7 @@ def cell_costs(
 
 
 def _highest(peaks: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
-    """[number of items - 1, first item]: the highest of so many peaks, as far as there are as many."""
+    """[number of items - 1, first item]: the maximum over consecutive peaks; undefined beyond the last item."""
     highest = np.empty((width, len(peaks)), dtype=np.int64)
     highest[0] = peaks
     for wide in range(1, width):
@@ -270,7 +270,7 @@ def _highest(peaks: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
 
 
 def _running(sizes: Sizes) -> Sizes:
-    """The sums of the first items, from none of them to all."""
+    """Prefix sums: [dimension, n] is the sum of the first n items."""
     sums = np.zeros((len(sizes), sizes.shape[1] + 1), dtype=np.int64)
     np.cumsum(sizes, axis=1, out=sums[:, 1:])
     return sums

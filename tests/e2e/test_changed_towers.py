@@ -278,7 +278,7 @@ def test_what_sits_on_the_tower_itself_is_refused(stock: Tower, change: Any) -> 
     """The adapter calls its parts, and would leave that out without a word."""
     tower = stock.build(CPU)
     change(tower)
-    with pytest.raises(gp.errors.EncoderConfigError, match="does something that its adapter does not"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="does not support this tower"):
         adapter_for(tower, **stock.options)
 
 

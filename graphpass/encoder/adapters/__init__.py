@@ -1,4 +1,4 @@
-"""Adapters: stock towers as encoders that whole-encoder graphs can run, found by the tower's class."""
+"""Adapters implement the encoder protocol for stock vision towers; :func:`adapter_for` selects one by class."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _ADAPTERS: Mapping[str, Callable[..., SupportsEncoderCudaGraph]] = MappingProxyT
 
 
 def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
-    """The encoder protocol over a stock tower; what has the protocol itself is returned as it is.
+    """The adapter for a stock tower. An object that implements the encoder protocol itself is returned unchanged.
 
     Args:
-        tower: a vision tower of transformers, ``model.visual`` or ``model.vision_model``, or one derived from it.
-        options: of the adapter: see its class.
+        tower: a vision tower of transformers, ``model.visual`` or ``model.vision_model``, or an instance of a subclass.
+        options: options of the adapter, see its class.
 
     Raises:
-        EncoderConfigError: no adapter is known for its class, the tower does more than that class says, or there are
-            options for what needs none.
+        EncoderConfigError: there is no adapter for the class of the tower, the tower overrides parts that the adapter
+            replaces, or ``options`` are passed for an object that implements the protocol itself.
     """
     for kind in type(tower).__mro__:
         if kind.__name__ in _ADAPTERS:
@@ -54,8 +54,8 @@ def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
     if isinstance(tower, SupportsEncoderCudaGraph) and not options:
         return tower
     raise EncoderConfigError(
-        f"no adapter is known for {type(tower).__name__}",
-        expected="a tower of the class " + ", ".join(_ADAPTERS) + ", or the encoder protocol without options",
+        f"there is no adapter for {type(tower).__name__}",
+        expected="a tower of the class " + ", ".join(_ADAPTERS) + ", or an encoder with the protocol and no options",
         found=f"{type(tower).__module__}.{type(tower).__qualname__}",
         remedy='pass the vision tower and not the whole model, or follow "Add your tower" in docs/encoder.md',
     )

@@ -1,4 +1,4 @@
-"""The repeated blocks of a tower: called as they are, or through one compiled function that serves them all."""
+"""The repeated blocks of a tower, called eagerly or through one compiled function for all blocks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["Blocks", "eagerly"]
 
 
 class Blocks(SharesWeights):
-    """A tower's blocks over the tower's own weights, with an attention that serves packed images.
+    """Copies of a tower's blocks that share its weights and use an attention function for packed images.
 
-    They are copies that share every tensor. Where weights, modules or the whole list are exchanged, so are they, and
-    they train and evaluate as the tower does.
+    :meth:`follow` copies the blocks again if weights, modules, the list of blocks or training flags of the tower
+    changed.
 
     Args:
-        tower: the stock tower. It stays as it is.
-        path: to its list of blocks, all of one class and one configuration.
-        attention: the form of attention.
-        seq_len: tokens of each sequence, where all are equal.
+        tower: the stock tower. It is not changed.
+        path: path of its list of blocks, which have one class and one configuration.
+        attention: name of the attention function.
+        seq_len: tokens of each sequence if all have the same length.
     """
 
     def __init__(self, tower: torch.nn.Module, path: str, attention: str, *, seq_len: int | None = None) -> None:
@@ -43,25 +43,25 @@ class Blocks(SharesWeights):
         return len(self._stock)
 
     def __call__(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states behind one block."""
+        """The hidden states after block ``index``."""
         output: torch.Tensor = self._call(self._blocks[index], hidden, arguments)
         return output
 
     def follow(self) -> None:
-        """Once a forward, before the first block: copy anew what is not what it was."""
+        """Copy the blocks again if the tower changed. Called once in a forward, before the first block."""
         is_same = self._stock is self._copied and len(self._stock) == len(self._blocks)
         if not (is_same and self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
 
     def compute_rows_alone(self) -> bool:
-        """Whether rows meet in the attention function alone, so that images can lie one behind the other.
+        """Whether only the attention function reads several rows, so that images can be concatenated.
 
-        What somebody has put into a block (an attention of his own, a hook, a forward) may look at all rows.
+        Modules from outside torch and transformers, hooks and replaced forwards may read all rows.
         """
         return not any(map(_may_see_all_rows, self._stock.modules()))
 
     def call_stock(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states behind the tower's own block, which attends as the tower does."""
+        """The hidden states after block ``index`` of the tower itself, with the tower's own attention."""
         output: torch.Tensor = self._call(self._stock[index], hidden, arguments)
         return output
 
@@ -72,16 +72,17 @@ class Blocks(SharesWeights):
         return found
 
     def compile(self, compiler: str, runtime: Any, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
-        """Compile the block once for all layers and all sizes.
+        """Compile one block for all layers and all sizes.
 
-        Weights are inputs of what Dynamo traces, so layers share it. What is equal in its first call it takes for equal
-        ever after: no two sizes of the example may be that can ever differ, and none may be 0 or 1.
+        Weights are inputs of the traced function, so all layers share it. Dynamo specialises sizes of 0 and 1, and uses
+        one symbol for sizes that are equal in the first call. So all independent sizes of the example must be
+        different and at least 2.
 
         Args:
-            compiler: what compiles regions.
+            compiler: the compiler of regions.
             runtime: counts artifacts.
-            hidden: an example.
-            arguments: an example.
+            hidden: example hidden states.
+            arguments: example arguments of the block.
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
         own = with_own_code(_call_block)

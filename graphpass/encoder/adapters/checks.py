@@ -1,4 +1,4 @@
-"""What options of adapters may be."""
+"""Checks of adapter options, and of towers that an adapter cannot replace."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from graphpass.errors import EncoderConfigError
 __all__ = ["checked_count", "refuse_changed", "unserved_tower"]
 
 _STOCK_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|")
-"""How names of transformers' own attention functions begin."""
+"""Prefixes of the names of transformers' attention functions."""
 
 
 def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
     """The value of the adapter's option ``name`` as an int.
 
     Raises:
-        EncoderConfigError: ``value`` is no integer, or below ``at_least``.
+        EncoderConfigError: ``value`` is not an integer, or below ``at_least``.
     """
-    what, remedy = f"option {name} of the adapter", "leave it out for the default"
+    what, remedy = f"option {name} of the adapter", "omit the option for its default"
     return positive(value, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
 
 
 def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
-    """The error for a tower of a known class that does something its adapter does not."""
+    """The error for a tower of a known class with behaviour that its adapter does not implement."""
     return EncoderConfigError(
-        f"{type(tower).__name__} does something that its adapter does not",
+        f"the adapter for {type(tower).__name__} does not support this tower",
         expected=expected,
         found=found,
         remedy='write an adapter for it: "Add your tower" in docs/encoder.md',
@@ -35,14 +35,15 @@ def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
 
 
 def refuse_changed(tower: Any, stock: type) -> None:
-    """Refuse a tower that does more than its class says around its blocks: adapters call its parts, and not itself.
+    """Refuse a tower with changes outside its blocks: adapters call the parts of a tower instead of its forward.
 
     Args:
-        tower: of the class ``stock``, or of one derived from it.
+        tower: an instance of ``stock`` or of a subclass.
         stock: the class that has an adapter.
 
     Raises:
-        EncoderConfigError: it has a forward of its own, hooks, or an attention function that is not transformers'.
+        EncoderConfigError: the tower overrides forward, has hooks, or uses an attention function that is not part of
+            transformers.
     """
     if getattr(type(tower), "forward", None) is not getattr(stock, "forward", None) or "forward" in vars(tower):
         raise unserved_tower(tower, f"the forward of {stock.__name__}", "another one")

@@ -1,4 +1,4 @@
-"""CLIP's tower: a class token before the patches of each image, which is the pooled output."""
+"""The adapter for CLIP. Each image starts with a class token, whose hidden state is the pooled output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ClipAdapter"]
 
 
 class ClipAdapter(FixedSizeAdapter):
-    """``CLIPVisionModel``."""
+    """The adapter for ``CLIPVisionModel``."""
 
     @property
     def _has_pooler(self) -> bool:

@@ -1,4 +1,4 @@
-"""What SigLIP's and CLIP's towers share: images of one size, a batch dimension instead of packing."""
+"""Common base of the adapters for SigLIP and CLIP: images of one size in a batch dimension, without packing."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _EXAMPLE_IMAGES = 3
 
 
 class FixedSizeAdapter(ABC):
-    """A tower that takes ``pixel_values`` of one size, [images, channels, height, width].
+    """An adapter for a tower that takes ``pixel_values`` [images, channels, height, width] of one size.
 
     Args:
         tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
-        output: what an image's result is: ``last_hidden_state`` [positions, width], ``pooler_output`` [width], or
-            ``both``, a tuple of them. Budgets count rows: positions, 1, or positions + 1 for each image. Without a
-            pooling head there is only ``last_hidden_state``.
-        max_items: images of the largest batch.
+        output: the result of an image: ``last_hidden_state`` [positions, width], ``pooler_output`` [width], or
+            ``both``, a tuple of the two. Budgets count the rows of an image: positions, 1, or positions + 1. A tower
+            without a pooling head only has ``last_hidden_state``.
+        max_items: number of images in the largest batch.
 
     Raises:
-        EncoderConfigError: an option cannot be used.
+        EncoderConfigError: an option has a wrong value.
     """
 
     def __init__(self, tower: Any, *, output: str | None = None, max_items: int = 64) -> None:
@@ -59,15 +59,15 @@ class FixedSizeAdapter(ABC):
     @property
     @abstractmethod
     def _has_pooler(self) -> bool:
-        """Whether the tower pools."""
+        """Whether the tower has a pooled output."""
 
     @abstractmethod
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """[images, positions, width], what the first block gets."""
+        """The input of the first block, [images, positions, width]."""
 
     @abstractmethod
     def _finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``last_hidden_state`` and ``pooler_output`` from what the last block returns, [images, positions, width]."""
+        """``last_hidden_state`` and ``pooler_output`` from the output of the last block, [images, positions, width]."""
 
     # -- the protocol
 
@@ -83,19 +83,19 @@ class FixedSizeAdapter(ABC):
         )
 
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
-        """One image, and the largest batch."""
+        """The rows of one image, and of the largest batch."""
         return self._rows, self._rows * self._max_items
 
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """As many equal specs as there are images.
+        """One spec for each image; all are equal.
 
         Raises:
-            ShapeError: the images are not of the tower's size.
+            ShapeError: the images do not have the size of the tower.
         """
         return [EncoderItemSpec(self._positions, self._rows)] * len(self._images(items))
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
-        """Those images."""
+        """The images at ``indices``; consecutive images are not copied."""
         images = self._images(items)
         first, count = (indices[0] if indices else 0), len(indices)
         if list(indices) == list(range(first, first + count)):
@@ -127,17 +127,17 @@ class FixedSizeAdapter(ABC):
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
-        """The images as they are."""
+        """The images, unchanged."""
         return {"pixel_values": self._images(items)}
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
-        """The rows of each image, one after the other, [key.tokens, width]; zero behind the last whole image."""
+        """The rows of all images in order, [key.tokens, width]; rows after the last image are zero."""
         with capture_settings():
             rows = self._forward(buffers["pixel_values"])
         return torch.cat([rows, rows.new_zeros(key.tokens - len(rows), rows.shape[1])])
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        """The same forward over as many images as there are."""
+        """The forward over all images without padding, [images * rows, width]."""
         images = self._images(items)
         weight: torch.Tensor = next(self.tower.parameters())
         if not len(images):
@@ -148,7 +148,7 @@ class FixedSizeAdapter(ABC):
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
     ) -> list[EncoderOutput]:
-        """What ``output`` says of each image."""
+        """The result of each image, see ``output`` of the class."""
         (rows,) = output
         images = rows[: len(specs) * self._rows].unflatten(0, (len(specs), self._rows)).unbind() if specs else ()
         if self._output == LAST_HIDDEN_STATE:
@@ -158,7 +158,7 @@ class FixedSizeAdapter(ABC):
         return [(image[:-1], image[-1]) for image in images]
 
     def compile_encoder(self, compiler: str, runtime: Any) -> None:
-        """Compile the block; it serves all layers and sizes."""
+        """Compile one block for all layers and sizes."""
         weight = next(self.tower.parameters())
         shape = (1, _EXAMPLE_IMAGES * self._positions, self.tower.config.hidden_size)
         hidden = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
@@ -171,10 +171,10 @@ class FixedSizeAdapter(ABC):
         hidden = self._embed(pixel_values)
         blocks, arguments = self._blocks, {"attention_mask": None}
         blocks.follow()
-        # One image's embeddings lie transposed; blocks are compiled for one layout.
+        # Embeddings of a single image have transposed strides, but blocks are compiled for one layout.
         rows = hidden.contiguous()
         if blocks.compute_rows_alone():
-            # As one long image blocks are compiled once: a batch of one image would be compiled apart.
+            # All images are one row, because a batch of one image would be compiled separately.
             rows = rows.view(1, -1, hidden.shape[-1])
             for layer in range(len(blocks)):
                 rows = blocks(layer, rows, arguments)
@@ -196,22 +196,22 @@ class FixedSizeAdapter(ABC):
         known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if self._has_pooler else (LAST_HIDDEN_STATE,)
         if output is None:
             return known[-1]
-        problem = f"option output of the adapter of {type(self.tower).__name__} cannot be used"
-        one_of(output, known, problem, remedy=f"leave it out for {known[-1]!r}", error=EncoderConfigError)
+        problem = f"option output of the adapter for {type(self.tower).__name__} has a wrong value"
+        one_of(output, known, problem, remedy=f"omit the option for {known[-1]!r}", error=EncoderConfigError)
         return output
 
     def _images(self, items: EncoderItems) -> torch.Tensor:
         """The batch of images.
 
         Raises:
-            ShapeError: it is none, or of another size than the tower's.
+            ShapeError: ``pixel_values`` is missing, or has another image size than the tower.
         """
         images = items.get("pixel_values")
         if not isinstance(images, torch.Tensor) or tuple(images.shape[1:]) != self._image_shape:
             raise ShapeError(
-                f"images do not have the size that {type(self.tower).__name__} takes",
+                f"images do not have the size of {type(self.tower).__name__}",
                 expected=f"pixel_values of shape {('images', *self._image_shape)}",
                 found=f"shape {tuple(images.shape)}" if isinstance(images, torch.Tensor) else f"keys {sorted(items)}",
-                remedy="pass what the model's image processor returns; the tower's position embeddings are of one size",
+                remedy="pass the output of the model's image processor: the tower's position embeddings have one size",
             )
         return images

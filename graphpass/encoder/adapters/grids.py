@@ -1,7 +1,7 @@
-"""What Qwen's towers compute from the grid of an image before their first layer: tables of numpy, a frame at a time.
+"""Tables that Qwen's towers compute from the grid of an image before their first layer, in numpy, for one frame.
 
-A frame of ``height`` x ``width`` patches lies in memory block by block: the ``merge`` x ``merge`` patches that become
-one output token are neighbours, blocks go row by row.
+The patches of a frame of ``height`` x ``width`` patches are ordered by blocks: the ``merge`` x ``merge`` patches of one
+output token are consecutive, and blocks are in row-major order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """How the square table of position embeddings is resampled to a frame.
+    """Resampling of the square table of position embeddings to a frame.
 
     Attributes:
-        indices: rows of the table, [patches, 4].
-        weights: of those rows, [patches, 4].
+        indices: four rows of the table for each patch, [patches, 4].
+        weights: weights of these rows, [patches, 4].
     """
 
     indices: IntArray
@@ -32,11 +32,11 @@ class Interpolation:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """In which order the output tokens of a frame lie window by window.
+    """The output tokens of a frame, ordered by windows.
 
     Attributes:
-        order: number of the token in each place, [tokens].
-        tokens: how many each window has, [windows]; none is empty.
+        order: index of the token at each position, [tokens].
+        tokens: number of tokens of each window, at least 1, [windows].
     """
 
     order: IntArray
@@ -50,7 +50,7 @@ def position_ids(height: int, width: int, merge: int) -> IntArray:
 
 
 def interpolation(height: int, width: int, merge: int, side: int, *, align_corners: bool) -> Interpolation:
-    """Bilinear resampling of a table of ``side`` x ``side`` rows, in the arithmetic of transformers: float32."""
+    """Bilinear resampling of a table of ``side`` x ``side`` rows, in float32 like transformers."""
     row_taps, row_weights = _taps(height, side, align_corners)
     column_taps, column_weights = _taps(width, side, align_corners)
     at = position_ids(height, width, merge)
@@ -70,13 +70,13 @@ def windows(height: int, width: int, merge: int, tokens_a_side: int) -> Windows:
 
 
 def _by_block(values: IntArray, merge: int) -> IntArray:
-    """[height, width] in the order of memory."""
+    """Values [height, width] in the order of patches in memory, [height * width]."""
     height, width = values.shape
     return values.reshape(height // merge, merge, width // merge, merge).swapaxes(1, 2).ravel()
 
 
 def _taps(size: int, side: int, align_corners: bool) -> tuple[IntArray, FloatArray]:
-    """The two neighbours of each of ``size`` places among ``side``, and their weights, [size, 2]."""
+    """The two neighbours among ``side`` rows of each of ``size`` positions, and their weights, each [size, 2]."""
     place = np.arange(size, dtype=np.float32)
     if align_corners:
         source = place * np.float32(side - 1) / np.float32(max(size - 1, 1))

@@ -1,4 +1,4 @@
-"""What the processors of towers with grids return: patches of images and of clips, and the grid of each."""
+"""Items of towers with grids, as Hugging Face processors return them: patches of images and clips, and their grids."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from graphpass.errors import ShapeError
 __all__ = ["Grid", "GridItems"]
 
 Grid = tuple[int, int, int]
-"""Temporal slices, height and width of an item, in patches."""
+"""Number of temporal slices, and height and width in patches, of an item."""
 Grids = npt.NDArray[np.int64]
 _KINDS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 
 
 @dataclass(frozen=True, slots=True)
 class GridItems:
-    """Images, then clips.
+    """The items of a request: images first, then clips.
 
     Attributes:
-        parts: the patches of images, [patches, width], with their grids, [items, 3], and those of clips; at least one
-            of the two.
+        parts: (patches [patches, width], grids [items, 3]) of the images and of the clips. One of the two may be
+            missing.
     """
 
     parts: tuple[tuple[torch.Tensor, Grids], ...]
 
     @classmethod
     def of(cls, items: EncoderItems, merge: int, width: int) -> Self:
-        """Those of a processor's mapping.
+        """Read and check the mapping that a processor returned.
 
         Args:
-            items: as a processor returns them; ``grid_thw`` is another name of ``image_grid_thw``.
-            merge: patches a side of what becomes one token.
-            width: values of a patch.
+            items: the mapping; ``grid_thw`` is another name for ``image_grid_thw``.
+            merge: side of the square of patches that become one output token.
+            width: number of values of a patch.
 
         Raises:
-            ShapeError: something is missing, or does not fit.
+            ShapeError: patches or grids are missing, or contradict each other.
         """
         named = {name: value for name, value in items.items() if value is not None}
         if "grid_thw" in named and "image_grid_thw" not in named:
@@ -66,15 +66,15 @@ class GridItems:
 
     @property
     def grids(self) -> list[Grid]:
-        """Of all items."""
+        """The grids of all items."""
         return [(frames, height, width) for frames, height, width in self._table().tolist()]
 
     def patches(self) -> torch.Tensor:
-        """Of all items, [patches, width]."""
+        """The patches of all items, [patches, width]."""
         return self.parts[0][0] if len(self.parts) == 1 else torch.cat([patches for patches, _ in self.parts])
 
     def selected(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Some items, as a processor's mapping; those that follow one another in memory are not copied."""
+        """The items at ``indices``, as a processor's mapping. The patches are a view if they are contiguous."""
         sizes = [grids.prod(axis=1) for _, grids in self.parts]
         ends = np.concatenate([size.cumsum() for size in sizes])
         starts = ends - np.concatenate(sizes)
@@ -110,10 +110,10 @@ def _checked_grids(grids: Any, merge: int) -> Grids:
 
 
 def _as_table(grids: Any) -> Grids | None:
-    """Grids from a tensor, an array or a list; None if they are no integers [items, 3]."""
+    """Grids from a tensor, an array or a list; None if they are not integers [items, 3]."""
     try:
         table = np.asarray(grids.cpu() if isinstance(grids, torch.Tensor) else grids)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # rows of different lengths
         return None
     if table.shape in ((0,), (0, 3)):  # without items, of whatever dtype
         return np.empty((0, 3), dtype=np.int64)
@@ -127,5 +127,5 @@ def _unfit(expected: str, found: str) -> ShapeError:
         "images or clips do not fit their grids",
         expected=expected,
         found=found,
-        remedy="pass what the model's processor returns with return_tensors='pt'",
+        remedy="pass the output of the model's processor with return_tensors='pt'",
     )

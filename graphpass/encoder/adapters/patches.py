@@ -1,4 +1,4 @@
-"""Embedding of patches that lie one behind the other, each the whole of what the convolution sees."""
+"""Patch embedding as a matrix product: each patch is the whole input of the convolution."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["WholePatches"]
 
 
 class WholePatches(TorchFunctionMode):
-    """Within the body, a convolution over inputs of just its kernel's shape is the matrix product that it is.
+    """A mode that replaces ``conv3d`` by a matrix product if the input has the shape of the kernel.
 
-    In bfloat16, the convolution of 1024 patches of 1536 values takes an H100 366 µs. On a GPU convolutions of float32
-    stay, which torch rounds in another way than products (TF32). So does everything around them: the module that calls
-    one, its hooks, autocast.
+    The convolution is slow: in bfloat16, 1024 patches of 1536 values take 366 µs on an H100. Float32 convolutions on a
+    GPU are not replaced, because torch rounds them differently from matrix products (TF32). The calling module, its
+    hooks and autocast work as before.
     """
 
     def __torch_function__(
@@ -27,14 +27,14 @@ class WholePatches(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls ``func``, or the product."""
+        """Call ``func``, or the matrix product instead of ``conv3d``."""
         kwargs = kwargs or {}
         product = _product(*args, **kwargs) if func is F.conv3d else None
         return func(*args, **kwargs) if product is None else product
 
 
 def _product(
-    input: torch.Tensor,  # noqa: A002  # the name that conv3d gives it
+    input: torch.Tensor,  # noqa: A002  # the name of conv3d's argument
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     stride: object = 1,
@@ -42,11 +42,11 @@ def _product(
     dilation: object = 1,
     groups: int = 1,
 ) -> torch.Tensor | None:
-    """A convolution of [patches, *kernel] as [patches, width, 1, 1, 1]; None for any other."""
+    """The convolution of [patches, *kernel] as [patches, width, 1, 1, 1]; None if it is not a matrix product."""
     paddings = [padding] if isinstance(padding, int | str) else padding
     if input.shape[1:] != weight.shape[1:] or groups != 1 or any(side not in (0, "valid") for side in paddings):
         return None
-    if dilation not in (1, (1, 1, 1)):  # the kernel sees more than its shape
+    if dilation not in (1, (1, 1, 1)):  # the kernel reads inputs beyond its shape
         return None
     if input.is_cuda and input.dtype is torch.float32:
         return None

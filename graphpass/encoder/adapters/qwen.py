@@ -1,4 +1,4 @@
-"""What the towers of Qwen2.5-VL and Qwen3-VL share: images and clips as packed patches, described by their grids."""
+"""Common base of the adapters for Qwen2.5-VL and Qwen3-VL: images and clips as packed patches with grids."""
 
 from __future__ import annotations
 
@@ -30,32 +30,34 @@ __all__ = ["Grid", "GridAdapter"]
 
 _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_LENGTHS = (409,) * 5
-"""Sequences of the compiled example. Inductor chooses kernels by its sizes, so it is as large as usual batches are."""
+"""Sequence lengths of the example for compilation. Inductor selects kernels by its sizes, which are those of typical
+batches."""
 
 
 class GridAdapter(ABC):
-    """A tower that takes ``(pixel_values, grid_thw)``.
+    """An adapter for a tower that takes ``(pixel_values, grid_thw)``.
 
-    Items are what the model's processor returns: ``pixel_values`` with ``image_grid_thw`` (or ``grid_thw``), and
-    ``pixel_values_videos`` with ``video_grid_thw``, the clips behind the images. Every temporal slice of a clip is an
-    attention sequence of its own. Keep grids on the CPU: they are read on the host.
+    Items are the output of the model's processor: ``pixel_values`` with ``image_grid_thw`` (or ``grid_thw``), and
+    ``pixel_values_videos`` with ``video_grid_thw``. Images come first, then clips. Every temporal slice of a clip is a
+    separate attention sequence. Keep grids on the CPU: they are read on the host.
 
     Args:
         tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
-        min_tokens: output tokens of the smallest image worth a graph of its own; also of the smallest budget.
-        max_tokens: output tokens of the largest.
-        max_items: images and clips of a batch.
-        max_frames: temporal slices of a batch. Each one that a graph allows for costs its attention a little.
+        min_tokens: the smallest budget, in output tokens.
+        max_tokens: the largest budget.
+        max_items: maximum number of images and clips in a batch.
+        max_frames: maximum number of temporal slices in a batch. A higher limit makes the attention of every graph
+            slightly slower.
 
     Raises:
-        EncoderConfigError: a limit cannot be used.
+        EncoderConfigError: an option has a wrong value.
     """
 
-    #: Attention sequences: each of these has three buffers, its :class:`~graphpass.encoder.pieces.Pieces`.
+    #: Kinds of attention sequences. Each kind has three buffers, its :class:`~graphpass.encoder.pieces.Pieces`.
     sequence_kinds: tuple[str, ...] = ("frame",)
-    #: Buffers with a row for each patch; in padding zero, which as an index is always valid.
+    #: Buffers with a row for each patch. They are padded with zero, which is a valid index.
     patch_keys: tuple[str, ...]
-    #: Buffers with a row for each token that holds the number of a token.
+    #: Buffers with the index of a token for each token.
     token_keys: tuple[str, ...] = ()
 
     def __init__(
@@ -108,7 +110,7 @@ class GridAdapter(ABC):
     # -- the protocol
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """Images and clips. Tables come with all their rows, so that only patches are padded."""
+        """Images and clips. The adapter pads the tables itself; the manager pads only the patches."""
         widths = self._output_widths
         return EncoderCudaGraphConfig(
             modalities=("image", "video"),
@@ -120,23 +122,23 @@ class GridAdapter(ABC):
         )
 
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
-        """As the options say."""
+        """``min_tokens`` and ``max_tokens``."""
         return self._range
 
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
         """One spec for each image and clip.
 
         Raises:
-            ShapeError: grids and patches contradict each other, or a grid is no multiple of the merged block.
+            ShapeError: grids and patches contradict each other, or a grid is not a multiple of the merged block.
         """
         return [self._spec(grid) for grid in self._read(items).grids]
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
-        """Those images and clips, under ``pixel_values`` and ``grid_thw``."""
+        """The images and clips at ``indices``, as ``pixel_values`` and ``grid_thw``."""
         return self._read(items).selected(indices)
 
     def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        """Black images of a usual size that fill ``key``, as square as their number of tokens allows."""
+        """Black images of a typical size that fill ``key``, as square as their number of tokens allows."""
         grids = self._example_grids(key)
         num_patches = sum(math.prod(grid) for grid in grids)
         pixels = torch.zeros(num_patches, self._patch_width, device=device, dtype=dtype)
@@ -145,14 +147,14 @@ class GridAdapter(ABC):
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
-        """The example's images, and what pads them."""
+        """The patches and padded tables of the example items."""
         pixels = torch.zeros(key.patches, self._patch_width, device=device, dtype=dtype)
         return {"pixel_values": pixels, **self._on_device(self._example_grids(key), device, key)}
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
-        """The patches as they are; the tables of their grids, padded on the host, in one transfer."""
+        """The patches, unchanged, and the tables of their grids, padded on the host and copied in one transfer."""
         found = self._read(items)
         return {"pixel_values": found.patches(), **self._on_device(found.grids, self._device, key)}
 
@@ -162,7 +164,7 @@ class GridAdapter(ABC):
             return self._forward(buffers)
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        """The same forward at the items' own sizes."""
+        """The forward without padding."""
         found = self._read(items)
         pixels = found.patches()
         if not len(pixels):
@@ -176,13 +178,13 @@ class GridAdapter(ABC):
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
     ) -> list[EncoderOutput]:
-        """An image's rows; with several outputs, a tuple of its rows of each."""
+        """The rows of each item; if there are several outputs, a tuple of its rows of each output."""
         lengths = [spec.output_tokens for spec in specs]
         by_output = [tensor.split(lengths) for tensor in output]
         return [rows[0] if len(rows) == 1 else rows for rows in zip(*by_output, strict=True)]
 
     def compile_encoder(self, compiler: str, runtime: Any) -> None:
-        """Compile the block; it serves all layers and sizes."""
+        """Compile one block for all layers and sizes."""
         weight = next(self.tower.parameters())
         config = self.tower.config
         num_patches = sum(_EXAMPLE_LENGTHS)
@@ -206,7 +208,7 @@ class GridAdapter(ABC):
     def _within(
         kind: str, buffers: Mapping[str, torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> dict[str, Any]:
-        """What blocks are called with that attend within sequences of a kind."""
+        """Arguments of a block that attends within sequences of ``kind``."""
         return _block_arguments(Pieces(*(buffers[name] for name in piece_keys(kind))), position_embeddings)
 
     @property
@@ -215,21 +217,21 @@ class GridAdapter(ABC):
         return weight.device
 
     def _rows_of(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        """{buffer: its rows on ``key``}, for all that grids give."""
+        """{table: its rows for ``key``}."""
         rows = dict.fromkeys(self.patch_keys, key.patches) | dict.fromkeys(self.token_keys, key.tokens)
         for kind, most in self._most_pieces(key).items():
             rows |= zip(piece_keys(kind), (most + 1, most + 1, most), strict=True)
         return rows
 
     def _example_grids(self, key: EncoderGraphKey) -> list[Grid]:
-        """At least one grid, and at most as many as the key has items, together of at most its tokens."""
+        """At least one and at most ``key.items`` grids, with at most ``key.tokens`` tokens together."""
         count = min(key.items, -(-key.tokens // _EXAMPLE_TOKENS_AN_IMAGE))
         tokens = key.tokens // count
         height = math.isqrt(tokens)
         return [(1, height * self._merge, tokens // height * self._merge)] * count
 
     def _frames(self, key: EncoderGraphKey) -> int:
-        """Most temporal slices of a batch; each has at least one token."""
+        """Maximum number of temporal slices of a batch; each has at least one token."""
         return min(key.frames or key.items, key.tokens)
 
     def _frame_pieces(self, key: EncoderGraphKey) -> int:
@@ -250,10 +252,10 @@ class GridAdapter(ABC):
 def _block_arguments(
     pieces: Pieces[torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, Any]:
-    """What a block takes; transformers hands on what it does not know.
+    """Arguments of a block; transformers passes unknown arguments on to the attention function.
 
-    Where the keys of pieces start are bounds of the sequences, with empty ones among them: attention of a tower's own
-    reads them as such.
+    ``key_starts`` are also bounds of the sequences, with additional empty sequences: an attention that is part of the
+    tower can use them as ``cu_seqlens``.
     """
     return {
         "cu_seqlens": pieces.key_starts,

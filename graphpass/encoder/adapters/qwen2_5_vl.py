@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's tower: patches in windows, most layers attend within those, some within the whole frame."""
+"""The adapter for Qwen2.5-VL. Most layers attend within windows of a frame, some within the whole frame."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["Qwen25VLAdapter"]
 
 
 class Qwen25VLAdapter(GridAdapter):
-    """``Qwen2_5_VisionTransformerPretrainedModel``. An item's result: the merged tokens, in the order of the image."""
+    """The adapter for ``Qwen2_5_VisionTransformerPretrainedModel``.
+
+    The result of an item is its merged tokens [tokens, width], in the order of the image.
+    """
 
     patch_keys = ("position_ids",)
     token_keys = ("window_index", "reverse_index")

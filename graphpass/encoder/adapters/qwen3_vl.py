@@ -1,4 +1,4 @@
-"""Qwen3-VL's tower: resampled position embeddings, full attention within each frame, deepstack outputs."""
+"""The adapter for Qwen3-VL: resampled position embeddings, full attention within each frame, deepstack outputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ _TAPS = 4
 
 
 class Qwen3VLAdapter(GridAdapter):
-    """``Qwen3VLVisionModel``. An item's result: the merged tokens and the deepstack features of each level.
+    """The adapter for ``Qwen3VLVisionModel``.
+
+    The result of an item is a tuple: its merged tokens, then its deepstack features of each level, each
+    [tokens, width].
 
     Raises:
-        EncoderConfigError: the tower resamples its position embeddings in another way than bilinear.
+        EncoderConfigError: the tower's interpolation of position embeddings is not bilinear.
     """
 
     patch_keys = ("position_ids", "interp_indices", "interp_weights")
@@ -55,7 +58,7 @@ class Qwen3VLAdapter(GridAdapter):
 
     @property
     def _deepstack(self) -> Mapping[int, Any]:
-        """Layer -> the merger of what comes out of it, in the order of layers."""
+        """{layer: the merger of its output}, in the order of layers."""
         indexes = list(self.tower.deepstack_visual_indexes)
         mergers = self.tower.deepstack_merger_list
         return {layer: mergers[indexes.index(layer)] for layer in range(len(self._blocks)) if layer in indexes}
@@ -75,7 +78,7 @@ class Qwen3VLAdapter(GridAdapter):
         return (tower.merger(hidden), *features)
 
     def _position_embeddings(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A tap at a time: all at once they would be the largest tensor of the whole graph."""
+        """Resample one tap at a time, because all taps together would be the largest tensor of the graph."""
         indices, weights = buffers["interp_indices"], buffers["interp_weights"]
         parts = (self.tower.pos_embed(indices[:, tap]) * weights[:, tap, None] for tap in range(_TAPS))
         total: torch.Tensor = sum(parts)

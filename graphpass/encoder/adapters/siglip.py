@@ -1,4 +1,4 @@
-"""SigLIP's tower: positions of an image are its patches, pooled by attention of a learned probe."""
+"""The adapter for SigLIP. The positions of an image are its patches; an attention head pools them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["SiglipAdapter"]
 
 
 class SiglipAdapter(FixedSizeAdapter):
-    """``SiglipVisionModel``; without its head (``vision_use_head=False``) it does not pool."""
+    """The adapter for ``SiglipVisionModel``. Without the head (``vision_use_head=False``) there is no pooled output."""
 
     @property
     def _has_pooler(self) -> bool:

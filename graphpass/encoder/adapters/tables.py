@@ -1,4 +1,4 @@
-"""Tables that a tower computes from the grids of images: kept for each frame, put together for a batch."""
+"""Tables that a tower computes from the grids of images: cached for each frame size, concatenated for a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BatchTables", "Frame", "Tables", "piece_keys"]
 Frame = tuple[int, int]
 """Height and width of one temporal slice, in patches."""
 Tables = Mapping[str, npt.NDArray[Any]]
-"""Name -> int32 or float32 values of one frame."""
+"""{name: int32 or float32 values of one frame}."""
 Words = npt.NDArray[np.int32]
 _KEPT = 256
 _NOTHING = np.empty(0, dtype=np.int32)
@@ -27,16 +27,17 @@ _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class BatchTables:
-    """The tables of a batch: those of its frames, one behind the other, and the pieces of its sequences.
+    """Computes the tables of a batch: the concatenated tables of its frames, and the pieces of its sequences.
 
-    All values have 32 bits. They are put together in pinned memory, padded there, and transferred at once.
+    All values have 32 bits. They are concatenated and padded in pinned memory, and copied to the device at once.
 
     Args:
-        of_frame: (height, width) -> its tables, and the lengths of its sequences under the name of their kind.
+        of_frame: ``of_frame(height, width)`` returns the tables of a frame, and the lengths of its sequences under the
+            name of each kind.
         patch_keys: tables with a row for each patch.
-        token_keys: tables with the number of a token for each token, counted from the frame's first one.
-        sequence_kinds: each has three tables, under the names of :func:`piece_keys`.
-        smallest: a frame.
+        token_keys: tables with the index of a token for each token; indices of a frame start at 0.
+        sequence_kinds: kinds of sequences; each has three tables with the names of :func:`piece_keys`.
+        smallest: the smallest frame, which determines dtypes and columns of the tables.
     """
 
     def __init__(
@@ -54,25 +55,25 @@ class BatchTables:
         tables = self._tables_of(smallest)
         self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
         self._columns = {name: tables[name].shape[1:] for name in patch_keys}
-        #: Where the last value goes on behind a batch's own; elsewhere it is zero, which as an index is always valid.
+        #: Tables that are padded with their last value. The others are padded with zero, which is a valid index.
         self._going_on = frozenset(
             name for keys in map(piece_keys, sequence_kinds) for name in (keys.query_bounds, keys.key_starts)
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tables."""
+        """Names of all tables."""
         return (*self._patch_keys, *self._token_keys, *itertools.chain(*map(piece_keys, self._kinds)))
 
     def on_device(
         self, frames: Sequence[Frame], device: torch.device, rows: Mapping[str, int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The tables of a batch.
+        """{name: table of a batch on the device}.
 
         Args:
-            frames: in the order of their patches, none of them empty; there may be none.
-            device: where to.
-            rows: to pad each table to; one that has more keeps them.
+            frames: the frames of the batch, without empty frames, in the order of their patches. May be empty.
+            device: device of the result.
+            rows: {name: minimum number of rows}; shorter tables are padded. None: no padding.
         """
         words = self._words(tuple(frames))
         found = {name: sum(map(len, parts)) for name, parts in words.items()}
@@ -90,13 +91,13 @@ class BatchTables:
         return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}
 
     def _words(self, frames: tuple[Frame, ...]) -> dict[str, list[Words]]:
-        """{table: what it consists of}, flat."""
+        """{name: flat parts whose concatenation is the table}."""
         each = [self._tables_of(frame) for frame in frames]
         words = {name: [_flat(tables[name]) for tables in each] or [_NOTHING] for name in self._patch_keys}
         return words | {name: [table] for name, table in self._words_of_batch(frames).items()}
 
     def _counted_words(self, frames: tuple[Frame, ...]) -> dict[str, Words]:
-        """Tables that are not the same for a frame wherever it lies."""
+        """Tables that depend on the position of a frame in the batch."""
         each = [self._tables_of(frame) for frame in frames]
         words = {}
         for name in self._token_keys:
@@ -109,7 +110,7 @@ class BatchTables:
         return words
 
     def _width(self, name: str) -> int:
-        """Values of a row."""
+        """Number of values in a row."""
         return math.prod(self._columns.get(name, ()))
 
     def _shaped(self, name: str, words: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ class BatchTables:
 
 
 def piece_keys(kind: str) -> Pieces[str]:
-    """The names of a kind of sequences' tables."""
+    """The names of the three tables of a kind of sequences."""
     return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
 
 
