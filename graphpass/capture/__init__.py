@@ -1,4 +1,4 @@
-"""Capture and replay: devices, pool, static buffers, wrapper. Knows no FX."""
+"""Capture and replay of graphs: devices, pool, static buffers, wrapper. Does not use FX."""
 
 from graphpass.capture.counts import Counts
 from graphpass.capture.policy import CapturePolicy

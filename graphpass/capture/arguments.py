@@ -1,4 +1,4 @@
-"""Arguments by position or keyword, and the flat list of leaves they make."""
+"""The arguments of a call as a flat list of leaves, and the role of each leaf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ __all__ = ["Call", "InputRoles", "device_of"]
 
 @dataclass(frozen=True, slots=True)
 class InputRoles:
-    """What a wrapper was told about its arguments, each a position or a keyword's name."""
+    """The roles that a wrapper's creator declared; each argument is a position or a keyword's name.
+
+    Attributes:
+        static: arguments whose address a graph may bake in.
+        mutated: arguments that the region writes to.
+        module_owned: static arguments that a module owns; graphs reference them weakly.
+        layout: numbers that describe the memory layout of tensors.
+        names: a name for each positional argument, for errors.
+    """
 
     static: frozenset[int | str]
     mutated: frozenset[int | str]
@@ -28,16 +36,16 @@ class InputRoles:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call's arguments as flat leaves, and the flat positions that play a role.
+    """The arguments of one call as flat leaves, and the flat positions of each role.
 
     Attributes:
-        leaves: all values inside the arguments, in order.
-        spec: structure that turns leaves into ``(args, kwargs)`` again.
-        names: a readable name a leaf.
+        leaves: all values in the arguments, in order.
+        spec: the structure that turns leaves back into ``(args, kwargs)``.
+        names: a readable name for each leaf.
         static: positions whose address a graph may bake in.
-        mutated: positions the region writes to.
-        module_owned: static positions that a module owns, held weakly.
-        layout: positions of numbers that only say how tensors lie in memory.
+        mutated: positions that the region writes to.
+        module_owned: static positions of tensors that a module owns; graphs reference them weakly.
+        layout: positions of numbers that describe the memory layout of tensors.
     """
 
     leaves: Sequence[Any]
@@ -50,7 +58,10 @@ class Call:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
-        """Sort out one call; ``spec`` is its structure, the object that later calls are compared with first."""
+        """The call with ``args`` and ``kwargs``, whose structure is ``spec``.
+
+        Later calls compare their structure with this ``spec`` object by identity first.
+        """
         leaves, _ = trees.flatten((tuple(args), dict(kwargs)))
         tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
@@ -67,7 +78,7 @@ class Call:
         )
 
     def inside_static(self) -> frozenset[int]:
-        """Positions of the other tensors that lie in the memory of a static one."""
+        """Positions of non-static tensors that share a storage with a static tensor."""
         storages = {storage_id(self.leaves[position]) for position in self.static} - {0}
         return frozenset(
             position
@@ -76,12 +87,12 @@ class Call:
         )
 
     def owner_ids(self) -> tuple[int, ...]:
-        """Ids of the tensors that a module owns: which instance of a class is calling."""
+        """Ids of the module-owned tensors; they identify the calling module instance."""
         return tuple(id(self.leaves[position]) for position in sorted(self.module_owned))
 
 
 def _positions(args: Sequence[Any], kwargs: Mapping[str, Any], selected: Collection[int | str]) -> set[int]:
-    """Flat positions that lie in one of the ``selected`` arguments."""
+    """Flat positions of all leaves of the ``selected`` arguments."""
     positions: set[int] = set()
     if not selected:
         return positions
@@ -95,7 +106,7 @@ def _positions(args: Sequence[Any], kwargs: Mapping[str, Any], selected: Collect
 
 
 def _names(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[str]) -> list[str]:
-    """One name a leaf: the given name, the keyword, or the position; with an index inside a nested argument."""
+    """A name for each leaf: the declared name, the keyword, or the position; with an index in a nested argument."""
     names: list[str] = []
     for argument, value in [*enumerate(args), *kwargs.items()]:
         stem = given[argument] if isinstance(argument, int) and argument < len(given) else str(argument)
@@ -105,7 +116,7 @@ def _names(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[str])
 
 
 def device_of(leaves: Sequence[Any]) -> torch.device:
-    """The GPU that tensors among ``leaves`` are on, else the CPU.
+    """The GPU of the tensors among ``leaves``; the CPU if there are none on a GPU.
 
     Raises:
         DeviceError: they are on several GPUs.
@@ -117,6 +128,6 @@ def device_of(leaves: Sequence[Any]) -> torch.device:
             "one callable serves one device",
             expected="tensors on one device",
             found=", ".join(map(str, accelerators)),
-            remedy="keep each device's part of the model in a callable of its own",
+            remedy="put each device's part of the model in a separate callable",
         )
     return accelerators[0] if accelerators else torch.device("cpu")

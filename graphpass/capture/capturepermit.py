@@ -1,4 +1,4 @@
-"""Whether a key may be captured now, and what is said where it may not."""
+"""Decides whether a key may be captured now, and raises the error if not."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class CapturePermit:
     entries: EntryTable
 
     def baked(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
-        """Whether this key may be captured now, and which inputs the new graph may bake in.
+        """Permit the capture of this key, and return the positions of the inputs that the new graph may bake in.
 
-        An input that moved makes the key be captured once more, for the new set of static inputs; with more sets of one
-        module instance than :data:`MAX_STATIC_SETS`, what keeps moving is staged. Instances are not counted together:
-        none of 24 blocks has moved.
+        If a static input has moved, the key is captured again for the new set of static inputs. Once a module instance
+        has :data:`MAX_STATIC_SETS` sets, the moving inputs are staged instead. Each instance is counted separately,
+        because 24 blocks that share a region have different parameters without any of them moving.
 
         Raises:
-            CaptureError: capture is closed and the key has no graph for these arguments.
-            StaticInputError: capture is closed and a static input moved.
+            CaptureError: capture is not permitted, and the key has no graph for these arguments.
+            StaticInputError: capture is not permitted, and a static input moved.
         """
         is_open = self.runtime.scopes.is_mine()
         is_lazy = self.policy.lazy_capture and not is_open
@@ -68,7 +68,7 @@ class CapturePermit:
             raise self._not_captured(descriptor)
         scope = self.runtime.scopes.current()
         if scope is not None and scope.is_automatic:
-            _log.info("%s %s: captured without a context, since its size recurs", self.region, descriptor)
+            _log.info("%s %s: captured without a context, because its size recurs", self.region, descriptor)
         if is_lazy:
             self._refuse_lazy_capture_across_ranks(context)
             self.runtime.note(
@@ -85,7 +85,7 @@ class CapturePermit:
     def _baked_of_moved(
         self, descriptor: BatchDescriptor, call: Call, moved: Sequence[int], *, num_peers: int, num_own: int
     ) -> frozenset[int]:
-        """What the next graph of a key may bake in, where static inputs moved since it was captured."""
+        """Positions that the next graph of a key may bake in, after static inputs have moved."""
         names = ", ".join(call.names[p] for p in moved[:3])
         if num_own < MAX_STATIC_SETS:
             self.runtime.note(
@@ -96,8 +96,8 @@ class CapturePermit:
         if inside:
             raise StaticInputError(
                 f"{call.names[min(inside)]!r} of {self.region} keeps moving inside a static input",
-                expected=f"at most {MAX_STATIC_SETS} places in it: a copy would hide that the two share memory",
-                found=f"{num_own} captured, and another one now",
+                expected=f"at most {MAX_STATIC_SETS} offsets in it: a copy would hide that the two share memory",
+                found=f"{num_own} offsets captured, and another one now",
                 remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
             )
         self.runtime.note(
@@ -119,7 +119,7 @@ class CapturePermit:
         if ranks is not None and len(ranks) > 1 and not self.runtime.scopes.is_mine():
             raise CaptureError(
                 f"{self.region} would be captured lazily under data parallel",
-                expected="a capture of every key before the first batch, on all ranks alike",
+                expected="a capture of every key before the first batch, on all ranks",
                 found=f"lazy_capture with {len(ranks)} ranks",
                 remedy="capture inside `with runtime.capturing():` on every rank",
             )
@@ -131,7 +131,7 @@ class CapturePermit:
             found += "; this key with other arguments, or with inputs that share memory in another way"
         older = self.runtime.recompiled_from(self.region, self.mode, descriptor)
         if older is not None:
-            found += f"; {older} has this key, but torch.compile has compiled the function anew since"
+            found += f"; {older} has this key, but torch.compile has compiled the function again since"
         return CaptureError(
             f"{self.region} has no graph for {self.mode} {descriptor}, and capture is closed",
             expected="a key that was captured",

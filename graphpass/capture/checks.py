@@ -1,4 +1,4 @@
-"""What a graph asks of its arguments beyond their static addresses and the shapes of staged ones."""
+"""Checks of a graph's arguments, apart from static addresses and the shapes of staged inputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class InputChecks:
         key: the key's padded shape, as errors show it.
         names: a name for each argument.
         constants: (position, value) of arguments that are no tensors.
-        layouts: (position, memory) of static inputs that are held, in the layout they had at capture.
-        viewed_strides: (position, strides) of staged inputs that an output is a view of.
+        layouts: (position, alias) of static inputs without a module as owner. The alias has the layout at capture and
+            keeps the memory alive.
+        viewed_strides: (position, strides in elements) of staged inputs that an output is a view of.
         pool_inputs: (position, address) of inputs in pool memory, written earlier in the same forward.
     """
 
@@ -43,12 +44,12 @@ class InputChecks:
         return self._at(lambda position: None if position in positions else position, self.names)
 
     def at(self, places: Mapping[int, int]) -> InputChecks:
-        """The checks of the arguments in ``places`` alone, at the positions that it gives them."""
+        """Only the checks of arguments in ``places`` ({old position: new position}), at their new positions."""
         names = {place: self.names[position] for position, place in places.items()}
         return self._at(places.get, names)
 
     def joined(self, others: Iterable[InputChecks]) -> InputChecks:
-        """These checks and others of the same arguments, each once; the other checks name no pool."""
+        """These checks and others of the same arguments, without duplicates; the others have no ``pool_inputs``."""
         every = (self, *others)
         layouts = {(p, t.shape, t.stride(), t.dtype): (p, t) for checks in every for p, t in checks.layouts}
         return replace(
@@ -78,7 +79,7 @@ class InputChecks:
         Raises:
             CaptureError: a number or flag differs from the one baked in.
             ShapeError: a static input, or one that an output is a view of, has another layout.
-            StaticInputError: an input from the pool lies elsewhere.
+            StaticInputError: an input in pool memory has another address.
         """
         for position, value in self.constants:
             found = leaves[position]
@@ -109,7 +110,7 @@ class InputChecks:
         for position, address in self.pool_inputs:
             if leaves[position].data_ptr() != address:
                 raise StaticInputError(
-                    f"input {self.names[position]} of {self.name} comes from another place than at capture",
+                    f"input {self.names[position]} of {self.name} has another address than at capture",
                     expected=f"pool memory at {address:#x}, written earlier in the forward",
                     found=f"memory at {leaves[position].data_ptr():#x}",
                     remedy="run the forward in the order it was captured in, or capture again after runtime.close()",

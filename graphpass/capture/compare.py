@@ -1,8 +1,8 @@
-"""``compare=True``: every replay beside an eager run of the same code, on copies of what it writes to.
+"""``compare=True``: compares every replay with an eager run of the same code, on copies of the tensors that it writes.
 
-Two questions are asked, each of the regions in the order they run in. Does a region that was compiled return what it
-returns as it was traced, for the same inputs? That one is the compiler's. Does the replay return what the compiled
-code returns without a graph? That one is the capture's.
+There are two comparisons, both in the order in which regions run. A compiled region must return what its traced graph
+returns for the same inputs; a difference is the compiler's fault. A replay must return what the compiled code returns
+without a graph; a difference is the capture's fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from graphpass.errors import MismatchError
 
 __all__ = ["Difference", "EagerRun", "first_difference", "row_errors"]
 
-# (relative, absolute): the same kernels in the same order, up to another choice of algorithm under capture.
+# (relative, absolute) tolerance: a replay runs the same kernels in the same order, except that libraries may choose
+# another algorithm under capture.
 _REPLAY: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
     {
         torch.float64: (1e-9, 1e-9),
@@ -34,7 +35,7 @@ _REPLAY: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
         torch.bfloat16: (2e-2, 1e-2),
     }
 )
-# Of a row's norm: a compiler fuses, reorders and keeps intermediate results wider.
+# Tolerance relative to a row's norm: a compiler fuses, reorders and stores intermediate results in wider dtypes.
 _COMPILED: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 )
@@ -42,13 +43,13 @@ _COMPILED: Mapping[torch.dtype, float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two tensors part.
+    """Where and how much two tensors differ.
 
     Attributes:
         row: the first index along dimension 0 at which they differ; None for tensors without dimensions.
-        num_rows: how many such indices there are.
-        magnitude: the largest absolute difference; NaN where only one of them is a number.
-        relative: that, over the largest magnitude expected.
+        num_rows: the number of such indices.
+        magnitude: the largest absolute difference; NaN if an entry is NaN in only one tensor.
+        relative: ``magnitude`` divided by the largest expected magnitude.
     """
 
     row: int | None
@@ -62,7 +63,7 @@ class Difference:
 
 
 def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """Where ``found`` is not what ``expected`` says up to rounding; None where it is. NaN equals NaN."""
+    """The difference of ``found`` from ``expected`` beyond rounding; None if there is none. NaN equals NaN."""
     relative, absolute = _REPLAY.get(_real(expected.dtype), (0.0, 0.0))
     found, expected = _wide(found), _wide(expected)
     if not expected.is_floating_point():
@@ -71,7 +72,7 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference 
 
 
 def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """:func:`first_difference` between compiled and traced code: rows may part by a share of their norm."""
+    """:func:`first_difference` between compiled and traced code, with a tolerance relative to each row's norm."""
     share = _COMPILED.get(_real(expected.dtype))
     if share is None or not expected.numel():
         return first_difference(found, expected)
@@ -115,16 +116,16 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class EagerRun:
-    """What one call returns and leaves without a graph.
+    """Results and effects of one call without a graph.
 
     Attributes:
         name: the region.
         key: mode and padded shape, as errors show them.
-        observed: what the regions inside returned, in order.
+        observed: tensors that the regions inside returned, in order.
         outputs: flat outputs.
-        leaves: the arguments after the call, copies where it may write to them.
+        leaves: the arguments after the call; copies of those that the call may write to.
         names: a name for each argument.
-        written: positions of the arguments that it may write to.
+        written: positions of the arguments that the call may write to.
     """
 
     name: str
@@ -196,7 +197,7 @@ def _plainly(runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 @dataclass(frozen=True, slots=True)
 class _CompilerCheck:
-    """Asks of each compiled region whether it returns what it returns as it was traced."""
+    """Checks that each compiled region returns what its traced graph returns for the same inputs."""
 
     key: str
     device: torch.device
@@ -214,19 +215,19 @@ class _CompilerCheck:
             expected = trees.flatten(traced(*args))[0]
             draws = not torch.equal(before, default_random_state(self.device))
         if draws:
-            return  # a compiler draws other random numbers
+            return  # compiled code draws other random numbers than traced code
         for index, (found, reference) in enumerate(zip(trees.flatten(result)[0], expected, strict=True)):
             if isinstance(reference, torch.Tensor):
                 difference = _compiled_difference(found, reference)
                 if difference is not None:
-                    reached = "what the region returns as it was traced"
-                    raise _mismatch(region, self.key, f"output {index}", "compiled code", str(difference), reached)
+                    as_traced = "what the region returns as it was traced"
+                    raise _mismatch(region, self.key, f"output {index}", "compiled code", str(difference), as_traced)
 
 
 def _mismatch(region: str, key: str, what: str, who: str, found: str, expected: str) -> MismatchError:
     remedy = (
-        "try compiler='eager': a difference that goes is the compiler's"
+        "try compiler='eager': if the difference disappears, the compiler causes it"
         if who == "compiled code"
-        else "run with debug=True: a difference that stays is the model's, one that goes is the capture's"
+        else "run with debug=True: if the difference remains, the model causes it; if it disappears, the capture does"
     )
     return MismatchError(f"{what} of {region} differs in {who} at {key}", expected=expected, found=found, remedy=remedy)

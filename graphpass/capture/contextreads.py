@@ -1,8 +1,8 @@
-"""What a captured region reads from the forward context: numbers that its graph bakes in, addresses that it keeps.
+"""Records the values that a region reads from the forward context at capture, and compares them before each replay.
 
-An op inside a graph reads the context once, at capture: a maximum sequence length becomes part of the graph, and so
-does the address of a slot mapping. So while a region is recorded its context takes down what is read, and each replay
-compares exactly that with the context it runs under.
+An op inside a graph reads the context once, at capture. A number such as a maximum sequence length becomes part of the
+graph, and so does the address of a tensor such as a slot mapping. While a region is recorded, a proxy of the context
+logs each read; each replay compares exactly these values with its own context.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["ContextReads", "ReadLog", "joined"]
 _Path = tuple[tuple[str, Any], ...]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
-# These say which graph it is, and who dispatched it; graphs see the key's count of tokens.
+# Fields that identify the graph and its dispatcher; `num_tokens` is the key's padded count during capture.
 _OF_THE_KEY = frozenset({"runtime_mode", "batch_descriptor", "num_tokens", "owner"})
 
 
 @dataclass(frozen=True, slots=True)
 class ContextReads:
-    """What one graph read from the context it was captured under.
+    """The values that one graph read from its context at capture.
 
     Attributes:
-        numbers: (path, value) of everything that is no tensor.
-        paths: where the tensors were.
-        addresses: where each lay.
-        tensors: they themselves, so that no other comes by their address.
+        numbers: (path, value) of every value that is no tensor.
+        paths: path of each tensor in the context.
+        addresses: address of each tensor at capture.
+        tensors: strong references, which prevent the addresses from being reused while the entry lives.
     """
 
     numbers: tuple[tuple[_Path, Any], ...]
@@ -53,8 +53,8 @@ class ContextReads:
         """Compare with the context of a replay.
 
         Raises:
-            CaptureError: a number that the graph has baked in is another one now.
-            StaticInputError: a tensor lies elsewhere.
+            CaptureError: a number differs from the value baked into the graph.
+            StaticInputError: a tensor has another address than at capture.
         """
         for path, value in self.numbers:
             found = _followed(context, path)
@@ -83,19 +83,19 @@ class ContextReads:
 
 
 class ReadLog:
-    """Takes down what is read from a context while it is open."""
+    """Logs the values that are read from a context while ``is_open`` is True."""
 
     def __init__(self) -> None:
         self._found: dict[_Path, Any] = {}
         self.is_open = False
 
     def watched(self, context: ForwardContext, *, of: ForwardContext) -> ForwardContext:
-        """``context``, made of another one, with every read taken down of what both have in common."""
+        """A proxy of ``context`` that logs reads, except of fields in which it differs from ``of``."""
         own = {f.name for f in fields(context) if getattr(context, f.name) is not getattr(of, f.name)}
         return self._proxy(context, (), unwatched=_OF_THE_KEY | own)  # type: ignore[no-any-return]
 
     def reads(self) -> ContextReads:
-        """What was read so far."""
+        """The values read so far."""
         tensors = {path: value for path, value in self._found.items() if isinstance(value, torch.Tensor)}
         return ContextReads(
             numbers=tuple((path, value) for path, value in self._found.items() if path not in tensors),
@@ -105,7 +105,7 @@ class ReadLog:
         )
 
     def read(self, value: Any, path: _Path) -> Any:
-        """Take ``value`` down, or, for what holds other values, give out what takes down its parts."""
+        """Log ``value`` and return it; for a container or an object, return a proxy that logs reads of its parts."""
         if isinstance(value, (torch.Tensor, *_SCALARS)):
             if self.is_open:
                 self._found[path] = value
@@ -122,7 +122,7 @@ class ReadLog:
         return self._proxy(value, path)
 
     def _proxy(self, value: Any, path: _Path, unwatched: frozenset[str] = frozenset()) -> Any:
-        """An object of a subclass of the value's class that reads and writes the value's own attributes."""
+        """An instance of a subclass of the value's class that forwards attribute reads and writes to the value."""
         kind: Any = type(value)
 
         def get(proxy: Any, name: str) -> Any:
@@ -141,12 +141,12 @@ class ReadLog:
         }
         try:
             return object.__new__(type(kind)(kind.__name__, (kind,), namespace))
-        except TypeError:  # a class that takes no subclass, or is written in C: its parts are not seen
+        except TypeError:  # a class that is final or written in C: reads of its parts are not logged
             return value
 
 
 class _WatchedDict(dict[Any, Any]):
-    """A dict that takes down the values that are read from it."""
+    """A dict that logs the values read from it."""
 
     def __init__(self, original: dict[Any, Any], path: _Path, log: ReadLog) -> None:
         super().__init__(original)
@@ -173,7 +173,7 @@ class _WatchedDict(dict[Any, Any]):
 
 
 def _followed(value: Any, path: _Path) -> Any:
-    """What lies at ``path`` now; None where there is nothing."""
+    """The value at ``path`` now; None if there is none."""
     for kind, name in path:
         try:
             value = getattr(value, name) if kind == "attribute" else value[name]
@@ -187,7 +187,7 @@ def _shown(path: _Path) -> str:
 
 
 def joined(reads: Sequence[ContextReads]) -> ContextReads:
-    """All of these, each path once: graphs of one key were captured under one context."""
+    """All reads, each path once: graphs of one key were captured under one context."""
     numbers = {path: value for one in reads for path, value in one.numbers}
     tensors = {path: tensor for one in reads for path, tensor in zip(one.paths, one.tensors, strict=True)}
     return ContextReads(

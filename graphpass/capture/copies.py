@@ -1,7 +1,7 @@
-"""Copying many tensors in few launches.
+"""Copies many tensors in few kernel launches.
 
-Torch's fused copy takes a whole list tensor by tensor where two dtypes differ, or the layouts of one pair: lists are
-sorted out before.
+torch's fused copy falls back to one launch for each tensor if a list mixes dtypes, or contains a pair of different
+layouts. Lists are therefore split into groups first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["copied_together", "copy_each"]
 
 
 def copied_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Which pairs, by their indices, one launch can copy; every pair is in one group.
+    """Groups of pairs, by index, that one launch can copy; every pair is in exactly one group.
 
     Args:
-        targets: what is written.
-        sources: what is read, each of its target's shape and dtype.
+        targets: the tensors to write.
+        sources: the tensors to read, each of its target's shape and dtype.
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, kind in enumerate(map(_kind, targets, sources)):

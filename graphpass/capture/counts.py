@@ -1,4 +1,4 @@
-"""Counts of what happened to one region at one key, of the batch sizes that came, and of notes for the report."""
+"""Counters: captures and replays of one region at one key, batch sizes, and notes for the report."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _log = logging.getLogger("graphpass")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What happened to one region at one key so far.
+    """Counts of one region at one key so far.
 
     Attributes:
-        warmed: runs before a capture.
-        captured: graphs captured (one per static-input set and alias pattern).
-        replayed: replays, the capturing call's own included.
+        warmed: warm-up runs before a capture.
+        captured: graphs captured, one for each set of static inputs and alias pattern.
+        replayed: replays, including the replay of the call that captures.
         copied: inputs copied into static buffers.
-        static_sets: sets of static inputs with a graph of their own, now alive.
+        static_sets: sets of static inputs that have a graph now.
     """
 
     warmed: int
@@ -45,7 +45,7 @@ class RunningCounts:
 
 
 class SizesSeen(Counter[int]):
-    """How often each batch size came."""
+    """How often each batch size was seen."""
 
     def suggested(self, limit: int) -> list[int]:
         """Sizes worth a graph: the most frequent ones, at most ``limit``, the largest always among them."""
@@ -57,7 +57,7 @@ class SizesSeen(Counter[int]):
 
 
 class Notes(Counter[str]):
-    """How often each thing happened that a user may wonder about."""
+    """Notes for the report, each with the number of times it was added."""
 
     def add(self, text: str, *, level: int = logging.INFO) -> None:
         """Count ``text``; log it at its first occurrence."""

@@ -1,4 +1,4 @@
-"""Real CUDA graphs, through torch's public API."""
+"""Captures CUDA graphs through torch's public API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CudaDevice"]
 
 
 class _PoolMemory:
-    """A range of device memory as other libraries would hand it over: torch wraps it and does not own it."""
+    """A range of device memory under ``__cuda_array_interface__``: torch wraps it without owning it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -33,16 +33,16 @@ class CudaDevice(GraphDevice):
     """Captures CUDA graphs of one GPU into one memory pool.
 
     The pool is created on the first capture and lives as long as a graph captured into it. Warm-up runs on the caller's
-    stream, capture on one of the pool's own.
+    stream, capture on a stream that only this pool uses.
 
     Args:
         device: a CUDA device with an index.
-        pool: a pool handle (``torch.cuda.graph_pool_handle()``) to share; None for one of its own.
-        keeps_recordings: keep what executables are made of, so that more can be made.
+        pool: a pool handle (``torch.cuda.graph_pool_handle()``) to share; None: a new pool.
+        keeps_recordings: whether to store each ``cudaGraph_t``, so that more executables can be instantiated from it.
     """
 
     _made_pools: ClassVar[set[tuple[int, int]]] = set()
-    """Of all devices: torch's workspaces belong to the process, and others' pools decide whether they are dropped."""
+    """Pools of all devices: workspaces belong to the process, and are dropped only if no foreign pool exists."""
 
     def __init__(self, device: torch.device, pool: Any = None, *, keeps_recordings: bool = False) -> None:
         self.device = device
@@ -103,14 +103,14 @@ class CudaDevice(GraphDevice):
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor.detach()
-        # Made in the mode of the capture, so that an output is an inference tensor where eager's would be one.
+        # Created in the capture's inference mode, so that outputs are inference tensors exactly if eager's are.
         memory = torch.as_tensor(_PoolMemory(storage.data_ptr(), storage.nbytes()), device=self.device)
         view = torch.empty(0, dtype=tensor.dtype, device=self.device)
         return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Nothing: the other graph's kernels overwrite what they share."""
+        """Does nothing: the other graph's kernels overwrite shared memory."""
 
     @override
     def begin_forward(self) -> None:
@@ -164,7 +164,7 @@ class CudaDevice(GraphDevice):
             self._recording = None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose body raised: the stream leaves capture mode, nothing of the recording is left."""
+        """End a capture whose body raised: the stream leaves capture mode, and the recording is discarded."""
         try:
             _end(graph)
         except RuntimeError:
@@ -173,16 +173,16 @@ class CudaDevice(GraphDevice):
             graph.reset()
 
     def _retire_pool(self, graph: torch.cuda.CUDAGraph) -> None:
-        """An invalidated capture leaves its pool unusable for captures: the next one starts a new pool."""
+        """Retire the pool of an invalidated capture: no capture can use it again; the next one creates a new pool."""
         memory.forget_failed_capture(self.device, self._pool)
         graph.reset()
         self._retired_pools.append(self._pool)
         self._pool = None
 
     def _take_out_of_capture(self, generators: Sequence[torch.Generator]) -> None:
-        """Have the device's random numbers serve eager calls again.
+        """Make the device's random number generators usable in eager calls again.
 
-        On torch 2.11 a generator is in a capture until one that it takes part in ends well.
+        On torch 2.11, a generator stays in capture mode after a failed capture until a capture with it succeeds.
         """
         number = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
@@ -198,7 +198,7 @@ class CudaDevice(GraphDevice):
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture. One without kernels, which torch warns of, is a region that returns what it is given."""
+    """End a capture, without torch's warning about a graph without kernels: a region may just return its inputs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()

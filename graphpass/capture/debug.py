@@ -1,6 +1,6 @@
-"""``debug=True``: the same wrapper, buffers and padding, with the region run eagerly where a graph would replay.
+"""``debug=True``: the same wrapper, buffers and padding, but the region runs eagerly instead of replaying a graph.
 
-A wrong answer that stays is the model's or the compiler's; one that goes is the capture's.
+If a wrong result remains, the model or the compiler causes it; if it disappears, the capture does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["EagerGraph"]
 
 
 class EagerGraph(Graph):
-    """Runs ``body`` in each replay and leaves its results where the first run left them.
+    """Runs ``body`` in each replay and copies its results to the addresses of the first run's results.
 
     Args:
         name: the region.
-        body: the region over its fixed inputs; flat outputs.
-        inside: the surroundings that the body was first run in, for the forward context of now.
-        graph_inputs: the fixed inputs, whose views stay views.
+        body: the region over its fixed inputs; returns flat outputs.
+        inside: returns the settings and context in which the body runs, for the current forward context.
+        graph_inputs: the fixed inputs. Outputs that are views of them are not copied.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class EagerGraph(Graph):
         self.outputs = tuple(body())
 
     def replay(self) -> None:
-        """Run the region and copy its results to where a graph would have written them.
+        """Run the region and copy its results to the addresses that a graph would write.
 
         Raises:
-            CaptureError: it returned something else than tensors of the same shapes, and the same numbers.
+            CaptureError: a tensor has another shape, or a number another value, than at capture.
         """
         assert self._body is not None
         with torch.inference_mode(self._inference), torch.no_grad():
@@ -63,7 +63,7 @@ class EagerGraph(Graph):
                     target.copy_(source)
 
     def reset(self) -> None:
-        """Forget the region."""
+        """Drop the reference to the region."""
         self._body = None
 
     def _changed(self, index: int, fixed: Any, result: Any) -> CaptureError:
@@ -71,8 +71,8 @@ class EagerGraph(Graph):
             return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
         return CaptureError(
-            f"output {index} of {self._name} is not what it was when the key was captured: a graph bakes it in",
+            f"output {index} of {self._name} is baked into the graph, and differs from its value at capture",
             expected=shown(fixed),
             found=shown(result),
-            remedy="put what it depends on into the key: BatchDescriptor(..., extra=((name, value),))",
+            remedy="put the value that it depends on into the key: BatchDescriptor(..., extra=((name, value),))",
         )

@@ -1,4 +1,4 @@
-"""What a device must do so that a region can be captured on it and replayed.
+"""The protocol of a device on which regions are captured and replayed.
 
 Two implementations share this protocol: :class:`graphpass.capture.cuda.CudaDevice` records CUDA graphs,
 :class:`graphpass.capture.tape.TapeDevice` records a list of ops at fixed addresses on the CPU. A device object belongs
@@ -19,48 +19,48 @@ class Graph(Protocol):
     """One captured region at one key: reads and writes fixed addresses."""
 
     def replay(self) -> None:
-        """Run the recorded work, ordered after what the caller has enqueued so far."""
+        """Run the recorded work, ordered after all work that the caller has enqueued."""
 
     def reset(self) -> None:
-        """Give up the recording; it must not be replayed again."""
+        """Free the recording; it must not be replayed again."""
 
 
 class GraphDevice(Protocol):
-    """Records bodies into graphs on one device and owns the pool their memory comes from."""
+    """Records functions into graphs on one device. Owns the pool of the graphs' memory."""
 
     device: torch.device
     recordings: Sequence[Graph]
-    """What was recorded, where the device was asked to keep it: more executables can be made of it."""
+    """The recorded graphs if the device stores them, else empty; more executables can be instantiated from them."""
 
     def open(self) -> None:
-        """Take what the pool takes once, whatever is recorded into it; :meth:`record` does so where nobody has."""
+        """Allocate the memory that the pool needs once for all graphs; :meth:`record` calls this first."""
 
     def warm_up(self, body: Callable[[], Any]) -> None:
-        """Run ``body`` once, where it will be recorded, and drop what it returns."""
+        """Run ``body`` once on the device, and drop its results."""
 
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[Graph, Sequence[Any]]:
-        """Record ``body``; returns the graph and what ``body`` returned, its tensors at the graph's addresses.
+        """Record ``body``; returns the graph and the results of ``body``, tensors at the graph's addresses.
 
-        Whether the body's effects happen while it is recorded is the device's affair: callers restore what it mutates.
-        When the body raises, nothing of the recording is left.
+        ``body`` may or may not take effect while it is recorded, depending on the device; callers restore the tensors
+        that it mutates. If ``body`` raises, the recording is discarded.
         """
 
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a region's runnable inside :meth:`warm_up` or :meth:`record`: regions announce themselves here."""
+        """Call a region's runnable inside :meth:`warm_up` or :meth:`record`; all regions are called through here."""
 
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory as ``tensor``, without keeping it reserved in the pool."""
+        """A tensor over the memory of ``tensor`` that does not keep it allocated in the pool."""
 
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
-        """``outputs`` are no longer valid: another forward replays. Devices that can show it overwrite them."""
+        """Mark ``outputs`` stale, because another forward replays. The CPU tape overwrites them to show stale reads."""
 
     def begin_forward(self) -> None:
-        """Order the work that follows after the last forward that used the pool, also across streams."""
+        """Order all later work after the last forward that used the pool, also across streams."""
 
     def pool_bytes(self) -> int:
-        """Bytes the pool holds now."""
+        """Bytes reserved by the pool now."""
 
     def close(self) -> None:
-        """Give the pool's memory back; the device can record again afterwards, into a new pool."""
+        """Free the pool; the device can record again afterwards, into a new pool."""

@@ -1,4 +1,4 @@
-"""The CUDA driver, for what torch has no call for."""
+"""Calls of the CUDA driver for which torch has no function."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def driver() -> ctypes.CDLL:
 
 
 def checked(status: int, what: str) -> None:
-    """Nothing, where the driver could do ``what``.
+    """Check the status of a driver call that was to do ``what``.
 
     Raises:
-        DeviceError: it could not.
+        DeviceError: the status is not 0.
     """
     if status:
         raise DeviceError(
             f"the CUDA driver could not {what}",
             expected="status 0",
             found=f"status {status}",
-            remedy="look the status up in cuda.h (CUresult); a sticky one comes from an earlier kernel",
+            remedy="look the status up in cuda.h (CUresult); a sticky error was caused by an earlier kernel",
         )

@@ -1,4 +1,4 @@
-"""The entries of one wrapper: by key, and within a key by where the calling module instance has its weights."""
+"""The entries of one wrapper by key, and within a key by the address of one parameter of the calling module."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _ANY = 0
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class EntryTable:
-    """Finds the few entries that can serve a call without asking those of every other module instance.
+    """Looks up the few entries that can serve a call, without a search through the entries of other module instances.
 
-    Dynamo shares one callable among the instances of a class, so a decoder compiled block by block has as many entries
-    at each key as it has blocks. The address of one parameter, the anchor, tells them apart; entries with the same
-    anchor are asked in turn.
+    Dynamo shares one callable among the instances of a class, so a decoder compiled block by block has one entry for
+    each block at each key. The address of one parameter, the anchor, selects the instance; entries with the same anchor
+    are tried in order.
     """
 
     _entries: dict[BatchDescriptor, dict[int, list[GraphEntry]]] = field(default_factory=dict)
     _anchor: int | None = None
 
     def add(self, descriptor: BatchDescriptor, call: Call, entry: GraphEntry) -> None:
-        """Enter what was captured for ``call``."""
+        """Add the entry that was captured for ``call``."""
         if self._anchor is None:
             self._anchor = min(call.module_owned, default=-1)
-        # An entry that copies the anchor's contents serves whatever the address.
+        # An entry that stages the anchor serves every address.
         address = self._address(call.leaves) if self._anchor in entry.statics.positions else _ANY
         self._entries.setdefault(descriptor, {}).setdefault(address, []).append(entry)
 
@@ -55,7 +55,7 @@ class EntryTable:
         return [descriptor for descriptor in self._entries if self.at(descriptor)]
 
     def drop(self, descriptor: BatchDescriptor, entry_id: int) -> GraphEntry | None:
-        """Take out the entry with this ``id()``; None when it is not there."""
+        """Remove and return the entry with this ``id()``; None if it is not in the table."""
         for entries in self._entries.get(descriptor, {}).values():
             for position, entry in enumerate(entries):
                 if id(entry) == entry_id:
@@ -63,7 +63,7 @@ class EntryTable:
         return None
 
     def clear(self) -> list[GraphEntry]:
-        """Empty the table; hands out what was in it."""
+        """Empty the table; returns the removed entries."""
         dropped = [entry for descriptor in self._entries for entry in self.at(descriptor)]
         self._entries.clear()
         return dropped

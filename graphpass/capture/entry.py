@@ -29,9 +29,12 @@ __all__ = ["GraphEntry", "StaticSet"]
 
 @dataclass(frozen=True, slots=True)
 class StaticSet:
-    """The static inputs a graph has baked in: their positions, and the address each had at capture.
+    """The static inputs baked into a graph.
 
-    Positions and addresses are lists because the native comparison takes nothing else; nobody changes them.
+    Attributes:
+        positions: positions of the static inputs. A list, as the native comparison requires; never changed.
+        addresses: for each argument its address at capture, None if it is not static. A list for the same reason.
+        storages: addresses of the storages of the static inputs.
     """
 
     positions: list[int]
@@ -47,7 +50,7 @@ class StaticSet:
         return cls(list(positions), addresses, frozenset(storage_id(leaves[p]) for p in positions))
 
     def matches(self, leaves: list[Any]) -> bool:
-        """Whether every static input lies where it lay at capture: one native call."""
+        """Whether every static input has its address at capture; one native call."""
         return memory.data_ptrs_equal(leaves, self.addresses, self.positions)
 
     def moved(self, leaves: Sequence[Any]) -> list[int]:
@@ -61,16 +64,18 @@ class GraphEntry:
 
     Attributes:
         spec: structure of the arguments at capture.
-        build_result: makes the flat outputs into the structure that the region returns.
+        build_result: turns the flat outputs into the structure that the region returns.
+        graph: the captured graph.
         statics: the static inputs that were baked in.
-        checks: what else is asked of the arguments; holds the static inputs that nothing else keeps alive.
+        checks: the other checks of the arguments; references static inputs that have no other owner.
         staging: buffers of all other inputs.
         outputs: how to build results.
-        reads: what the graph has taken from the forward context.
-        observed: under ``compare``, where each replay leaves what the regions inside returned.
+        reads: the values that the graph read from the forward context.
+        observed: under ``compare``, the tensors into which each replay writes the results of the regions inside.
         written: positions of the arguments that the region writes to.
-        owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture; the entry goes when
-            one of these tensors dies, so that no other comes by its id.
+        tally: counts of the wrapper at this key.
+        owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture. The entry is dropped
+            when one of these tensors dies, so a reused id never matches.
     """
 
     region: RegionId
@@ -97,12 +102,12 @@ class GraphEntry:
         )
 
     def _staged_input_is_static(self, leaves: Sequence[Any]) -> bool:
-        """Whether an input that is copied now lies inside a static input: a copy would hide the sharing."""
+        """Whether a staged input shares memory with a static input: a copy would hide that."""
         storages = self.statics.storages
         return bool(storages) and any(storage_id(leaves[p]) in storages for p in self.staging.positions)
 
     def reads_pool_at(self, leaves: Sequence[Any]) -> bool:
-        """Whether the inputs that come from the pool lie where they lay at capture."""
+        """Whether all inputs in pool memory have their addresses at capture."""
         return all(leaves[position].data_ptr() == address for position, address in self.checks.pool_inputs)
 
     def check(self, leaves: Sequence[Any]) -> None:
@@ -111,13 +116,13 @@ class GraphEntry:
         Raises:
             CaptureError: a number or flag differs from the one baked in.
             ShapeError: a staged input has another shape, dtype or device; a static input another layout.
-            StaticInputError: an input from the pool lies elsewhere.
+            StaticInputError: an input in pool memory has another address.
         """
         self.checks.check(leaves)
         self.staging.check(leaves)
 
     def run(self, leaves: Sequence[Any], *, clone: bool, before_replay: Callable[[GraphEntry], None]) -> list[Any]:
-        """Copy in, replay, copy back; the flat outputs. ``before_replay`` runs once the inputs are read."""
+        """Copy in, replay, copy back; returns the flat outputs. ``before_replay`` runs after the inputs are copied."""
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             self.staging.copy_in(leaves)
             before_replay(self)
@@ -126,7 +131,7 @@ class GraphEntry:
             return self._replay_read(leaves, clone=clone)
 
     def replay(self, leaves: Sequence[Any]) -> list[Any]:
-        """:meth:`run` inside a plan, which counts and has announced the replay; outputs stay in the pool."""
+        """:meth:`run` inside a plan, which has already counted and announced the replay; outputs stay in the pool."""
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             self.staging.copy_in(leaves)
             return self._replay_read(leaves, clone=False)

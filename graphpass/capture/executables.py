@@ -1,7 +1,7 @@
-"""More executables of recorded graphs, to see what one of them takes of a device's memory.
+"""Instantiates further executables of recorded graphs, to measure how much device memory executables use.
 
-The driver keeps what executables of the past have left it, so that a few new ones often take nothing that shows. As
-many as a ladder will have take what the ladder will take; to make one costs a fraction of a capture.
+The driver reuses the memory of earlier executables, so a few new ones often show no increase. As many executables as a
+ladder will have show the memory that the ladder will use. Instantiating an executable is much cheaper than a capture.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _AS_TORCH_MAKES_THEM = ctypes.c_ulonglong(_AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIOR
 
 
 class ExecutableCopies:
-    """Executables that nobody launches, until :meth:`close`."""
+    """Owns executables that are never launched, until :meth:`close`."""
 
     def __init__(self) -> None:
         self._made: list[ctypes.c_void_p] = []
 
     def add(self, recordings: Sequence[Any]) -> bool:
-        """One more of each.
+        """Instantiate each recording once more.
 
         Args:
-            recordings: CUDA graphs of torch's that were captured with ``keep_graph=True``.
+            recordings: ``torch.cuda.CUDAGraph`` objects captured with ``keep_graph=True``.
 
         Returns:
-            Whether the driver made them all. It makes no second one of a graph that allocates memory.
+            Whether all succeeded. The driver allows only one executable of a graph that allocates memory.
         """
         for recording in recordings:
             made, source = ctypes.c_void_p(), ctypes.c_void_p(recording.raw_cuda_graph())
@@ -43,7 +43,7 @@ class ExecutableCopies:
         return True
 
     def close(self) -> None:
-        """Give them back."""
+        """Destroy all executables."""
         if self._made:
             torch.cuda.synchronize()
         while self._made:

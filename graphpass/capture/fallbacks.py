@@ -1,4 +1,4 @@
-"""What ``on_fallback`` says: a warning, an error or silence where a graph was asked for and cannot be had."""
+"""Applies ``on_fallback``: a warning, an error or silence if a requested graph is not possible."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _log = logging.getLogger("graphpass")
 
 
 class Fallbacks:
-    """Reports fallbacks: each is noted, and warned of once for its reason.
+    """Reports fallbacks: notes each one, and warns once for each reason.
 
     Args:
-        runtime: keeps the notes.
+        runtime: owner of the notes.
         on_fallback: the backend's option.
     """
 
@@ -27,15 +27,15 @@ class Fallbacks:
         self._reasons: set[str] = set()
 
     def report(self, text: str, error: CaptureError, *, once_for: str) -> None:
-        """Do what the option says.
+        """Report one fallback as the option says.
 
         Args:
-            text: what is noted, and the warning.
-            error: the same as an error.
-            once_for: the reason; a second warning for it says nothing new.
+            text: the note and the warning.
+            error: the error to raise.
+            once_for: the reason; only its first report warns.
 
         Raises:
-            CaptureError: ``error``, where that is what the option says.
+            CaptureError: ``error``, if the option is ``error``.
         """
         if self._on_fallback == "error":
             raise error
@@ -44,16 +44,19 @@ class Fallbacks:
         self._runtime.note(text)
 
     def warn_once(self, text: str, *, once_for: str) -> None:
-        """Warn, whatever the option says, if this reason comes up for the first time."""
+        """Warn at the first report of this reason, whatever the option says."""
         if once_for not in self._reasons:
             self._reasons.add(once_for)
             _log.warning("%s", text)
 
     def report_never_full(self, reason: str) -> None:
-        """Report that ``FULL`` was asked for, of a model with something that no graph can hold.
+        """Report that ``FULL`` was requested for a model that cannot be captured as a whole.
+
+        Args:
+            reason: the region that cannot be captured, and why.
 
         Raises:
-            CaptureError: the option says so.
+            CaptureError: the option is ``error``.
         """
         self.report(
             f"FULL is not possible, PIECEWISE instead: {reason}",
@@ -61,7 +64,7 @@ class Fallbacks:
                 "the model cannot be captured as a whole, and on_fallback is 'error'",
                 expected="a model without such an op, or mode='PIECEWISE'",
                 found=reason,
-                remedy="ask for mode='PIECEWISE' (of a manager's dispatcher), or set on_fallback='warn'",
+                remedy="set mode='PIECEWISE' (in a manager's dispatcher), or on_fallback='warn'",
             ),
             once_for="never full",
         )

@@ -1,4 +1,4 @@
-"""Tensor layouts: which elements a view really has, and the same view over other memory."""
+"""Tensor layouts: the bytes and distinct elements of a view, and the same view over other memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WIDEST_ELEMENT_BYTES = 16
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Address of the memory a tensor lies in: equal for tensors that share a storage, 0 where there are no bytes."""
+    """Address of a tensor's storage: equal for tensors that share a storage, 0 for an empty storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The byte range [first, last) of its storage that a tensor reaches; (0, 0) without elements."""
+    """The byte range [first, last) of a tensor in its storage; (0, 0) without elements."""
     if not tensor.numel():
         return (0, 0)
     first = int(tensor.storage_offset())
@@ -41,7 +41,7 @@ def distinct_elements(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
         if stride <= reach:
             raise ShapeError(
                 f"{name} overlaps itself in memory",
-                expected="a layout in which each element has an address of its own, or expanded dimensions",
+                expected="a layout in which each element has a distinct address, or expanded dimensions",
                 found=f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
                 remedy="pass tensor.contiguous()",
             )

@@ -1,7 +1,7 @@
-"""Finding the runtime of a compiled callable.
+"""Looks up the runtime of a compiled callable.
 
-The runtime rides on the object through which Dynamo called the backend, one for each ``torch.compile``: it is neither
-in a global registry nor in the caller's options, and it goes when that object goes.
+The runtime is an attribute of the object through which Dynamo calls the backend, one for each ``torch.compile``. So
+there is no global registry, the caller's options are not changed, and the runtime is freed with that object.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ATTRIBUTE = "graphpass_runtime"
 
 
 def runtime_of_compiler(compiler: Any) -> GraphRuntime:
-    """The runtime of one ``torch.compile``: the one in its options, else one made at its first graph."""
+    """The runtime of one ``torch.compile``: from its options, else created at its first graph."""
     given = dynamo.backend_options(compiler).get("runtime")
     if given is not None:
         return _checked(given)

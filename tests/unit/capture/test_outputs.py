@@ -97,7 +97,7 @@ def test_a_region_that_reads_the_pool_reads_no_other_memory(rig: Any) -> None:
     first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
     second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view", input_names=("hidden",))
     rig.capture(lambda x: second(first(x)), X, at_mode="PIECEWISE")
-    with pytest.raises(StaticInputError, match="input hidden of second comes from another place than at capture"):
+    with pytest.raises(StaticInputError, match="input hidden of second has another address than at capture"):
         rig.call(second, X, at_mode="PIECEWISE")
     assert rig.counts(second).replayed == 1
     assert torch.equal(rig.call(lambda x: second(first(x)), X * 4, at_mode="PIECEWISE"), (X * 4 + 1) * 2)

@@ -141,7 +141,7 @@ def test_channels_last(rt: GraphRuntime, at_key: Run, compiler: str, weights: to
         (2, 1, 3),
     }
     contiguous = torch.randn(2, 3, 8, 8)
-    with pytest.raises(CaptureError, match="compiled the function anew"):
+    with pytest.raises(CaptureError, match="compiled the function again"):
         at_key(compiled, "FULL", 2, contiguous)
     for _ in range(2):
         agrees(at_key(compiled, "FULL", 2, contiguous, capture=rt), model(contiguous).detach())
