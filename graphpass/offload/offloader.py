@@ -153,7 +153,7 @@ class WeightOffloader(ForwardHooks):
         """Make the current stream wait for the copies that the last forward has left in flight.
 
         Call it before a capture, which cannot wait for copies outside of it, and before a replay, whose first layers
-        expect their weights in the slots (*home*, see :mod:`graphpass.offload.rotation`). After a failed forward or a
+        expect their weights in the slots (*home*, see ``graphpass.offload.rotation``). After a failed forward or a
         :meth:`write` it fills the first slots again.
 
         Raises:
