@@ -13,27 +13,27 @@ from graphpass.compat import memory
 __all__ = ["RecordingStream"]
 
 _NON_BLOCKING = ctypes.c_uint(1)
-"""Not ordered with the legacy default stream, whose users could otherwise not launch during a recording."""
+"""CU_STREAM_NON_BLOCKING: does not synchronise with the legacy default stream, which stays usable while recording."""
 
 
 class RecordingStream:
-    """A stream of its own on one device.
+    """A new CUDA stream on ``device``; close it with :meth:`close`.
 
     Raises:
-        DeviceError: the driver made none.
+        DeviceError: the driver could not create the stream.
     """
 
     _made: ClassVar[set[int]] = set()
-    """Handles of all that there are, those among them that were left to torch."""
+    """Handles of all recording streams that the driver has not destroyed, also of those that close() leaves alive."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
-            torch.cuda.mem_get_info(device)  # makes the device's context this thread's, where the driver looks for it
+            torch.cuda.mem_get_info(device)  # makes the device's context current in this thread, for the driver call
             checked(driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
         self._made.add(self._address)
         self._first: torch.cuda.CUDAGraph | None = None
-        """Kept, so that the pool has an owner from the start."""
+        """The graph that allocated the workspaces; while it lives, the pool is in use and torch does not free it."""
         self.stream = torch.cuda.ExternalStream(self._address, device=device)
 
     @property
@@ -41,15 +41,15 @@ class RecordingStream:
         return self._handle.value or 0
 
     def take_workspaces(self, pool: Any) -> None:
-        """Have torch allocate this stream's workspaces now, in ``pool``: no recording is the one that takes them."""
+        """Make torch allocate this stream's cuBLAS workspaces in ``pool`` now, rather than in the first recording."""
         a = torch.ones(64, 64, device=self.stream.device)
         bias = a[0]
 
         def products() -> None:
-            torch.addmm(bias, a, a)  # by cuBLASLt, which has a workspace of its own
+            torch.addmm(bias, a, a)  # runs in cuBLASLt, which has a separate workspace
             torch.mm(a, a)
 
-        products()  # the libraries' handles are made outside of a recording
+        products()  # the libraries create their handles here, outside of the recording
         self._first = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream), torch.no_grad():
@@ -58,15 +58,15 @@ class RecordingStream:
             self._first.capture_end()
 
     def close(self, *, own_pools: frozenset[tuple[int, int]]) -> None:
-        """Give the stream and its workspaces back, when no graph recorded on it will be replayed.
+        """Destroy the stream and free its workspaces; no graph recorded on it may be replayed afterwards.
 
-        torch can be asked to drop the workspaces of all streams, not of one. Somebody else's graph may read one of
-        those. So with a pool of somebody else's there, this one's is left to torch, and the stream with it: another
-        stream at its address would be given the workspace.
+        torch can only free the workspaces of all streams at once, and a graph in a pool outside graphpass may read
+        one of them. While such a pool exists, close() therefore frees nothing. It does not destroy the stream either:
+        torch finds workspaces by stream handle, and a new stream with the same handle would use this workspace.
 
         Args:
-            own_pools: every pool that was made for graphs recorded on such streams. In a pool that a user gave, what
-                was taken on such a stream is one's own, too.
+            own_pools: ids of the pools that graphpass created. Segments that a recording stream allocated count as
+                graphpass's own in any pool, also in one that the user passed.
         """
         if self._first is not None:
             self._first.reset()

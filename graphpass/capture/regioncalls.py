@@ -1,4 +1,4 @@
-"""What region calls go through while the code around them is warmed up, recorded or compared."""
+"""Calls of regions inside an outer region that is being warmed up, recorded or compared."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["CompiledWithin", "Observed", "RegionCalls", "call_compiled"]
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One tensor that a region inside the capture returned, as it was then.
+    """A copy of one tensor that an inner region returned.
 
     Attributes:
-        region: the region's name.
-        index: the tensor's place among the region's flat outputs.
-        tensor: a copy; code that runs later may write to what the region returned.
+        region: the inner region's name.
+        index: the tensor's index in the region's flat outputs.
+        tensor: a clone, because later code may write to the original.
     """
 
     region: str
@@ -31,13 +31,16 @@ class Observed:
 
 @dataclass(slots=True)
 class RegionCalls:
-    """Stands in the forward context: a wrapper that finds it there passes its call through, so the outermost captures.
+    """``ForwardContext.capture`` while an outer region is captured or compared.
+
+    Inner wrappers call :meth:`call` instead of capturing, so only the outermost region is captured.
 
     Attributes:
-        run: how a region's runnable is called: :meth:`GraphDevice.call`, or plainly.
-        observed: outputs of the regions inside, in order; None where nobody asks for them.
-        before: told (region, runnable, arguments) of every call, and what it returns is told the result.
-        failed: the innermost region that raised, and its runnable.
+        run: calls ``runnable(*args, **kwargs)``; during a capture this is :meth:`GraphDevice.call`.
+        observed: collects copies of the inner regions' outputs, in call order; None collects nothing.
+        before: called with (region, runnable, arguments) before each call. If it returns a function, that function is
+            called with the region's result.
+        failed: name and runnable of the innermost region that raised.
     """
 
     run: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
@@ -46,7 +49,7 @@ class RegionCalls:
     failed: tuple[str, Any] | None = None
 
     def call(self, region: str, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a region that lies inside."""
+        """Call an inner region and return its result; errors pass through, after ``failed`` is set."""
         after = None if self.before is None else self.before(region, runnable, args)
         try:
             result = self.run(runnable, args, kwargs)
@@ -67,20 +70,20 @@ class RegionCalls:
 
 @dataclass(frozen=True, slots=True)
 class CompiledWithin:
-    """What the cgpass backend compiled, announced to a capture: its graph is what is captured.
+    """Marks ``runnable`` as code that the cgpass backend compiled, for :meth:`GraphDevice.call`.
 
-    A device that records under a mode, where Dynamo would skip what it has compiled, tells it by its class.
+    The CPU tape records under a dispatch mode, in which Dynamo skips compiled code; it recognises this class.
     """
 
     runnable: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Call it."""
+        """Call ``runnable``."""
         return self.runnable(*args)
 
 
 def call_compiled(runnable: Callable[..., Any], *args: Any) -> Any:
-    """Call what the cgpass backend compiled, also where something around it is being captured."""
+    """Call code that the cgpass backend compiled; inside an outer capture, through the context's ``capture``."""
     context = current_context()
     if context is None or context.capture is None:
         return runnable(*args)

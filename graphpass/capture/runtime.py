@@ -1,4 +1,4 @@
-"""The owner of everything a set of graphs shares: pool, capture stream, entries, statistics."""
+"""The runtime owns everything that a set of graphs shares: pool, capture stream, entries and statistics."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class _Wrapper(Protocol):
 
 
 class GraphRuntime:
-    """Owns pool, capture stream, entries and statistics of every callable made with it.
+    """Owns the pool, capture stream, entries and statistics of every callable created with it.
 
-    Use it as a context manager, or call :meth:`close`: graphs and their pool live as long as the runtime holds them.
-    Graphs of one runtime share a pool, so one forward runs at a time; see :class:`~graphpass.capture.pool.PoolLease`.
+    Use it as a context manager, or call :meth:`close` to free graphs and pool. Graphs of one runtime share a pool, so
+    only one forward runs at a time; see :class:`~graphpass.capture.pool.PoolLease`.
 
     Args:
-        pool: a CUDA graph pool handle to share with others; None for one of its own.
-        device: the device its graphs run on; None takes the device of the first captured call.
+        pool: a CUDA graph pool handle to share with other graphs; None creates a private pool.
+        device: the device its graphs run on; None means the device of the first captured call.
     """
 
     def __init__(self, pool: Any = None, *, device: torch.device | str | None = None) -> None:
@@ -67,12 +67,12 @@ class GraphRuntime:
 
     @contextlib.contextmanager
     def capturing(self, *, reaches: bool = False) -> Iterator[CaptureScope]:
-        """Let this thread's calls capture keys that have no graph yet, for the body of the ``with``.
+        """Allow this thread's calls to capture keys that have no graph yet, in the body of the ``with``.
 
-        The garbage collector is kept from looking at what is alive now in the midst of captures, and collects after.
+        Objects that exist on entry are frozen (``gc.freeze``) for the body; the garbage collector runs on exit.
 
         Args:
-            reaches: calls without a forward context run without graphs; the scope lists the callables they reach.
+            reaches: run calls without a forward context without graphs, and list the callables they reach in the scope.
 
         Raises:
             CaptureError: a scope of this runtime is open already.
@@ -89,10 +89,10 @@ class GraphRuntime:
 
     @contextlib.contextmanager
     def throwaway(self) -> Iterator[CaptureScope]:
-        """:meth:`capturing` into a pool of its own, which is given back with all its graphs at the end of the body.
+        """:meth:`capturing` into a temporary pool, which is freed with all its graphs at the end of the body.
 
-        To its callables nothing is captured in the body; afterwards everything is as it was before: graphs, pool and
-        counts. What was compiled in the body stays. No other thread may run a callable of this runtime meanwhile.
+        The body starts without graphs: existing graphs, pool and counts are hidden, and restored at the end. Code
+        compiled in the body stays compiled. No other thread may run a callable of this runtime in the meantime.
 
         Raises:
             CaptureError: a scope of this runtime is open already.
@@ -103,11 +103,11 @@ class GraphRuntime:
             finally:
                 scope.reached.clear()
                 scope.plans.clear()
-                gc.collect()  # before the others are unfrozen: there is little to look at
+                gc.collect()  # while older objects are still frozen, so that only the body's objects are traversed
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Another pool on the same device, and wrappers without graphs, for the body."""
+        """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
         held, aside = self.lease, {id(wrapper): wrapper.hidden() for wrapper in self._alive()}
         self.lease = used = held.of_another_pool()
         in_body = used.generation
@@ -117,17 +117,17 @@ class GraphRuntime:
             for wrapper in self._alive():
                 if id(wrapper) in aside:
                     aside[id(wrapper)]()
-                else:  # compiled in the body, and kept
+                else:  # compiled in the body: the wrapper stays, its graphs and counts do not
                     wrapper.close()
                     wrapper.hidden()
             self.lease = held
             held.shows_stale |= used.shows_stale
-            if used.generation != in_body:  # a parameter died: what died with it may be among the hidden graphs
+            if used.generation != in_body:  # a parameter died, and hidden graphs that read it were dropped with it
                 held.entries_dropped()
             used.close()
 
     def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:
-        """What happened so far, by (region name, mode, descriptor); regions are ``g0.r3``, a whole is ``g0.full``."""
+        """Counts so far by (region name, mode, descriptor); regions are named ``g0.r3``, a FULL graph ``g0.full``."""
         return {
             (str(wrapper.region), wrapper.mode, key): counts
             for wrapper in self._alive()
@@ -135,11 +135,11 @@ class GraphRuntime:
         }
 
     def compiled(self) -> int:
-        """Compiled artifacts made for this runtime."""
+        """Number of compiled artifacts of all registered callables."""
         return sum(record.artifacts for record in self._callables)
 
     def suggested_sizes(self, limit: int = 16) -> list[int]:
-        """Sizes worth a graph: the ones seen most often, at most ``limit``, the largest seen always among them."""
+        """Sizes worth capturing: at most ``limit`` of those seen, the most frequent ones and always the largest."""
         return self._sizes_seen.suggested(limit)
 
     def stats(self) -> RuntimeStats:
@@ -168,13 +168,13 @@ class GraphRuntime:
         )
 
     def close(self) -> None:
-        """Drop all graphs and give the pool back; callables run on without graphs and can be captured again."""
+        """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
         for wrapper in self._alive():
             wrapper.close()
         self.lease.close()
 
     def __reduce__(self) -> tuple[type[GraphRuntime], tuple[()]]:
-        # Graphs cannot be copied: the copy of a compiled model starts with an empty runtime of its own.
+        # Graphs cannot be copied: the copy of a compiled model starts with a new, empty runtime.
         return (GraphRuntime, ())
 
     def __enter__(self) -> GraphRuntime:
@@ -196,25 +196,25 @@ class GraphRuntime:
     # -- what wrappers and compilers call --------------------------------------------------------------------------
 
     def adopt(self, wrapper: _Wrapper, *, shows_stale: bool = False) -> None:
-        """Count ``wrapper`` among this runtime's; it is held weakly.
+        """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference.
 
         Args:
-            wrapper: what captures and replays.
-            shows_stale: overwrite stale outputs with NaN on every device, as ``debug`` wants it.
+            wrapper: usually a :class:`~graphpass.capture.wrapper.CUDAGraphWrapper`.
+            shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
         """
         self._wrappers.append(weakref.ref(wrapper))
         self.lease.shows_stale |= shows_stale
 
     def next_callable_name(self) -> str:
-        """The name of the callable that is registered next."""
+        """The name (``g0``, ``g1``, ...) of the callable that will be registered next."""
         return f"g{len(self._callables)}"
 
     def register(self, record: CallableRecord) -> None:
-        """Enter a compiled callable into the report."""
+        """Add a compiled callable to the report."""
         self._callables.append(record)
 
     def owned(self, kind: type[_Owned]) -> _Owned:
-        """The one ``kind()`` that lives as long as this runtime: what a compiler shares among its callables."""
+        """This runtime's single instance of ``kind``, created at first use; compilers share state through it."""
         found = self._owned.get(kind)
         if found is None:
             found = self._owned[kind] = kind()
@@ -229,7 +229,7 @@ class GraphRuntime:
         return captured_earlier(self._alive(), self._callables, region, mode, descriptor)
 
     def retraced(self, name: str) -> None:
-        """Record that torch.compile traced the function of a callable anew, and that the same callable serves it."""
+        """Record that torch.compile traced the function of callable ``name`` again and got the same graph."""
         is_late = not self.scopes.is_mine() and any(
             wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
@@ -240,7 +240,7 @@ class GraphRuntime:
         )
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
-        """Record why something happened that a user may wonder about; logged at its first occurrence."""
+        """Add an explanation to the report; ``text`` is logged at ``level`` the first time only."""
         self._notes.add(text, level=level)
 
     def saw_size(self, size: int) -> None:
@@ -253,7 +253,7 @@ class GraphRuntime:
         return self.lease.device
 
     def is_busy(self) -> bool:
-        """Whether a capture is under way in some thread, or this thread is inside a forward that has the pool."""
+        """Whether any thread has a capture scope open, or this thread is inside a forward that uses the pool."""
         return self.scopes.is_any_open() or self.lease.turn.is_mine()
 
     def _alive(self) -> list[_Wrapper]:

@@ -9,7 +9,7 @@ this mode                 absent, closed      refuses: :class:`~graphpass.errors
 this mode                 present             replays
 ========================  ==================  ==========================================================
 
-It makes no decision of its own: which key may replay is the dispatcher's affair, and the context carries its decision.
+The wrapper does not choose keys: the dispatcher chooses one, and the forward context carries it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger("graphpass")
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """What captures have left in a wrapper; swapped as one."""
+    """All capture state of a wrapper in one object, so that :meth:`CUDAGraphWrapper.hidden` can swap it."""
 
     entries: EntryTable = field(default_factory=EntryTable)
     tallies: dict[BatchDescriptor, RunningCounts] = field(default_factory=dict)
@@ -58,25 +58,25 @@ class _Captured:
 
 
 class CUDAGraphWrapper:
-    """Puts ``runnable`` behind a runtime mode and a batch descriptor.
+    """Captures ``runnable`` once per batch descriptor at one runtime mode, and replays the graphs.
 
-    A call returns what one eager call would return and leaves what it would leave, also the call that captures:
-    what the region mutates and the random number generators are saved before the warm-up and restored.
+    A call has the results and side effects of one eager call, also the call that captures: tensors that the region
+    mutates and random number generators are saved before the warm-up and restored after it.
 
     Args:
-        runnable: the region; tensors in, tensors out, nested in tuples, lists and dicts as it likes.
+        runnable: the region; takes and returns tensors, in any nesting of tuples, lists and dicts.
         mode: PIECEWISE or FULL: the runtime mode at which this wrapper captures and replays.
         runtime: owner of the pool, the capture stream and the statistics.
-        name: what counts, errors and reports call this region; compilers pass a :class:`RegionId`.
+        name: the region's name in counts, errors and reports; compilers pass a :class:`RegionId`.
         static_inputs: arguments (a position, or a keyword's name) whose address graphs may bake in. Parameters and
             tensors under ``mark_static_address`` are static without being listed. Every other input is copied.
         mutated_inputs: arguments that ``runnable`` writes to.
-        module_inputs: static arguments that a module owns; graphs hold them weakly and go when one of them dies, as
-            they do with parameters. Other static inputs are held.
-        layout_inputs: numbers among the arguments that only say how the tensors lie in memory. They may differ from
-            call to call: graphs read copies, which lie as the tensors did at capture.
+        module_inputs: static arguments that a module owns. A graph keeps a weak reference to them and is dropped when
+            one of them dies, as with parameters. It keeps a strong reference to every other static input.
+        layout_inputs: number arguments that only describe the memory layout of the tensors. They may differ from
+            call to call: graphs read copies, which have the layout of the capture.
         input_names: a name for each positional argument, for errors.
-        policy: what to return, when to capture, what to do about moved inputs.
+        policy: whether outputs are cloned, when capture is allowed, and how moved inputs are handled.
 
     Raises:
         OptionError: ``mode`` is NONE or a pair.
@@ -126,7 +126,7 @@ class CUDAGraphWrapper:
         return self._mode
 
     def unwrap(self) -> Callable[..., Any]:
-        """The innermost callable, below all wrappers."""
+        """The innermost runnable, where wrappers are nested."""
         inner = self._runnable
         while isinstance(inner, CUDAGraphWrapper):
             inner = inner._runnable
@@ -138,7 +138,14 @@ class CUDAGraphWrapper:
         return getattr(self._runnable, attribute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, capture or replay, as the context says."""
+        """Run eagerly, capture or replay, according to the current forward context; see the module's table.
+
+        Raises:
+            CaptureError: this key has no graph and capture is closed, the capture failed, or autograd is on.
+            ShapeError: an input differs in shape, dtype or device from the capture.
+            StaticInputError: an input is not at the address that the graph reads, and capture is closed.
+            PoolBusyError: another forward of this thread is using the pool.
+        """
         context = current_context()
         if context is None:
             return self._runnable(*args, **kwargs)
@@ -146,30 +153,30 @@ class CUDAGraphWrapper:
             return context.capture.call(self.name, self._runnable, args, kwargs)
         if context.runtime_mode is not self._mode:
             return self._runnable(*args, **kwargs)
-        if len(kwargs) > 1:  # the order in which a caller writes keywords makes no other graph
+        if len(kwargs) > 1:  # calls that differ only in keyword order share a graph
             kwargs = dict(sorted(kwargs.items()))
         leaves, spec = trees.flatten((args, kwargs))
         return self._under_graph(context, leaves, spec)
 
     def call_flat(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None = None) -> Any:
-        """A call at this wrapper's mode with positional arguments without structure, so that none is looked for.
+        """Capture or replay with flat positional arguments; faster than a call, which has to flatten them.
 
         Args:
-            context: what would otherwise be the current one.
-            args: tensors and numbers.
-            clone: copy outputs out of the pool; None does what the policy says.
+            context: the forward context to use; its runtime mode must be this wrapper's.
+            args: tensors and numbers, not nested.
+            clone: copy outputs out of the pool; None follows the policy.
         """
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
             self._flat_spec = trees.flatten((tuple(args), {}))[1]
         return self._under_graph(context, list(args), self._flat_spec, clone=clone)
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
-        """What happened at each key so far."""
+        """Warm-ups, captures, replays and copies so far, for each key."""
         return {key: tally.counts(self._static_sets(key)) for key, tally in self._captured.tallies.items()}
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
-        """Do not count the replays of a key in the body: they check it."""
+        """Do not count replays of a key in the body of the ``with``: they test the graph and serve no call."""
         before = self._captured.tallies.get(descriptor, RunningCounts())
         replayed, copied = before.replayed, before.copied
         try:
@@ -195,7 +202,10 @@ class CUDAGraphWrapper:
         self._captured.arena.clear()
 
     def hidden(self) -> Callable[[], None]:
-        """As if nothing had ever been captured; what is returned drops what has been since, and puts all back."""
+        """Hide all entries, counters and buffers.
+
+        Returns a function that drops everything captured in the meantime and restores them.
+        """
         held, self._captured = self._captured, _Captured()
 
         def put_back() -> None:
@@ -222,7 +232,8 @@ class CUDAGraphWrapper:
                 except Exception as error:
                     if scope is None or not scope.is_automatic or self._mode is CUDAGraphMode.FULL:
                         raise
-                    scope.failures.append(error)  # other regions have run, and what this capture did is undone
+                    # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
+                    scope.failures.append(error)
                     return self._runnable(*args, **kwargs)
             entry.check(leaves)
             entry.reads.check(context, self.name)
@@ -254,14 +265,14 @@ class CUDAGraphWrapper:
         )
 
     def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
-        """The entry that serves these arguments; None where one has to be captured."""
+        """The entry that serves these arguments; None if one must be captured."""
         elsewhere: GraphEntry | None = None
         for entry in self._captured.entries.candidates(descriptor, leaves):
             if entry.serves(leaves, spec):
                 if entry.reads_pool_at(leaves):
                     return entry
                 elsewhere = elsewhere or entry
-        # An earlier region was captured anew, so its output moved. Where capture is closed, check() names the input.
+        # An earlier region was captured again, so its output moved. If capture is closed, check() refuses that input.
         is_open = self._runtime.scopes.is_mine() or self._policy.lazy_capture
         return None if is_open else elsewhere
 
@@ -309,7 +320,7 @@ def _drop_entry(
     entry_id: int,
     _dead: Any,
 ) -> None:
-    """Drop an entry, from the table that it was entered into: the wrapper may have set that one aside."""
+    """Drop an entry from the table it was added to, which :meth:`CUDAGraphWrapper.hidden` may have hidden since."""
     wrapper, entries = owner(), table()
     entry = entries.drop(descriptor, entry_id) if wrapper is not None and entries is not None else None
     if wrapper is None or entry is None:
