@@ -1,4 +1,4 @@
-"""One capture, from the caller's arguments to a finished entry."""
+"""Captures one region for one call: the caller's arguments in, a finished entry out."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Recorder:
     """Captures one region for one call.
 
     Attributes:
-        policy: whether to record at all (``debug``), and whether to keep what regions inside return (``compare``).
-        baked: flat positions whose address the graph may bake in; a subset of ``call.static``.
+        policy: ``debug`` runs eagerly and records no graph; ``compare`` keeps copies of the inner regions' outputs.
+        baked: flat positions of the arguments whose address the graph may bake in; a subset of ``call.static``.
     """
 
     region: RegionId
@@ -69,17 +69,17 @@ class Recorder:
 
     @property
     def name(self) -> str:
-        """The region as errors name it."""
+        """The region's name in errors, for example ``g0.r3``."""
         return str(self.region)
 
     def record(self, context: ForwardContext, tally: RunningCounts) -> tuple[GraphEntry, Sequence[Any]]:
-        """Stage, save, warm up, restore, record, restore: what the region mutates is as it was before.
+        """Copy inputs into buffers, warm up and record; mutated tensors and generators are restored after each run.
 
-        Returns the entry, and the flat outputs of the recording, which own their pool memory; the entry does not.
+        Returns the entry and the flat outputs of the recording. The outputs own their pool memory, the entry does not.
 
         Raises:
-            CaptureError: the region writes to an input that was not declared, or an op of it failed.
-            DeviceError: an argument lies on another device.
+            CaptureError: the region writes to an input outside ``mutated_inputs``, or one of its ops failed.
+            DeviceError: an argument is on another device.
         """
         device = self.runtime.lease.device_for(self.call.leaves)
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
@@ -101,7 +101,7 @@ class Recorder:
         staging = Staging.for_inputs(
             leaves, sources.staged, mutated=mutated_positions, names=self.call.names, arena=self.arena
         )
-        # Only what is captured as a whole returns to whoever opened the scope.
+        # keep_results and prepare apply to FULL graphs only: the outputs of a region go to the next region.
         scope = self.runtime.scopes.current() if self.mode is CUDAGraphMode.FULL else None
         keep_results = None if scope is None else scope.keep_results
         body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(staging), keep_results)
@@ -126,7 +126,7 @@ class Recorder:
                 )
                 log.is_open = False
             outputs = recorded[: len(body.returned)]
-            # Warm-up and recording allocate apart, so what both returned at one address was there before.
+            # Warm-up and recording use different pools: a storage that both returned existed before them.
             plan = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
         self.runtime.lease.make_stale(plan.pool_outputs)
@@ -149,7 +149,7 @@ class Recorder:
         return entry, outputs
 
     def _checks(self, context: ForwardContext, sources: _Sources, plan: OutputPlan) -> InputChecks:
-        """What later calls are compared with."""
+        """The checks that later calls must pass: constants, layouts of static inputs, addresses of pool inputs."""
         leaves = self.call.leaves
         return InputChecks(
             name=self.name,
@@ -162,7 +162,10 @@ class Recorder:
         )
 
     def _graph_inputs(self, staging: Staging) -> list[Any]:
-        """What the region reads while it is recorded; of a parameter an alias, which keeps it not alive."""
+        """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
+
+        An EagerGraph (``debug``) keeps these, so it gets aliases of module-owned tensors, which do not keep them alive.
+        """
         inputs = [
             leaf.detach() if position in self.call.module_owned and self.policy.debug else leaf
             for position, leaf in enumerate(self.call.leaves)
@@ -172,7 +175,10 @@ class Recorder:
         return inputs
 
     def _explain(self, error: BaseException, inside: RegionCalls, context: ForwardContext) -> None:
-        """Raise what says where ``error`` came from, with key and bytes; an interrupt, or an error of ours, does."""
+        """Raise a CaptureError from ``error`` that names region, op, key and memory in use.
+
+        Returns, so that the caller re-raises ``error`` itself, for interrupts and for graphpass's own errors.
+        """
         refused = error if isinstance(error, CaptureError) and inside.failed is not None else None
         if not isinstance(error, Exception) or (isinstance(error, GraphpassError) and refused is None):
             return
@@ -196,7 +202,7 @@ class Recorder:
         static, pool, staged, constants = set(self.baked), [], [], []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                # The copies lie as the inputs did at capture, whatever a later call says of its own.
+                # Layout numbers may change from call to call: the graph reads buffers in the layout of the capture.
                 if position not in self.call.layout:
                     constants.append((position, leaf))
                 continue
@@ -210,7 +216,7 @@ class Recorder:
             if position in static:
                 continue
             if storage_id(leaf) in baked_storages:
-                # It lies inside a static input: a copy would hide that the two share memory.
+                # It aliases a static input: a copy would not see writes to that input.
                 static.add(position)
             elif storage_id(leaf) in pool_storages:
                 pool.append((position, leaf.data_ptr()))
@@ -232,7 +238,7 @@ class Recorder:
 
 
 class _Body:
-    """The region over its fixed inputs, as what is warmed up and recorded."""
+    """A function without arguments that runs the region on ``inputs``; the device warms it up and records it."""
 
     def __init__(
         self,
@@ -250,7 +256,7 @@ class _Body:
         self.returned_spec: Any = None
 
     def __call__(self) -> list[Any]:
-        """The flat outputs, and behind them what was observed inside."""
+        """Run the region; the flat outputs, followed by the observed outputs of inner regions."""
         observed = self._inside.observed
         if observed is not None:
             observed.clear()
@@ -264,10 +270,13 @@ class _Body:
 
 @contextlib.contextmanager
 def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, context: ForwardContext) -> Iterator[None]:
-    """What a region sees while it is warmed up and recorded under ``context``."""
+    """Enter the forward context and torch settings under which a region is warmed up and recorded.
+
+    The region sees ``context`` with the key's padded token count; in PIECEWISE mode without attention metadata.
+    """
     descriptor = context.batch_descriptor
     assert descriptor is not None
-    # The real count belongs to this step alone, and so does what eager attention works with.
+    # A graph must not bake in the real token count of one step, nor the metadata that eager attention reads.
     seen = replace(
         context,
         attn_metadata=None if mode is CUDAGraphMode.PIECEWISE else context.attn_metadata,
@@ -281,7 +290,7 @@ def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, contex
 def _eager(
     name: str, body: _Body, surroundings: Callable[[ForwardContext], contextlib.AbstractContextManager[None]]
 ) -> tuple[EagerGraph, Sequence[Any]]:
-    """In place of a recording: see :class:`EagerGraph`."""
+    """An :class:`EagerGraph` over ``body``, and its flat outputs; ``debug`` uses it in place of a recording."""
 
     def surrounded() -> contextlib.AbstractContextManager[None]:
         context = current_context()

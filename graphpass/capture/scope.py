@@ -1,4 +1,4 @@
-"""Capture scopes: the permission to capture, which one thread has at a time, and what its calls reached."""
+"""Capture scopes: permission for one thread to capture, and a record of the callables that its calls reach."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "R
 
 
 class ReachedCallable(Protocol):
-    """One graph of a model, as a compiler hands it to Dynamo and to the code that drives captures.
+    """One compiled graph of a model: Dynamo calls it, and capture code captures its keys.
 
     Attributes:
         name: ``g0``, ``g1``, ... in the order of compilation.
-        partition: a ``graphpass.regions.Partition``; this package knows no FX, so it has no type here.
+        partition: a ``graphpass.regions.Partition``; typed Any because this package does not import FX code.
         traces: region name -> a ``graphpass.compile.RegionTrace``.
         static: positions of the arguments whose address graphs may bake in.
-        returns_flat: the graph returns a tuple or list of values, without structure inside.
+        returns_flat: the graph returns a tuple or list of values, not nested.
         ends_early: why the graph ends before the model does (a graph break), or None.
-        never_full: the first region that no graph of the whole can hold, with its reason, or None.
-        side_effects: what Dynamo's code does to Python state after the graph has run.
+        never_full: the first region that a FULL graph cannot contain, with its reason, or None.
+        side_effects: changes to Python state that Dynamo's code makes after the graph has run.
     """
 
     name: str
@@ -39,10 +39,10 @@ class ReachedCallable(Protocol):
     side_effects: tuple[SideEffect, ...]
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
-        """The keys that the capture sizes ask for, largest first."""
+        """The keys of the configured capture sizes, largest first; ``args`` are flat example arguments."""
 
     def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Capture one key of :meth:`ladder` from graph inputs made of an example's."""
+        """Capture one key of :meth:`ladder`, with inputs resized from the flat example arguments ``args``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ReachedCall:
     Attributes:
         callable: the callable.
         args: its flat arguments.
-        outputs: its flat outputs; they keep their pool memory.
+        outputs: its flat outputs; holding them keeps their pool memory reserved.
     """
 
     callable: ReachedCallable
@@ -62,21 +62,21 @@ class ReachedCall:
 
 @dataclass(slots=True)
 class CaptureScope:
-    """What was reached inside one ``with runtime.capturing():``.
+    """State of one ``with runtime.capturing():``.
 
     Attributes:
         reached: the calls of callables, in order.
         plans: the replay plan of each callable and key captured in the scope.
-        keep_results: called with the flat outputs of each callable that is captured as a whole, while it is warmed up
-            and recorded; the graph returns what it returns. Who wants results in memory of its own copies them there.
-        prepare: called between the warm-up and the recording of each callable that is captured as a whole: what the
-            model reads besides its arguments is as it was before the warm-up.
-        stops_at_entry: callables raise :class:`EnteredCallable` instead of running: for whoever wants to know which
-            callable a compiled call reaches, without its effects.
-        reaches: a call without a forward context runs without graphs and enters ``reached``.
+        keep_results: called with the flat outputs of each FULL capture, in warm-up and recording; returns the flat
+            outputs that the graph returns. The function may copy results into memory outside the pool.
+        prepare: called between the warm-up and the recording of each FULL capture, to restore state that the model
+            reads besides its arguments.
+        stops_at_entry: callables raise :class:`EnteredCallable` instead of running. Shows which callable a compiled
+            call reaches, without side effects.
+        reaches: a call without a forward context runs without graphs and is added to ``reached``.
         is_automatic: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without
-            a graph, and its error enters ``failures``.
-        failures: the errors of captures that failed.
+            a graph, and its error is added to ``failures``.
+        failures: the errors of failed captures.
     """
 
     reached: list[ReachedCall] = field(default_factory=list)
@@ -104,7 +104,7 @@ class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIterati
 
 
 class CaptureScopes:
-    """The scope of a runtime that is open now: at most one, of the thread that opened it."""
+    """The capture scopes of a runtime: at most one is open at a time, for the thread that opened it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,22 +112,23 @@ class CaptureScopes:
         self._thread: int | None = None
 
     def current(self) -> CaptureScope | None:
-        """This thread's open scope."""
+        """The open scope, if this thread opened it; None otherwise."""
         return self._scope if self._thread == threading.get_ident() else None
 
     def is_mine(self) -> bool:
-        """Whether this thread has the open scope."""
+        """Whether this thread opened the scope that is open now."""
         return self._thread == threading.get_ident()
 
     def is_any_open(self) -> bool:
-        """Whether some thread has a scope open."""
+        """Whether a scope is open in any thread."""
         return self._lock.locked()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[CaptureScope]:
-        """Let this thread's calls capture keys that have no graph yet, for the body of the ``with``.
+        """Allow this thread's calls to capture keys that have no graph yet, in the body of the ``with``.
 
-        :meth:`GraphRuntime.capturing <graphpass.capture.runtime.GraphRuntime.capturing>` is for many captures at once.
+        For many captures use :meth:`GraphRuntime.capturing <graphpass.capture.runtime.GraphRuntime.capturing>`, which
+        also freezes existing objects for the garbage collector.
 
         Raises:
             CaptureError: a scope is open already.
@@ -144,7 +145,7 @@ class CaptureScopes:
 
     @contextlib.contextmanager
     def opened_automatically(self) -> Iterator[CaptureScope | None]:
-        """Let this thread's auto dispatcher capture, for one call; None while another scope is open."""
+        """Allow this thread's auto dispatcher to capture during one call; yields None if a scope is open already."""
         if not self._lock.acquire(blocking=False):
             yield None
             return

@@ -1,8 +1,8 @@
-"""Static input buffers: memory graphpass owns, outside the pool, that inputs are copied into before a replay.
+"""Static input buffers: memory of graphpass, outside the pool; inputs are copied into it before a replay.
 
-A graph reads fixed addresses, so every input whose address is not static gets a buffer here. Inputs that share a
-storage share one buffer, see Note [Alias patterns] in docs/design. A mutated buffer is copied back to the caller's
-tensor.
+A graph reads fixed addresses, so every input without a static address needs a buffer. Inputs that share a storage
+share one buffer, see Note [Alias patterns] in docs/design. If the region writes to a buffer, the buffer is copied back
+to the caller's tensor after the replay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from graphpass.errors import ShapeError
 __all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern"]
 
 AliasPattern = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""Which staged inputs share memory: (group, byte offset in the group, strides) for each, or () when none do.
+"""Which staged inputs share memory: (group, byte offset in the group, strides) for each input; () if none do.
 
-The strides stand there for inputs that share memory with others: whether they overlap depends on them.
+Strides are () for an input that shares no memory: they only matter for whether inputs overlap.
 """
 
 _ALIGNMENT_BYTES = 256
@@ -31,12 +31,15 @@ _ALIGNMENT_BYTES = 256
 
 @dataclass(slots=True)
 class BufferArena:
-    """The buffers of one wrapper, kept across keys: capture sizes share one buffer as large as the largest of them."""
+    """The buffers of one wrapper: one per slot and device, as large as the largest captured key needs."""
 
     _buffers: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def reserve(self, slot: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A byte buffer for ``slot``; a larger request gets new memory, graphs over the old one keep theirs."""
+        """A uint8 buffer of at least ``num_bytes`` for ``slot``.
+
+        A request larger than the current buffer allocates a new one; existing graphs continue to use the old one.
+        """
         held = self._buffers.get((slot, device))
         if held is None or held.numel() < num_bytes:
             with torch.inference_mode(False):
@@ -49,20 +52,20 @@ class BufferArena:
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def held(self) -> Mapping[tuple[int, torch.device], torch.Tensor]:
-        """The buffers as of now, for :meth:`restore`."""
+        """The current buffers, for :meth:`restore`."""
         return dict(self._buffers)
 
     def restore(self, held: Mapping[tuple[int, torch.device], torch.Tensor]) -> None:
-        """Go back to the buffers of an earlier moment: a capture that failed leaves none behind."""
+        """Restore the buffers that :meth:`held` returned: a failed capture must not leave buffers behind."""
         self._buffers = dict(held)
 
     def clear(self) -> None:
-        """Drop the buffers; entries that still use one keep it alive."""
+        """Drop the buffers; an entry keeps alive those that it uses."""
         self._buffers.clear()
 
 
 def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPattern:
-    """How the inputs at ``positions`` share memory; () when each has memory of its own, the usual case."""
+    """How the inputs at ``positions`` share memory; () if no two share a storage, the usual case."""
     if len(positions) < 2:
         return ()
     storages = [storage_id(leaves[position]) for position in positions]
@@ -83,12 +86,12 @@ def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPatte
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The staged inputs of one entry.
+    """The staged inputs of one entry: copied into buffers before a replay, and copied back if mutated.
 
     Attributes:
-        positions: flat argument positions that are staged.
-        buffers: what the graph reads, one a position, in the layout the inputs had at capture.
-        pattern: the alias pattern of the staged inputs; another pattern needs another entry.
+        positions: flat positions of the staged arguments.
+        buffers: the tensor that the graph reads for each position, with the shape and strides of the capture.
+        pattern: the alias pattern of the staged inputs; inputs with another pattern need another entry.
     """
 
     positions: tuple[int, ...]
@@ -101,7 +104,7 @@ class Staging:
     _together: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Asked once: this is on the way of every replay. Inputs usually lie as the buffers do.
+        # Grouped once, because every replay copies. The grouping assumes that inputs have the layout of the buffers.
         object.__setattr__(self, "_together", copied_together(self._targets, self._targets))
 
     @classmethod
@@ -129,7 +132,7 @@ class Staging:
         )
 
     def at(self, places: Mapping[int, int]) -> Staging:
-        """The staging of the arguments in ``places`` alone, at the positions that it gives them."""
+        """The staging of the arguments in ``places`` only; ``places`` maps old positions to new ones."""
         kept = [index for index, position in enumerate(self.positions) if position in places]
         return Staging(
             positions=tuple(places[self.positions[index]] for index in kept),
@@ -142,7 +145,7 @@ class Staging:
         )
 
     def joined(self, other: Staging) -> Staging:
-        """Both in one go; neither may share memory among its inputs."""
+        """One staging for the inputs of both; no two inputs may share memory."""
         first = len(self.positions)
         return Staging(
             positions=self.positions + other.positions,
@@ -163,10 +166,10 @@ class Staging:
         return bool(self._mutated)
 
     def check(self, leaves: Sequence[Any]) -> None:
-        """Refuse inputs that a copy would broadcast, convert or not fit.
+        """Refuse inputs that ``copy_`` would broadcast, convert or fail on.
 
         Raises:
-            ShapeError: shape, dtype or device differ from what was captured.
+            ShapeError: shape, dtype or device differ from the capture, or the strides of an expanded input do.
         """
         for position, buffer, name in zip(self.positions, self.buffers, self._names, strict=True):
             leaf = leaves[position]
@@ -187,7 +190,7 @@ class Staging:
                 )
 
     def copy_in(self, leaves: Sequence[Any]) -> None:
-        """Copy the inputs into their buffers, all in one go."""
+        """Copy the inputs into their buffers, with one foreach copy per group of matching tensors."""
         if not self.positions:
             return
         sources = [leaves[position] for position in self.positions]
@@ -197,7 +200,7 @@ class Staging:
             memory.foreach_copy_([self._targets[index] for index in group], [sources[index] for index in group])
 
     def copy_back(self, leaves: Sequence[Any]) -> None:
-        """Copy what the region mutated back into the caller's tensors."""
+        """Copy the buffers that the region writes to back into the caller's tensors."""
         for index in self._mutated:
             distinct_elements(leaves[self.positions[index]], name=self._names[index]).copy_(self._targets[index])
 
