@@ -1,7 +1,7 @@
-"""What a replay hands back: clones or views of pool memory, and views of the caller's own tensors.
+"""Builds the outputs of a replay: clones or views of pool memory, and views of the caller's tensors.
 
-A region's outputs lie in one of three places, found once, at capture: in memory of an input (the result is then a view
-of the tensor the caller passed in this time), in the pool (cloned, or handed out as it is), or nowhere (numbers, None).
+Capture classifies each output once. An output in the memory of an input becomes a view of the tensor that the caller
+passed in this call. An output in the pool is cloned or returned as it is. Other values (numbers, None) are constants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["OutputPlan", "clone_pool_tensors", "own_objects", "rehoused", "view_
 
 @dataclass(frozen=True, slots=True)
 class _ViewOfInput:
-    """Output that is a view of the input at ``position``; ``byte_offset`` is relative to that input's first byte."""
+    """An output that is a view of the input at ``position``, ``byte_offset`` bytes after that input's first byte.
+
+    ``like`` is a meta tensor with shape, strides and dtype of the output; ``whole`` returns the input itself.
+    """
 
     position: int
     byte_offset: int
@@ -41,7 +44,7 @@ class OutputPlan:
     """How to build the outputs of one entry after a replay.
 
     Attributes:
-        pool_outputs: the outputs in pool memory, without keeping that memory reserved.
+        pool_outputs: the outputs in pool memory, as tensors that do not keep that memory reserved.
         pool_storages: addresses of the storages they lie in.
         viewed_positions: the inputs that some output is a view of.
     """
@@ -60,14 +63,14 @@ class OutputPlan:
         without_ownership: Callable[[torch.Tensor], torch.Tensor],
         elsewhere: Collection[int] = (),
     ) -> OutputPlan:
-        """Find where each of ``outputs`` lies.
+        """Classify each of ``outputs`` by the memory that it is in.
 
         Args:
             outputs: flat outputs of the recorded body, at the graph's addresses.
-            graph_inputs: flat arguments the body was recorded with: static tensors and staging buffers.
+            graph_inputs: flat arguments that the body was recorded with: static tensors and staging buffers.
             without_ownership: :meth:`GraphDevice.without_ownership`.
-            elsewhere: addresses of storages that existed before the recording and are no input's: state that the
-                region reaches by itself. Such outputs are handed out as they are, and are never overwritten.
+            elsewhere: addresses of storages that existed before the recording and belong to no input, such as a global
+                tensor that the region returns. Such outputs are returned as they are, and are never overwritten.
         """
         owners: dict[int, list[int]] = {}
         for position, leaf in enumerate(graph_inputs):
@@ -94,15 +97,15 @@ class OutputPlan:
         )
 
     def build(self, leaves: Sequence[Any], *, clone: bool) -> list[Any]:
-        """The flat outputs of this replay, for the caller's arguments ``leaves``; tensors are objects of their own."""
+        """The flat outputs of this replay, for the caller's arguments ``leaves``, as new tensor objects."""
         built = [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
         return _clone_groups(built, self._clone_groups) if clone else own_objects(built, self.pool_storages)
 
     def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
-        """``built`` with the tensors that the recording returned, which keep their pool memory reserved.
+        """``built`` with pool outputs replaced by the recording's tensors, which keep their pool memory reserved.
 
         The capturing call returns these: a region captured later in the same forward reads them, so its recording must
-        not be given their memory. They go when the caller drops them.
+        not reuse their memory. The memory is released when the caller drops them.
         """
         return [
             owner if isinstance(owner, torch.Tensor) and storage_id(owner) in self.pool_storages else value
@@ -126,12 +129,12 @@ def _first_byte(tensor: torch.Tensor) -> int:
 
 
 def view_of(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A view of ``tensor`` as eager code makes one: its base, its version counter; ``offset`` counts from its start."""
+    """A view of ``tensor`` that shares its base and version counter, as in eager code; ``offset`` counts elements."""
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-    """``outputs`` with a new tensor object for each in pool memory: whoever gets it may reshape it in place."""
+    """``outputs`` with a new tensor object for each in pool memory, which the caller may reshape in place."""
     fresh = {
         id(output): output.detach()
         for output in outputs
@@ -141,12 +144,12 @@ def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[
 
 
 def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-    """``outputs`` with everything that lies in pool memory cloned, each storage once, views rebuilt on the clone."""
+    """``outputs`` with tensors in pool memory cloned: each storage once, with its views rebuilt on the clone."""
     return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages))
 
 
 def rehoused(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-    """``outputs`` with everything in pool memory over a storage object of the caller's own, on the same memory."""
+    """``outputs`` with tensors in pool memory over new storage objects on the same memory; nothing is copied."""
     return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages), copy=from_dlpack)
 
 
@@ -172,7 +175,7 @@ def _clone_groups(
 def _clone_together(
     views: Mapping[int, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """Views of one storage over what ``copy`` makes of its bytes, in the same layout."""
+    """Rebuild ``views`` of one storage, by key and in the same layout, on ``copy`` of the bytes that they span."""
     if len(views) == 1 and copy is torch.clone:
         (key, view), *_ = views.items()
         if view.is_contiguous():

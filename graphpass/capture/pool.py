@@ -1,4 +1,4 @@
-"""The pool rule, one forward at a time, and the pool that it holds for.
+"""A graph pool and the rule that one forward at a time uses it.
 
 See Note [Pool rule] in docs/design.
 """
@@ -33,7 +33,7 @@ __all__ = ["PoolLease", "PoolTurn"]
 
 
 class PoolTurn:
-    """Hands the pool to one forward at a time; a forward is one context in one thread and may take it repeatedly."""
+    """A lock that one forward at a time holds. A forward is one context in one thread; it may acquire repeatedly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,10 +42,10 @@ class PoolTurn:
         self._depth = 0
 
     def acquire(self, context: ForwardContext, who: str) -> bool:
-        """Wait for the pool; True when this starts a forward, False inside one that has it already.
+        """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already.
 
         Raises:
-            PoolBusyError: this thread's own, other forward has the pool, so waiting would never end.
+            PoolBusyError: another forward of this same thread is using the pool, so waiting would deadlock.
         """
         thread = threading.get_ident()
         if self._thread == thread:
@@ -63,7 +63,7 @@ class PoolTurn:
         return True
 
     def is_mine(self) -> bool:
-        """Whether this thread has the pool."""
+        """Whether a forward of this thread is using the pool."""
         return self._thread == threading.get_ident()
 
     def release(self) -> None:
@@ -75,22 +75,22 @@ class PoolTurn:
 
 
 class PoolLease:
-    """One graph pool: its device, the forward that has it, what that forward replayed, and which outputs are stale.
+    """One graph pool: its device, the forward that uses it, the entries it replayed, and which outputs are stale.
 
-    A runtime swaps the whole object to capture into another pool for a while: see :meth:`of_another_pool`.
+    A runtime replaces the whole object to capture into another pool temporarily: see :meth:`of_another_pool`.
 
     Args:
         notes: the runtime's notes.
-        pool: a CUDA graph pool handle to share; None for one of its own.
-        device: the device that graphs run on; None takes the device of the first captured call.
-        keeps_recordings: keep what executables are made of, for :meth:`recordings`.
+        pool: a CUDA graph pool handle to share; None creates a private pool.
+        device: the device that graphs run on; None means the device of the first captured call.
+        keeps_recordings: keep the recorded graphs after instantiation, for :meth:`recordings`.
 
     Attributes:
-        turn: which thread and context have the pool.
-        generation: whatever was derived from entries holds for as long as this number stays the same.
+        turn: the lock, with the thread and context that are using the pool.
+        generation: changes when an entry is dropped; data derived from entries is valid while it stays the same.
         forward_storages: addresses of the pool storages written so far in this forward.
         forward_entries: the entries replayed since the pool was last acquired, in order.
-        shows_stale: overwrite stale outputs with NaN on every device, as ``debug`` wants it.
+        shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class PoolLease:
         self._device = None if device is None else self._make_device(device)
 
     def of_another_pool(self) -> PoolLease:
-        """A lease of an empty pool on the same device, which keeps its recordings.
+        """A lease of a new, empty pool on the same device, which keeps its recordings.
 
-        The two have one ``turn``, and no generation of one is a generation of the other.
+        The two share ``turn``, and their generation numbers never coincide.
         """
         other = PoolLease(self._notes, device=self.device, keeps_recordings=True)
         other.turn, other._generations, other.shows_stale = self.turn, self._generations, self.shows_stale
@@ -132,10 +132,10 @@ class PoolLease:
         return None if self._device is None else self._device.device
 
     def device_for(self, leaves: Sequence[Any]) -> GraphDevice:
-        """The device that graphs over these arguments run on: the GPU among them, else the CPU.
+        """The device for graphs over these arguments: the GPU that a tensor is on, else the CPU.
 
         Raises:
-            DeviceError: the pool lies on another device already.
+            DeviceError: the pool is already on another device.
         """
         if self._device is not None:
             wanted = self._device.device
@@ -158,17 +158,17 @@ class PoolLease:
         return self._device.pool_bytes() if self._device is not None else 0
 
     def recordings(self) -> Sequence[Graph]:
-        """What was captured, where the lease keeps it: more executables can be made of it. None on the CPU tape."""
+        """The recorded graphs, from which more executables can be instantiated; empty on the CPU or if not kept."""
         return () if self._device is None else tuple(self._device.recordings)
 
     def acquire(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> bool:
-        """Acquire the pool for ``context``; wait for the thread that has it. Paired with :meth:`release`.
+        """Acquire the pool for ``context``, after waiting for other threads. Pair it with :meth:`release`.
 
         Returns:
-            Whether this call starts the forward: its outputs go to the caller and to no region around it.
+            Whether this call starts the forward: its outputs then go to the caller, not to an enclosing region.
 
         Raises:
-            PoolBusyError: another forward of this thread has the pool.
+            PoolBusyError: another forward of this thread is using the pool.
         """
         device = self.device_for(leaves)
         is_outermost = self.turn.acquire(context, who)
@@ -189,17 +189,17 @@ class PoolLease:
         self.turn.release()
 
     def order_after_last_forward(self) -> None:
-        """Order the current stream's work behind the last forward: it may still be reading what is written now."""
+        """Make the current stream wait for the last forward, which may still read memory about to be overwritten."""
         if self._device is not None:
             self._device.begin_forward()
 
     def before_replay(self, entry: GraphEntry) -> None:
-        """Outputs of earlier forwards are stale from here on; those of ``entry`` belong to this one."""
+        """Mark outputs of earlier forwards as stale, and add ``entry`` and its outputs to this forward."""
         self.before_plan(entry.outputs.pool_storages, entry.outputs.pool_outputs)
         self.forward_entries.append(entry)
 
     def before_plan(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
-        """:meth:`before_replay` for all graphs that a plan is about to replay, by what they write."""
+        """:meth:`before_replay` for all graphs of a plan, given the pool memory and outputs that they write."""
         if self._forward is not self._written_by:
             self.make_stale(self._written)
             self._written.clear()
@@ -210,7 +210,7 @@ class PoolLease:
         self._written.extend(pool_outputs)
 
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
-        """``outputs`` are no longer valid: overwritten where that helps to find who reads them."""
+        """Mark ``outputs`` as invalid; on the CPU, or with ``shows_stale``, overwrite them so that late reads show."""
         assert self._device is not None
         if self.shows_stale:
             fill_with_sentinel(outputs)
@@ -218,7 +218,7 @@ class PoolLease:
             self._device.make_stale(outputs)
 
     def watched(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
-        """``outputs`` as views whose holders are named should they keep one for too long; for ``debug``."""
+        """``outputs`` as views over new storages; a note names each view still alive too late. For ``debug``."""
         return self._views.hand_out(outputs, pool_storages, who)
 
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
@@ -237,11 +237,11 @@ class PoolLease:
         return found
 
     def entries_dropped(self) -> None:
-        """Some graph is gone: whatever was derived from entries before is void (see ``generation``)."""
+        """Start a new ``generation``: a graph was dropped, so data derived from entries before is invalid."""
         self.generation = next(self._generations)
 
     def close(self) -> None:
-        """Give the pool back, when all its graphs are dropped; the lease can capture again, into a new pool."""
+        """Free the pool, after all its graphs are dropped; the lease can capture again, into a new pool."""
         self._written.clear()
         self.forward_storages.clear()
         self.forward_entries.clear()

@@ -83,7 +83,7 @@ class CompiledWithin:
 
 
 def call_compiled(runnable: Callable[..., Any], *args: Any) -> Any:
-    """Call code that the cgpass backend compiled; inside an outer capture, through the context's ``capture``."""
+    """Call code that the cgpass backend compiled; during an outer capture, the call goes through its RegionCalls."""
     context = current_context()
     if context is None or context.capture is None:
         return runnable(*args)

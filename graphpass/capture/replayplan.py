@@ -31,8 +31,8 @@ class PlannedReplay:
 
     Attributes:
         entry: its graph.
-        arguments: position -> argument of the callable that arrives there as it was passed in.
-        replayed: positions of outputs of earlier replays of the same plan.
+        arguments: position of a region input -> position of the callable's argument that it is, unchanged.
+        replayed: positions of region inputs that are outputs of earlier replays of the same plan.
     """
 
     entry: GraphEntry
@@ -40,13 +40,13 @@ class PlannedReplay:
     replayed: Collection[int]
 
     def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
-        """What the stitched code calls: copies and checks what the plan has not, and replays.
+        """The function that the stitched code calls: checks and copies the inputs that the plan did not, and replays.
 
         Args:
-            reuses_outputs: hand out the same tensor objects in every step; nobody may change their shape in place.
+            reuses_outputs: return the same tensor objects in every step; callers must not reshape them in place.
         """
         entry = self.entry
-        # A replay may hand on a view of an input, which lies in the caller's memory and not in the pool.
+        # A replay may return a view of an input, in the caller's memory: such an output still has to be staged.
         settled = {*self.arguments, *set(self.replayed).difference(entry.staging.positions)}
         staged = [position for position in entry.staging.positions if position not in settled]
         rest = replace(
@@ -119,10 +119,10 @@ class ReplayPlan:
             name: the callable.
             descriptor: the key's padded shape.
             steps: (region, ``replay`` or ``eager``), in order.
-            bind: makes the stitched code over one callee for each captured region.
+            bind: builds the stitched code from region name -> callee, for the captured regions.
             replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
             args: flat arguments of the call that was captured.
-            static: arguments that are static by declaration, whether a graph has baked them in or not.
+            static: positions of the arguments declared static, whether a graph baked them in or not.
             generation: the runtime's generation that the entries belong to.
             reuses_outputs: see :meth:`PlannedReplay.callee`.
         """
@@ -155,7 +155,7 @@ class ReplayPlan:
         )
 
     def serves(self, args: Sequence[Any], generation: int) -> bool:
-        """Whether the plan holds for these arguments: same static addresses, same sharing, no graph dropped since."""
+        """Whether the plan is valid for ``args``: same static addresses, same alias pattern, same generation."""
         statics = self._statics
         return (
             generation == self.generation
@@ -165,12 +165,12 @@ class ReplayPlan:
         )
 
     def run(self, args: Sequence[Any], lease: PoolLease, context: ForwardContext) -> Any:
-        """One step, inside a forward that has the pool by ``lease``; the callable's outputs, pool memory uncopied.
+        """Run one step and return the callable's outputs, which are in pool memory; ``lease`` must be acquired.
 
         Raises:
             CaptureError: a number or flag differs from the one baked in.
             ShapeError: an argument does not fit its buffer.
-            StaticInputError: an eager region, or the context, handed over what a graph cannot read.
+            StaticInputError: a tensor from an eager region or the context is not at the address that a graph reads.
         """
         self._reads.check(context, self.name)
         if self._checks:
