@@ -1,4 +1,4 @@
-"""Contents that nobody takes for a result: what stale outputs and poisoned padding are filled with."""
+"""Fills stale outputs and padding under test with values that cannot pass for results."""
 
 from __future__ import annotations
 

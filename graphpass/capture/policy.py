@@ -1,4 +1,4 @@
-"""How a wrapper behaves where more than one behaviour is right."""
+"""Options of a wrapper: outputs, moved inputs, lazy capture and debugging."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["CapturePolicy"]
 
 @dataclass(frozen=True, slots=True)
 class CapturePolicy:
-    """What a wrapper returns, when it captures, and what it does about static inputs that moved.
+    """Whether a wrapper clones outputs, when it may capture, and how it handles static inputs that moved.
 
     Attributes:
         outputs: ``clone``: results are independent of later replays. ``view``: results lie in the pool, without a
             copy, and are valid until the next replay of any key of the runtime.
-        on_moved_input: ``copy``: the key is captured once more for the new address, where a capture is allowed.
-            ``error``: refused by name, unless a scope is open. Under a user's context only a ``runtime.capturing()``
-            scope and ``lazy_capture`` allow a capture.
+        on_moved_input: ``copy``: capture the key again for the new address, if capture is allowed. ``error``: raise an
+            error that names the input, unless a capture scope is open. Under a user's context, only a
+            ``runtime.capturing()`` scope and ``lazy_capture`` allow a capture.
         lazy_capture: capture a key at its first use, also outside ``runtime.capturing()``, with a warning.
-        debug: run the region eagerly where a graph would replay, over the same buffers and padding; views of outputs
-            that are held for too long are named.
-        compare: run the region eagerly besides each replay, on copies, and refuse a result that differs.
+        debug: run the region eagerly instead of replaying, with the same buffers and padding, and report output views
+            that are still held after a later replay overwrote them.
+        compare: also run the region eagerly at each replay, on copies, and raise an error if a result differs.
     """
 
     outputs: Literal["clone", "view"] = "clone"

@@ -1,7 +1,7 @@
-"""What becomes of captured keys when torch.compile compiles a function anew.
+"""Finds captured keys that a recompilation by torch.compile makes unreachable.
 
-Of all compilations of a function, Dynamo calls the newest one whose guards hold. A key that was captured through an
-earlier compilation is then asked of a later one, which has no graph for it.
+Of all compilations of a function, Dynamo calls the newest one whose guards pass. If an earlier compilation captured a
+key, calls with that key may now reach a later compilation, which has no graph for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def captured_earlier(
     mode: CUDAGraphMode,
     descriptor: BatchDescriptor,
 ) -> RegionId | None:
-    """The region that has this key's graph in another compilation of the same function; None when there is none."""
+    """The same region of another compilation of the function that has a graph for this key; None if there is none."""
     frames = {record.name: record.frame for record in callables if record.frame is not None}
     for wrapper in wrappers:
         other = wrapper.region
@@ -47,7 +47,7 @@ def captured_earlier(
 
 
 def left_behind(wrappers: Iterable[_Wrapper], callables: Sequence[CallableRecord]) -> Iterator[str]:
-    """A sentence for each compilation that admits keys which only an earlier compilation of its function captured."""
+    """A warning for each compilation whose guards admit keys that only an earlier compilation has captured."""
     captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
     for wrapper in wrappers:
         keys = captured.setdefault(wrapper.region.callable, {})

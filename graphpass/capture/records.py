@@ -12,7 +12,7 @@ __all__ = ["CallableRecord", "CompileSeconds", "RegionId", "RuntimeStats"]
 
 @dataclass(frozen=True, slots=True)
 class RegionId:
-    """Names a region of a callable, or a callable as a whole; written ``g0.r3`` and ``g0.full``.
+    """The name of a region of a callable (``g0.r3``) or of a whole callable (``g0.full``).
 
     Attributes:
         callable: the callable's name; or the whole name of a wrapper that belongs to no callable.
@@ -28,7 +28,7 @@ class RegionId:
 
 @dataclass(frozen=True, slots=True)
 class CompileSeconds:
-    """Where the seconds went that the backend spent on one graph.
+    """Seconds that the backend spent on one graph, by phase.
 
     Attributes:
         partition: splitting the graph and generating the stitched code.
@@ -50,12 +50,12 @@ class CallableRecord:
     Attributes:
         name: ``g0``, ``g1``, ... in the order of compilation.
         regions: (name, kind, reason why eager or None, number of ops).
-        artifacts: artifacts compiled for it; what it shares with earlier callables is counted there.
-        frame: which Python frame it was compiled for; recompiles of one function share it.
+        artifacts: number of artifacts compiled for it; those shared with an earlier callable count there.
+        frame: id of the Python frame it was compiled for; recompiles of one function share it.
         reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
-        seconds: what compiling it took.
-        admits: whether it may serve a key, by the sizes that its guards admit; None where its sizes are no key fields.
-        padding: (key field, verdict, why) of what may be padded; the field is empty where a row is about all of them.
+        seconds: compile time by phase.
+        admits: whether the guards of the callable admit a key's sizes; None if its sizes are not key fields.
+        padding: (key field, verdict, why): whether a size may be padded; an empty field means all sizes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a runtime reports, as tables."""
+"""The tables of :meth:`GraphRuntime.report <graphpass.capture.runtime.GraphRuntime.report>`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report_of(
     buffer_bytes: int,
     suggested_sizes: Sequence[int],
 ) -> Report:
-    """Regions with their reasons, what may be padded, keys with their counts, notes with theirs, bytes."""
+    """Tables of regions, padding, keys, calls, notes, and memory with suggested sizes, in this order."""
     regions = Table(
         "Regions",
         ("region", "kind", "ops", "reason"),

@@ -16,9 +16,9 @@ __all__ = ["default_random_state", "state_kept"]
 def state_kept(
     mutated: Sequence[torch.Tensor], generators: Sequence[torch.Generator], device: torch.device
 ) -> Iterator[None]:
-    """Undo what the body did to ``mutated``, ``generators`` and the device's default generator, also when it raises.
+    """Restore ``mutated``, ``generators`` and the device's default generator after the body, also when it raises.
 
-    The saved copies live outside any pool, for as long as the body runs.
+    The saved copies are outside any graph pool and are freed after the body.
     """
     mutated = [distinct_elements(tensor, name="a mutated input") for tensor in mutated]
     saved = [tensor.clone() for tensor in mutated]

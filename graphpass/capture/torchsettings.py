@@ -22,14 +22,14 @@ _FROZEN_BY_PYTHON = 10_000
 
 @contextlib.contextmanager
 def replay_settings() -> Iterator[None]:
-    """Without autograd and outside of inference mode: how everything is compiled, captured and run."""
+    """Autograd and inference mode off: the modes in which everything is compiled, captured and run."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 @contextlib.contextmanager
 def without_cached_casts() -> Iterator[None]:
-    """Autocast keeps the weights it has cast for the rest of its block: a graph would read those, not the weights."""
+    """Turn off autocast's cache of cast weights: a graph would read the cached casts instead of the weights."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -40,14 +40,14 @@ def without_cached_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
-    """:func:`replay_settings` without autocast's cache, as in a capture: compiled code serves captures, too."""
+    """:func:`replay_settings` and :func:`without_cached_casts`; compilation uses them too, to match captures."""
     with without_cached_casts(), replay_settings():
         yield
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Keep the garbage collector out of a capture: it would free device memory in the middle of it."""
+    """Turn off the garbage collector during a capture, where it could free device memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -59,7 +59,7 @@ def without_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Keep the garbage collector from looking at what is alive now; a process that froze its own keeps them frozen."""
+    """Freeze all live objects (``gc.freeze``) for the body; does nothing if the process has frozen objects itself."""
     freezes = gc.get_freeze_count() < _FROZEN_BY_PYTHON
     if freezes:
         gc.freeze()

@@ -1,4 +1,4 @@
-"""What became of the calls that the auto dispatcher decided: how many, by key and reason, and how much was padding."""
+"""Counts the calls of the auto dispatcher by key and reason, and the share of padding in them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["CallCounts", "CallTraffic"]
 
 @dataclass(slots=True)
 class CallCounts:
-    """Calls of one kind.
+    """Counts for one (callable, mode, key, reason).
 
     Attributes:
-        calls: how many.
+        calls: number of calls.
         real_elements: product of the real sizes, summed over the calls.
-        padded_elements: the same of the key's sizes.
+        padded_elements: product of the key's sizes, summed over the calls.
     """
 
     calls: int = 0
@@ -35,27 +35,27 @@ class CallCounts:
 
 @dataclass(slots=True)
 class CallTraffic:
-    """The calls of all callables of a runtime that dispatch by themselves."""
+    """Call counts of all callables of a runtime that the auto dispatcher serves."""
 
     _counts: dict[tuple[str, CUDAGraphMode, BatchDescriptor | None, str], CallCounts] = field(default_factory=dict)
 
     def of(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor | None, reason: str) -> CallCounts:
-        """The counter of one kind of call, to be kept and counted up.
+        """The counter for these calls; the caller may keep it and update it on each call.
 
         Args:
             name: the callable.
-            mode: what was replayed, NONE for a call without a graph.
-            key: the padded shape, None where no key fits.
+            mode: the runtime mode of the call, NONE for a call without a graph.
+            key: the padded shape, None if no key fits.
             reason: why the call replays this key, or why it has no graph.
         """
         return self._counts.setdefault((name, mode, key, reason), CallCounts())
 
     def num_calls(self, *, with_graph: bool) -> int:
-        """Calls that had a graph, or that had none."""
+        """Number of calls with a graph, or of those without."""
         return sum(c.calls for (_, mode, _, _), c in self._counts.items() if bool(mode) == with_graph)
 
     def table(self) -> Table:
-        """One row for each kind of call."""
+        """One row for each (callable, mode, key, reason) that has calls."""
         return Table("Calls", ("graph", "mode", "key", "reason", "calls", "padding"), tuple(self._rows()))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

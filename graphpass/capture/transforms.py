@@ -1,4 +1,4 @@
-"""Tensors under a transform stand for more than their memory holds, so that no graph can read them."""
+"""Refuses tensors under ``torch.func`` transforms: a graph reads only their memory, not the batch or tangent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["refuse_transforms"]
 
 
 def refuse_transforms(name: str, values: Iterable[Any]) -> None:
-    """Refuse a replay whose arguments a transform watches.
+    """Refuse a replay if a ``torch.func`` transform is active on one of its arguments.
 
     Raises:
         CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.

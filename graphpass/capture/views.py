@@ -1,7 +1,7 @@
-"""Views of outputs that callers got, under ``debug``: which are still held after a later replay wrote to their memory.
+"""Under ``debug``, reports output views that callers still hold after a later replay overwrote their memory.
 
-A view is valid until the next replay. Whoever reads it later reads another step's result, without a word. Holding it
-until the next result has come is usual (``y = step(x)`` in a loop), so one is reported when a second replay begins.
+A view is valid until the next replay; read later, it silently shows another step's result. In a loop ``y = step(x)``,
+``y`` always lives until the next result is assigned, so a view is reported only when the second replay after it begins.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["HandedViews"]
 
 
 class HandedViews:
-    """Knows the views of the last two forwards that have handed some out."""
+    """Tracks the storages of the views returned by the last two forwards."""
 
     def __init__(self) -> None:
         self._latest: list[tuple[str, StorageWeakRef]] = []
         self._earlier: list[tuple[str, StorageWeakRef]] = []
 
     def hand_out(self, outputs: Sequence[Any], pool_storages: Collection[int], region: str) -> list[Any]:
-        """``outputs`` with those in pool memory over storages of their own, so that their holders can be told apart."""
+        """``outputs`` with those in pool memory over new storage objects, whose lifetime shows whether a view lives."""
         handed = rehoused(outputs, pool_storages)
         for index, (view, output) in enumerate(zip(handed, outputs, strict=True)):
             if view is not output:
@@ -33,6 +33,6 @@ class HandedViews:
         return handed
 
     def next_forward(self) -> Iterator[str]:
-        """Another forward is about to replay; names of the views held since before the last one."""
+        """Start another forward; yields the names of live views returned before the previous forward."""
         yield from (name for name, storage in self._earlier if not storage.expired())
         self._earlier, self._latest = self._latest, []
