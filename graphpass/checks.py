@@ -1,4 +1,4 @@
-"""Checks of values that users pass; each raises the caller's class of error."""
+"""Validation of user arguments; the caller chooses the class of the error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["is_integer", "one_of", "positive"]
 
 
 def is_integer(value: object, *, at_least: int) -> bool:
-    """Whether ``value`` is an int of at least ``at_least``; a bool is not, and neither is an integer of numpy."""
+    """Whether ``value`` is a Python int of at least ``at_least``; False for bools and numpy integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
@@ -24,17 +24,19 @@ def positive(
     remedy: str | None = None,
     error: type[GraphpassError] = OptionError,
 ) -> int:
-    """``value`` as an int; every type with ``__index__`` is accepted, numpy integers for example, except bool.
+    """Convert ``value`` to an int of at least ``at_least``.
+
+    Accepts every type with ``__index__``, such as numpy integers, except bool.
 
     Args:
         value: the user's value.
-        name: the name of the value in the error.
+        name: the value's name in the error message.
         at_least: the smallest valid integer.
-        remedy: what the user should change; None: pass a valid integer.
+        remedy: the error's remedy; None for "pass <at_least> or more".
         error: the class of the error.
 
     Raises:
-        error: ``value`` is no integer, or below ``at_least``.
+        error: ``value`` is not an integer, or is below ``at_least``.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -58,17 +60,17 @@ def one_of(
     remedy: str,
     error: type[GraphpassError] = OptionError,
 ) -> None:
-    """Raise if ``value`` is none of the known values.
+    """Raise ``error`` unless ``value`` is in ``known``.
 
     Args:
         value: the user's value.
-        known: the valid values, in the order of the error's text; at least one.
-        problem: the first part of the error's text.
-        remedy: what the user should change if no known name is close to ``value``.
+        known: the valid values, at least one; the error lists them in this order.
+        problem: the error's problem.
+        remedy: the error's remedy where no known name resembles ``value``.
         error: the class of the error.
 
     Raises:
-        error: ``value`` is none of ``known``; the remedy suggests the nearest known names.
+        error: ``value`` is not in ``known``; the remedy suggests known names that resemble it.
     """
     if value in known:
         return

@@ -1,7 +1,7 @@
-"""Typed errors: every message says what was expected, what was found and how to mend it.
+"""Typed errors: every message states the problem, the expected value, the actual value and a remedy.
 
-Each class also inherits the builtin a caller would catch, so ``except ValueError`` keeps working for bad
-arguments and ``except RuntimeError`` for what goes wrong while running.
+Each class also inherits a builtin exception: ``except ValueError`` catches errors in arguments and options, and
+``except RuntimeError`` catches failures at run time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
 
 
 class GraphpassError(Exception):
-    """Root of every error graphpass raises on purpose.
+    """Base class of all graphpass errors.
 
     Args:
-        problem: one sentence that names the thing at fault.
-        expected: what would have been accepted.
-        found: what was given instead.
-        remedy: what to change.
+        problem: one clause that names the object or argument at fault.
+        expected: the values that graphpass accepts.
+        found: the actual value.
+        remedy: the change that the caller should make.
     """
 
     def __init__(self, problem: str, *, expected: str, found: str, remedy: str) -> None:
@@ -53,15 +53,15 @@ def _rebuild(kind: type[GraphpassError], problem: str, expected: str, found: str
 
 
 class OptionError(GraphpassError, ValueError):
-    """An option is unknown, or its value cannot be used."""
+    """An option is unknown, or its value is invalid."""
 
 
 class DispatchError(GraphpassError, ValueError):
-    """A batch cannot be dispatched as asked."""
+    """A batch, a key or a limit of the dispatcher is invalid, or no allowed mode can run the batch."""
 
 
 class PartitionError(GraphpassError, ValueError):
-    """A graph cannot be split as asked."""
+    """A graph cannot be split into regions with the requested rules."""
 
 
 class ContextError(GraphpassError, ValueError):
@@ -69,19 +69,19 @@ class ContextError(GraphpassError, ValueError):
 
 
 class ShapeError(GraphpassError, ValueError):
-    """A tensor's shape, stride, dtype or a size does not fit the graph it is meant for."""
+    """A tensor's shape, stride or dtype, or a size, does not match what a graph expects."""
 
 
 class CaptureError(GraphpassError, RuntimeError):
-    """A region could not be captured, or was asked to replay a key that was never captured."""
+    """A region could not be captured, or a replay names a key that was never captured."""
 
 
 class StaticInputError(GraphpassError, RuntimeError):
-    """A tensor whose address a graph has baked in came at another address."""
+    """A static input is not at the address that a graph recorded for it."""
 
 
 class MismatchError(GraphpassError, RuntimeError):
-    """Two runs that have to agree do not: a replay and eager, or real rows under different padding."""
+    """Two runs that must produce equal results differ: replay and eager, or real rows under different padding."""
 
 
 class PoolBusyError(GraphpassError, RuntimeError):
@@ -89,26 +89,26 @@ class PoolBusyError(GraphpassError, RuntimeError):
 
 
 class OffloadError(GraphpassError, RuntimeError):
-    """Weights in host memory cannot be brought to the layers as they run, or cannot be moved there at all."""
+    """Weights cannot be moved to host memory, or cannot be copied to the device while the layers run."""
 
 
 class EncoderConfigError(GraphpassError, ValueError):
-    """Options of encoder graphs contradict each other or the model, or a model does not keep to its configuration."""
+    """Encoder options contradict each other or the model, or the model contradicts its own configuration."""
 
 
 class OutOfPagesError(GraphpassError, RuntimeError):
-    """A paged KV cache has fewer free pages than were asked for."""
+    """A paged KV cache has fewer free pages than an allocation requests."""
 
 
 class AgreementError(GraphpassError, RuntimeError):
-    """Data-parallel ranks cannot agree on a step: one died, failed, came too late, or is configured differently."""
+    """Data-parallel ranks cannot agree on a step: one died, failed, timed out, or has another configuration."""
 
 
 class DeviceError(GraphpassError, RuntimeError):
-    """Tensors lie on devices that one callable cannot serve."""
+    """Tensors are on a combination of devices that one callable does not support."""
 
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
-    """The known names closest to ``name``, as text for an error's remedy; empty when nothing is close."""
+    """At most ``limit`` names of ``known`` that resemble ``name``, quoted and joined by commas; empty if none does."""
     close = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)
     return ", ".join(repr(candidate) for candidate in close)

@@ -1,1 +1,1 @@
-"""The only package that names private or undocumented torch. Everything is found by capability, never by version."""
+"""The only package that uses private or undocumented torch; it tests for features, never for versions."""

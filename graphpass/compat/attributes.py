@@ -1,4 +1,4 @@
-"""Look-up of torch by path."""
+"""Look-up of torch attributes by dotted path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 def torch_attribute(path: str) -> Any | None:
     """``torch.<path>``, or None where this release has no such attribute."""
-    found: Any = torch
+    attribute: Any = torch
     for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+        attribute = getattr(attribute, name, None)
+    return attribute

@@ -1,4 +1,4 @@
-"""The compilers of a region, and the settings that they read."""
+"""The compilers of a region, and the global settings that they read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import fx
 
 AtenHook = Callable[[fx.GraphModule], None]
-"""Called with the aten graph of what is compiled, before the compiler changes it."""
+"""A callback that receives the ATen graph of a region before the compiler changes it."""
 
 
 def inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
 ) -> Callable[..., Any]:
-    """Inductor without CUDA graphs of its own.
+    """Compile with Inductor, whose CUDA graphs are off.
 
     Args:
-        graph_module: what to compile.
+        graph_module: the FX graph to compile.
         example_inputs: fake tensors and symbolic sizes.
-        show: called with the aten graph. AOTAutograd's cache would skip the trace, so it is off then; Inductor's own
-            cache serves all the same.
+        show: called with the ATen graph. It disables AOTAutograd's cache, which would skip the trace; Inductor's cache
+            stays on.
     """
     from torch._functorch import config as aot_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -43,7 +43,7 @@ def inductor(
 def aot_eager(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
 ) -> Callable[..., Any]:
-    """AOTAutograd with its ATen graph run as it is; ``show`` is called with that graph."""
+    """Compile with AOTAutograd alone and run its ATen graph unchanged; ``show`` receives that graph."""
     from torch._dynamo.backends.debugging import aot_eager as backend
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch import config as aot_config
@@ -53,7 +53,7 @@ def aot_eager(
             show(aten)
         return boxed_nop(aten, list(inputs))
 
-    # Tokens that keep ops in order are made inside of the graph, as Inductor has them, and are no inputs.
+    # As with Inductor, the graph creates its effect tokens, which order ops, instead of taking them as inputs.
     with aot_config.patch(unlift_effect_tokens=True):
         compiled: Callable[..., Any] = backend(graph_module, list(example_inputs), fw_compiler=run_as_it_is)
     return compiled
@@ -61,13 +61,13 @@ def aot_eager(
 
 @contextlib.contextmanager
 def tracing_with(fake_mode: Any) -> Iterator[None]:
-    """Within the body compilers see ``fake_mode`` as that of the graph, and none of what Dynamo traces now."""
+    """Within the body, compilers use ``fake_mode`` and do not see the tracing context of Dynamo's current frame."""
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         yield
 
 
 def compiler_settings() -> tuple[Any, ...]:
-    """Everything ambient that a compiler reads: modes, precision, and the configuration of its parts."""
+    """All global state that a compiler reads: modes, precision, and the configuration of AOTAutograd and Inductor."""
     from torch._functorch import config as aot_config
     from torch._inductor import config as inductor_config
 

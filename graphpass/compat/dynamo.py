@@ -1,4 +1,4 @@
-"""What Dynamo knows: the frame, the compiler, the placeholders of a graph, the compiled code."""
+"""Dynamo's state: the frame, the backend, the placeholders of a graph, the compiled code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import fx
 
 
 def frame_id() -> int | None:
-    """Which Python frame Dynamo is compiling now: the same for all recompiles of one function; None outside."""
+    """Id of the Python frame that Dynamo is compiling, equal in all recompiles of a function; None at other times."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return None if compile_id is None else compile_id.frame_id
 
@@ -27,7 +27,7 @@ def is_dynamo_compiled(runnable: Any) -> bool:
 
 
 def registered_backend(name: str) -> Callable[..., Any] | None:
-    """What torch.compile calls for ``backend=name``, an entry point loaded for it; None where nobody registered one."""
+    """The backend that torch.compile calls for ``backend=name``, loading its entry point; None if not registered."""
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
 
@@ -38,7 +38,7 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
 
 
 def calling_compiler() -> Any | None:
-    """The object through which Dynamo is calling a backend now: one for each ``torch.compile``; None outside."""
+    """The object through which Dynamo is calling a backend, one per ``torch.compile``; None outside compilation."""
     from torch._dynamo.eval_frame import innermost_backend
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -51,15 +51,15 @@ def calling_compiler() -> Any | None:
 
 
 def backend_options(compiler: Any) -> dict[str, Any]:
-    """The options that ``torch.compile`` was given, as the object that :func:`calling_compiler` returns keeps them."""
+    """The ``options`` passed to ``torch.compile``, read from the object that :func:`calling_compiler` returns."""
     options: dict[str, Any] = getattr(compiler, "kwargs", {}).get("options") or {}
     return options
 
 
 def compilers_of(compiled: Any) -> list[Any]:
-    """The objects through which Dynamo calls the backend of a ``torch.compile``'d callable, its own first.
+    """The objects through which Dynamo calls the backend of a ``torch.compile``'d callable, the callable's first.
 
-    Dynamo also runs code that it compiled for another callable whose backend is equal: those follow.
+    Objects of other callables with an equal backend follow, because Dynamo also runs the code compiled for them.
     """
     from torch._dynamo.eval_frame import innermost_backend
 
@@ -88,25 +88,25 @@ def _dynamo_callback(compiled: Any) -> Any | None:
 
 
 def is_at_recompile_limit(function: Any) -> bool:
-    """Whether Dynamo compiles ``function`` no more, however it is called."""
+    """Whether ``function`` has reached the recompile limit, so that Dynamo will not compile it again."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and len(_cache_entries(code)) >= torch._dynamo.config.recompile_limit
 
 
 def _cache_entries(code: types.CodeType) -> list[Any]:
-    """What Dynamo has compiled ``code`` to, the newest first."""
+    """Dynamo's cache entries of ``code``, the newest first."""
     return list(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
 def came_from_tracing(error: BaseException) -> bool:
-    """Whether Dynamo raised ``error`` because the code cannot be traced for its inputs."""
+    """Whether ``error`` is one of Dynamo's own: it could not trace the code with these inputs."""
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
 
 
 def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
-    """Why Dynamo ended this graph before the function's end, with file and line of the user's code; None at its end."""
+    """The graph break after this graph, with file and line of the user's code; None if the function ends here."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
@@ -120,19 +120,19 @@ def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:
     """Within the body, Dynamo guards floats by value.
 
-    Symbolic ones (of a module traced for all sizes) end as constants all the same, and everything is compiled twice.
+    Symbolic floats, as in a module traced for all sizes, become constants in the end, at the cost of a second compile.
     """
     patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(specialize_float=True)
     return patched
 
 
 def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Let a dimension be symbolic where the model allows it; sizes that it fixes are compiled each by itself."""
+    """Make a dimension symbolic where the model allows it; where the model fixes it, each size compiles separately."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
-    """Replace Python floats that Dynamo passes as 0-d CPU tensors by their values, guarded by Dynamo.
+    """Replace Python floats that Dynamo passes as 0-d CPU tensors with constants that Dynamo guards.
 
     With dynamic shapes, a float attribute (a dropout rate, an epsilon) arrives as a tensor and an ``item()``: a host
     read in every layer. Reading the symbolic float's value makes Dynamo guard on it, so another value recompiles.
@@ -148,12 +148,12 @@ def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
 
 
 def example_value(node: fx.Node) -> Any:
-    """The fake tensor or symbolic size that tracing left on a node."""
+    """The fake tensor or symbolic size that tracing stored on a node."""
     return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
 
 
 def source_text(node: fx.Node) -> str | None:
-    """Where Dynamo took a placeholder from, as it writes it (``L['x']``), or None."""
+    """The source of a placeholder in Dynamo's notation (``L['x']``), or None."""
     grapharg = node.meta.get("grapharg")
     name = getattr(getattr(grapharg, "source", None), "name", None)
     text = name() if callable(name) else name
@@ -177,9 +177,9 @@ def is_static_address(node: fx.Node) -> bool:
 
 
 def forget_arguments(graph: fx.Graph) -> None:
-    """Drop what Dynamo noted of each placeholder's argument: weak references, which would keep it from being swapped.
+    """Delete Dynamo's weak references to the arguments from the placeholders.
 
-    ``torch.utils.swap_tensors``, and with it ``Module.to`` on request, takes no tensor that has one.
+    ``torch.utils.swap_tensors``, which ``Module.to`` can use, rejects tensors that have weak references.
     """
     for node in graph.nodes:
         node.meta.pop("grapharg", None)

@@ -17,11 +17,11 @@ _INDUCTOR_COMMENT = re.compile(r"# Topologically Sorted Source Nodes: \[([^\]]*)
 
 
 def place_of_failure(error: BaseException, traced: Any = None) -> str | None:
-    """The op that was running when ``error`` was raised, and the user's line that it comes from; None if unknown.
+    """The op that raised ``error`` and its line of user code; None if unknown.
 
     Args:
-        error: caught, so that it has a traceback.
-        traced: the ``forward`` of the FX graph that was compiled, whose nodes Inductor's code names in comments.
+        error: a caught exception, which therefore has a traceback.
+        traced: the ``forward`` of the compiled FX graph; comments in Inductor's code name its nodes.
     """
     node = _running_node(error, getattr(traced, "__self__", None))
     if node is not None:
@@ -35,7 +35,7 @@ def place_of_failure(error: BaseException, traced: Any = None) -> str | None:
 
 
 def _op_text(target: Any) -> str:
-    """What a node calls, ``aten.add.Tensor`` or ``_operator.add``."""
+    """A node's target as text: ``aten.add.Tensor``, ``_operator.add``."""
     if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
@@ -43,24 +43,24 @@ def _op_text(target: Any) -> str:
 
 def _running_node(error: BaseException, traced: fx.GraphModule | None) -> fx.Node | None:
     """The innermost node of an FX graph among the frames of a traceback."""
-    found: fx.Node | None = None
+    running: fx.Node | None = None
     for frame, number in traceback.walk_tb(error.__traceback__):
-        # Frames that handle the error are left alone: a look at their variables would keep it, and them, alive.
+        # Do not read f_locals of other frames: in those that handle the error it would keep the error alive.
         module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(module, fx.GraphModule) and type(module).forward.__code__ is frame.f_code:
             lines = getattr(module, "_lineno_map", None) or {}
             index = lines.get(number - (getattr(module, "_prologue_start", None) or 0))
-            found = found if index is None else list(module.graph.nodes)[index]
+            running = running if index is None else list(module.graph.nodes)[index]
         elif traced is not None and (names := _names_above(frame.f_code.co_filename, number)):
-            # Compilers get copies whose values are named by position.
+            # The graph that compilers receive names its values by position: v0, v1, ...
             nodes = list(traced.graph.nodes)
             numbers = [int(name[1:]) for name in names if re.fullmatch(r"v\d+", name)]
-            found = nodes[numbers[-1]] if numbers and numbers[-1] < len(nodes) else found
-    return found
+            running = nodes[numbers[-1]] if numbers and numbers[-1] < len(nodes) else running
+    return running
 
 
 def _names_above(filename: str, number: int) -> list[str]:
-    """The source nodes that Inductor's comment above a line of its code names."""
+    """The source nodes in Inductor's comment above a line of its generated code."""
     for line in reversed(range(max(1, number - 3), number)):
         match = _INDUCTOR_COMMENT.search(linecache.getline(filename, line))
         if match is not None:
@@ -69,7 +69,7 @@ def _names_above(filename: str, number: int) -> list[str]:
 
 
 def _user_line(stack_trace: str) -> str:
-    """The last line of a stack trace as Dynamo writes it: ``file.py:12: code``."""
+    """The innermost frame of Dynamo's stack trace as ``file.py:12: code``; empty if the trace has no frame."""
     lines = stack_trace.splitlines()
     for position in reversed(range(len(lines))):
         match = re.match(r'\s*File "([^"]*)", line (\d+)', lines[position])

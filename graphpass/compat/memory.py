@@ -15,7 +15,7 @@ from graphpass.compat.symbolic import fake_mode_of
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
-    """A number shared by exactly the living tensors of one storage; None for tensors without storage (sparse)."""
+    """An id that tensors share exactly while they share a storage; None for tensors without storage (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -23,7 +23,7 @@ def storage_id(tensor: torch.Tensor) -> int | None:
 
 
 def memory_id(tensor: torch.Tensor) -> int | None:
-    """The address of a real tensor's memory, which several storages may share; of a fake one, :func:`storage_id`."""
+    """A real tensor's memory address, which several storages may share; a fake tensor's :func:`storage_id`."""
     if fake_mode_of((tensor,)) is not None or tensor.layout is not torch.strided:
         return storage_id(tensor)
     return tensor.untyped_storage().data_ptr()
@@ -32,7 +32,7 @@ def memory_id(tensor: torch.Tensor) -> int | None:
 def data_ptrs_equal(tensors: list[Any], expected: list[int | None], positions: list[int]) -> bool:
     """Whether ``tensors[p].data_ptr() == expected[p]`` for every ``p`` in ``positions``.
 
-    One native call where torch has it (300 tensors in about 3 µs, against 12 µs from Python).
+    One native call where torch offers it: about 3 µs for 300 tensors, against 12 µs in Python.
     """
     return bool(_data_ptrs_equal(tensors, expected, positions))
 
@@ -50,12 +50,12 @@ _data_ptrs_equal: Callable[..., bool] = getattr(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie side by side in memory, in whatever order, each once."""
+    """Whether a tensor's elements occupy contiguous memory without overlap, in any order of dimensions."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def any_overlap(tensors: list[torch.Tensor]) -> bool:
-    """Whether AOTAutograd takes any two of these tensors, all in one storage, to have an element in common."""
+    """Whether AOTAutograd considers any two of these tensors, views of one storage, to overlap."""
     overlapping = getattr(torch_attribute("_C._dynamo.guards"), "compute_overlapping_tensors", None)
     if overlapping is None:
         return True
@@ -64,23 +64,26 @@ def any_overlap(tensors: list[torch.Tensor]) -> bool:
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """Whether the tensors have the shapes and strides of now: one native call; False may also mean another mode."""
+    """A check that the tensors still have their present shapes and strides, in one native call.
+
+    The check may also return False because a mode (autocast, inference) has changed.
+    """
     guards: Any = torch_attribute("_C._dynamo.guards.TensorGuards")
     return partial(guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, *tensors)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """A tensor's version counter, which every in-place op bumps; None for inference tensors, which have none."""
+    """A tensor's version counter, which every in-place op increments; None for inference tensors, which lack one."""
     return None if tensor.is_inference() else tensor._version
 
 
 def has_static_address(tensor: torch.Tensor) -> bool:
-    """Whether torch counts the tensor's address as fixed: ``mark_static_address``, or a module's own under Dynamo."""
+    """Whether the tensor has a static address, marked by ``mark_static_address`` or by Dynamo (module tensors)."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:
-    """Tell Dynamo and the wrappers that this tensor's address stays; Dynamo does not guard on it."""
+    """Declare to Dynamo and the wrappers that the tensor's address is constant; Dynamo adds no guard for it."""
     torch._dynamo.mark_static_address(tensor, guard=False)
 
 
@@ -91,29 +94,29 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-"""Copy a list of tensors into another in one fused call; documented under its underscored name."""
+"""Copy the second list of tensors into the first in one fused call; public torch under an underscored name."""
 
 
 def current_stream_of(device: torch.device) -> Any:
-    """What tells a device's current stream from others, without an object for it: a tenth of the time."""
+    """An id of a device's current stream; ten times as fast as creating a ``torch.cuda.Stream``."""
     return torch._C._cuda_getCurrentStream(device.index)
 
 
 def is_capturing_stream(device: torch.device | None) -> bool:
-    """Whether somebody else captures the current stream of a CUDA device."""
+    """Whether the current stream is under CUDA graph capture; False on other devices."""
     return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def drop_blas_workspaces() -> None:
-    """Have torch free the workspaces that it keeps for the matrix products of each stream."""
+    """Free the cuBLAS workspaces that torch caches per stream."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def forget_failed_capture(device: torch.device, pool: Any) -> None:
-    """Undo what a capture that was invalidated keeps in the caching allocator.
+    """Release the caching allocator's state after a capture that was invalidated.
 
-    Torch ends its redirection of allocations and gives back the graph's share of the pool only where the capture ends
-    well; otherwise the pool's segments would never be freed. The pool takes no further capture afterwards.
+    Torch stops redirecting allocations to the pool, and releases the graph's reference to it, only after a successful
+    capture; without this call the pool's segments would never be freed. No further capture can use the pool.
     """
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         undo = getattr(torch._C, name, None)

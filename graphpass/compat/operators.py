@@ -19,14 +19,14 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 
 
 def is_higher_order(target: Any) -> bool:
-    """Whether ``target`` is a higher-order operator: it takes subgraphs, or wraps a kernel (``torch.cond``, triton)."""
+    """Whether ``target`` is a higher-order operator: it takes subgraphs (``torch.cond``) or wraps a Triton kernel."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(target, HigherOrderOperator)
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:
-    """What a higher-order operator does on every device, in terms of other ops; None where it says nothing."""
+    """The device-independent kernel of a higher-order operator, composed of other ops; None if it has none."""
     kernels: Mapping[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
     return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
 
@@ -54,7 +54,7 @@ def registered_operator_names() -> list[str]:
 
 
 def custom_op_overload(target: Any) -> Any | None:
-    """The overload behind the object that ``torch.library.custom_op`` returned, else None."""
+    """The overload of an object that ``torch.library.custom_op`` returned; None for any other object."""
     return getattr(target, "_opoverload", None)
 
 
@@ -64,7 +64,7 @@ def overloads_of(packet: Any) -> list[Any]:
 
 
 def resolved_overload(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-    """The overload of ``packet`` whose schema takes these arguments, or None where torch cannot tell."""
+    """The overload of ``packet`` whose schema accepts the arguments; None where torch cannot resolve it."""
     resolve = getattr(torch._C, "_jit_resolve_packet", None)
     try:
         name = resolve(packet._qualified_op_name, *args, **kwargs) if resolve is not None else None
@@ -84,7 +84,7 @@ def schema_name(op: torch._ops.OpOverload) -> str:
 
 
 def operator_name(target: Any) -> str | None:
-    """``mylib::attention`` of an overload, a packet or what ``custom_op`` returned; None for anything else."""
+    """The qualified name (``mylib::attention``) of an overload, a packet or a ``custom_op``; None for anything else."""
     op = custom_op_overload(target) or target
     if isinstance(op, OpOverload):
         return schema_name(op)
@@ -92,12 +92,12 @@ def operator_name(target: Any) -> str | None:
 
 
 def is_mutable(op: torch._ops.OpOverload) -> bool:
-    """Whether an op's schema says that it writes to an argument."""
+    """Whether an op's schema declares a write to an argument."""
     return op._schema.is_mutable
 
 
 def operator_namespaces() -> tuple[tuple[str, Any], ...]:
-    """(dotted prefix, namespace) of every place that Dynamo takes functions from, the public ones first."""
+    """(dotted prefix, namespace) of each namespace whose functions appear in Dynamo's graphs, the public ones first."""
     return (
         ("torch", torch),
         ("torch.nn.functional", torch.nn.functional),
@@ -116,7 +116,7 @@ def operator_namespaces() -> tuple[tuple[str, Any], ...]:
 def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
     """Whether ``op``'s kernel for ``dispatch_key`` ("CPU") was registered from Python.
 
-    Only such kernels can be recorded op by op; a kernel written in C++ is a leaf.
+    The ops inside a Python kernel can be recorded one by one; a C++ kernel is a leaf.
     """
     impls: set[str] = getattr(torch.library, "_impls", set())
     namespace, _, name = schema_name(op).partition("::")
@@ -126,15 +126,15 @@ def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
 
 
 def call_kernel(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``op``'s kernel for ``dispatch_key`` in place, below every dispatch mode; ops inside it dispatch as usual."""
+    """Run ``op``'s kernel for ``dispatch_key`` directly, below all dispatch modes; ops inside it dispatch as usual."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
     return op.redispatch(keys, *args, **kwargs)
 
 
 def keep_in_order(name: str) -> None:
-    """Tell compilers that the op ``namespace::name`` does something that its schema does not show.
+    """Declare to compilers that the op ``namespace::name`` has a side effect that its schema does not show.
 
-    They neither drop it nor move it past others of its kind.
+    Compilers then neither remove the op nor reorder it with other ops that have side effects.
     """
     effects: Any = importlib.import_module("torch._higher_order_ops.effects")
     namespace, _, op = name.partition("::")
@@ -153,20 +153,23 @@ def flash_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Torch's flash attention with a place for the keys of each sequence that does not follow from the one before.
+    """Torch's flash attention, where the keys of a sequence need not follow the keys of the sequence before it.
 
-    The operator behind ``varlen_attn``: it takes the number of keys in use on torch 2.11, too, and fills no tensor for
-    random numbers that nobody draws.
+    It calls the operator behind ``varlen_attn``, which accepts the number of keys in use already on torch 2.11 and does
+    not fill a tensor for an unused random state.
 
     Args:
-        query: [tokens, heads, head_dim] of half precision on a GPU.
+        query: [tokens, heads, head_dim], half precision, on a GPU.
         key: like ``query``.
         value: like ``query``.
-        query_bounds: where the queries of each sequence begin, and the last ones end, int32 [sequences + 1].
-        key_starts: where its keys begin, int32 [sequences + 1]; the last entry is not used.
-        key_lengths: how many they are, int32 [sequences].
-        max_query_len: bound on the queries of a sequence.
-        scale: of the scores.
+        query_bounds: row of each sequence's first query, and the end of the last sequence, int32 [sequences + 1].
+        key_starts: row of each sequence's first key, int32 [sequences + 1]; the last entry is not used.
+        key_lengths: number of keys of each sequence, int32 [sequences].
+        max_query_len: upper bound on the queries of a sequence.
+        scale: factor of the scores.
+
+    Returns:
+        Shaped like ``query``.
     """
     bounds = (query_bounds, key_starts, max_query_len, key.shape[0])
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(

@@ -1,4 +1,4 @@
-"""Changes of Python state that the code which Dynamo compiles makes."""
+"""Side effects on Python state of the code that Dynamo compiles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from graphpass.compat.failures import LIBRARIES
 
 @dataclass(frozen=True, slots=True)
 class SideEffect:
-    """One change of Python state that Dynamo's code makes after the graph has run.
+    """One change of Python state, which Dynamo's code makes after the graph.
 
     Attributes:
-        text: what it changes, as a sentence's predicate: "sets the attribute 'steps' of Decoder (model.py:12)".
-        owner: id of the object that it changes, 0 for a global variable or one of an enclosing function; None where
-            nobody has to put anything back, or nothing is known.
-        keeps_tensor: it stores a tensor of this call, an argument or a result of the graph, beyond the call.
+        text: the change, as the predicate of a sentence: "sets the attribute 'steps' of Decoder (model.py:12)".
+        owner: id of the changed object; 0 for a global variable or a variable of an enclosing function; None where
+            there is nothing to restore, or the change is unknown.
+        keeps_tensor: the change stores an argument or a result of the graph beyond the call.
     """
 
     text: str
@@ -28,10 +28,10 @@ class SideEffect:
 
 
 def side_effects_of_compilation() -> tuple[SideEffect, ...]:
-    """What the code that Dynamo is compiling will do to Python state, asked while the backend runs.
+    """The side effects of the code that Dynamo is compiling; call it while the backend runs.
 
-    Objects that the code makes itself (its result) are left out, and so are attributes that are set to the constant
-    that they hold already.
+    It leaves out changes of objects that the code creates (its result), and attributes that already have the constant
+    that the code assigns.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -42,7 +42,7 @@ def side_effects_of_compilation() -> tuple[SideEffect, ...]:
         owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
         changed = [v for v, item in owners.items() if effects.is_modified(v) and not _is_made_here(v)]
         found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
-    except AttributeError:  # another release, with a record of another kind
+    except AttributeError:  # another torch release, whose record has another structure
         return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
     if getattr(output, "random_calls", ()):
         found.append(SideEffect("draws Python's random numbers", None, keeps_tensor=False))
@@ -76,7 +76,7 @@ def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
 
 
 def _holds_already(item: Any, name: str, value: Any) -> bool:
-    """Whether an attribute is a constant, and set to just this one."""
+    """Whether the attribute already has the constant ``value``."""
     if not value.is_python_constant() or name not in getattr(item, "__dict__", {}):
         return False
     new, old = value.as_python_constant(), vars(item)[name]
@@ -84,7 +84,7 @@ def _holds_already(item: Any, name: str, value: Any) -> bool:
 
 
 def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
-    """Whether ``value`` holds a tensor that belonged to nothing around its owner before: an argument or a result."""
+    """Whether ``value`` contains a tensor from outside the owner's root object: an argument or a result."""
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import VariableTracker
 
@@ -106,7 +106,7 @@ def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
 
 
 def _source_name(variable: Any) -> str:
-    """Where Dynamo took a value from, ``L['self'].layers[0]``; empty for what the code computes."""
+    """The source of a value in Dynamo's notation (``L['self'].layers[0]``); empty for values that the code computes."""
     try:
         name = getattr(variable.source, "name", "")
         text = name() if callable(name) else name

@@ -14,7 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 def fake_mode_of(values: Iterable[Any]) -> Any | None:
     """The FakeTensorMode of the first fake tensor in ``values``, or None.
 
-    Asked of the tensors themselves: while a backend runs, the ambient tracing context has another mode than they.
+    It reads the tensors, because the tracing context has another mode while a backend runs.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -22,9 +22,9 @@ def fake_mode_of(values: Iterable[Any]) -> Any | None:
 
 
 def new_fake_mode(values: Iterable[Any] = ()) -> Any:
-    """A fresh FakeTensorMode over the shape environment behind ``values``, or over a new one.
+    """A new FakeTensorMode with the shape environment of ``values``, or a new one if they have none.
 
-    In a new one host reads and data-dependent shapes become symbols.
+    A new environment represents host reads and data-dependent shapes by symbols.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -34,7 +34,7 @@ def new_fake_mode(values: Iterable[Any] = ()) -> Any:
 
 
 def fakify(fake_mode: Any, value: Any) -> Any:
-    """``value`` as a fake tensor of ``fake_mode`` with the same, static shape; anything but a tensor as it is."""
+    """A real tensor as a fake tensor of ``fake_mode`` with the same, static shape; any other value unchanged."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
@@ -44,7 +44,7 @@ def fakify(fake_mode: Any, value: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet_shapes(fake_mode: Any) -> Iterator[None]:
-    """Within the body, ``fake_mode`` records no guards, and fresh unbacked symbols are nobody's to bind."""
+    """Within the body, ``fake_mode`` records no guards, and new unbacked symbols need no binding."""
     shape_env = getattr(fake_mode, "shape_env", None)
     with contextlib.ExitStack() as stack:
         for name in ("suppress_guards", "ignore_fresh_unbacked_symbols"):
@@ -55,11 +55,12 @@ def quiet_shapes(fake_mode: Any) -> Iterator[None]:
 
 
 python_dispatcher: Callable[[], contextlib.AbstractContextManager[Any]] = enable_python_dispatcher
-"""As Dynamo runs fake tensors: some operators in C++ take no symbolic sizes (``matmul`` of torch 2.11)."""
+"""Runs fake tensors by Python decompositions, as Dynamo does: some C++ operators reject symbolic sizes (``matmul`` on
+torch 2.11)."""
 
 
 def shape_env_of(values: Iterable[Any]) -> Any | None:
-    """The shape environment behind the symbolic sizes and fake tensors among ``values``, or None."""
+    """The shape environment of the symbolic sizes and fake tensors in ``values``, or None."""
     values = list(values)
     for value in values:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -68,21 +69,21 @@ def shape_env_of(values: Iterable[Any]) -> Any | None:
 
 
 def expression_of(size: Any) -> sympy.Expr | int | None:
-    """The sympy expression of a SymInt, SymFloat or SymBool, an int as it is, None for anything else."""
+    """The sympy expression of a SymInt, SymFloat or SymBool; an int unchanged; None for anything else."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size.node.expr
     return size if isinstance(size, int) else None
 
 
 def is_unbacked(symbol: sympy.Symbol) -> bool:
-    """Whether ``symbol`` names a value that only a run can tell (``.item()``, the row count of ``nonzero``)."""
+    """Whether ``symbol`` depends on data and is known only at run time (``.item()``, the row count of ``nonzero``)."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type
 
     return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
 
 
 def bounds_of(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
-    """The least and greatest value of ``symbol``; None where there is no bound that a tensor could reach."""
+    """The (least, greatest) value of ``symbol``; None for a bound that is infinite or above any tensor size."""
     value_range = shape_env.var_to_range.get(symbol)
     if value_range is None:
         return None, None
@@ -95,12 +96,12 @@ def _finite(bound: Any) -> int | None:
 
 
 def guards_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
-    """The boolean expressions that ``shape_env`` has guarded on, without repeats, in order."""
+    """The guards of ``shape_env`` as boolean expressions, in order, without duplicates."""
     return tuple(dict.fromkeys(guard.expr for guard in shape_env.guards))
 
 
 def facts_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
-    """All that ``shape_env`` holds for true and may reason with: its guards, and the divisions known to be exact."""
+    """All facts that ``shape_env`` assumes: its guards, and the divisions known to be exact."""
     if shape_env is None:
         return ()
     divisible = (sympy.Eq(remainder, 0) for remainder in sorted(getattr(shape_env, "divisible", ()), key=str))
@@ -108,7 +109,7 @@ def facts_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
 
 
 def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
-    """Let the graph being traced guard on ``conditions``; False, and no guard, if one does not hold for its sizes."""
+    """Guard the graph being traced on ``conditions``; return False, without a guard, if its sizes violate one."""
     hints = hints_of(shape_env)
     if any(condition.xreplace(hints) != sympy.true for condition in conditions):
         return False
@@ -118,7 +119,7 @@ def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
 
 
 def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
-    """The size that each symbol had in the call being traced."""
+    """The size of each symbol in the call being traced."""
     for name in ("backed_var_to_val", "var_to_val"):
         hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
         if hints is not None:
@@ -127,14 +128,14 @@ def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
 
 
 def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None, like: int) -> Any:
-    """A symbol of ``shape_env`` within bounds, or the size itself where the bounds leave one.
+    """A new symbol of ``shape_env`` within bounds, or an integer if the bounds allow only one size.
 
     Args:
-        shape_env: what it becomes a symbol of.
-        name: for messages.
+        shape_env: the environment that owns the symbol.
+        name: the symbol's name in messages.
         lowest: the least size, None for 0.
-        highest: the greatest size, None for any.
-        like: the size to trace with, where it lies within the bounds.
+        highest: the greatest size, None for unbounded.
+        like: the size to trace with, if it is within the bounds.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
@@ -150,7 +151,7 @@ def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | Non
 
 
 def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]) -> Any:
-    """The size that ``expression`` is over the ``symbols`` of ``shape_env``: an int or a SymInt."""
+    """``expression`` with its symbols replaced by ``symbols`` of ``shape_env``, as a SymInt; an int unchanged."""
     if not isinstance(expression, sympy.Basic):
         return expression
     renamed = expression.xreplace(dict(symbols))

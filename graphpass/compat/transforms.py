@@ -12,9 +12,9 @@ from graphpass.compat.attributes import torch_attribute
 
 
 def transform_over(values: Iterable[Any]) -> str | None:
-    """The transform that one of these tensors is under: a level of ``torch.func``, or forward-mode AD; else None.
+    """The name of the transform (``torch.func`` or forward-mode AD) that wraps one of the tensors; None if none does.
 
-    Such a tensor stands for others (a batch, a tangent) that its memory does not hold.
+    A wrapped tensor represents data (a batch, a tangent) that its memory does not contain.
     """
     functorch: Any = torch._C._functorch
     level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
@@ -38,14 +38,14 @@ def active_transform() -> str | None:
 
 
 def wraps_for_functorch(target: Any) -> bool:
-    """Whether ``target`` only wraps or unwraps a tensor for ``vmap`` or ``grad``; it runs inside their span alone."""
+    """Whether ``target`` only wraps or unwraps a tensor for ``vmap`` or ``grad``; it must run inside the transform."""
     module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
     return "_functorch" in module and ("wrap" in name or name.endswith("_batch_dim"))
 
 
 @functools.cache
 def mode_pairs() -> tuple[tuple[Any, Any], ...]:
-    """(enter, exit) functions of every pair that Dynamo writes around a ``with`` block; missing ones left out."""
+    """The (enter, exit) functions that Dynamo emits around a ``with`` block, without those that this torch lacks."""
     paths = (
         ("amp.autocast_mode._enter_autocast", "amp.autocast_mode._exit_autocast"),
         ("autograd.grad_mode._enter_inference_mode", "autograd.grad_mode._exit_inference_mode"),
@@ -59,13 +59,13 @@ def mode_pairs() -> tuple[tuple[Any, Any], ...]:
         ("_C._autograd._saved_tensors_hooks_disable", "_C._autograd._saved_tensors_hooks_enable"),
         ("ops.profiler._record_function_enter_new", "ops.profiler._record_function_exit._RecordFunction"),
     )
-    found = ((torch_attribute(enter), torch_attribute(leave)) for enter, leave in paths)
-    return tuple((enter, leave) for enter, leave in found if enter is not None and leave is not None)
+    pairs = ((torch_attribute(enter), torch_attribute(leave)) for enter, leave in paths)
+    return tuple((enter, leave) for enter, leave in pairs if enter is not None and leave is not None)
 
 
 @functools.cache
 def mode_switches() -> tuple[Any, ...]:
-    """Functions that set a mode to the value of their first argument, so that enter and exit are one function."""
+    """Functions that set a mode to their first argument; Dynamo calls the same function to enter and to exit."""
     paths = (
         "_C._set_grad_enabled",
         "_C._set_fwd_grad_enabled",
@@ -73,18 +73,18 @@ def mode_switches() -> tuple[Any, ...]:
         "nn.attention._sdpa_kernel",
         "_C._functorch.set_autograd_function_allowed",
     )
-    found = (torch_attribute(path) for path in paths)
-    return tuple(switch for switch in found if switch is not None)
+    switches = (torch_attribute(path) for path in paths)
+    return tuple(switch for switch in switches if switch is not None)
 
 
 def is_mode_op(target: Any) -> bool:
-    """Whether ``target`` enters, leaves or sets a mode; it touches no tensor."""
+    """Whether ``target`` enters, leaves or sets a mode; such an op does not read or write tensors."""
     return id(target) in _mode_op_ids()
 
 
 @functools.cache
 def _mode_op_ids() -> frozenset[int]:
-    """Identities of all mode functions, which torch keeps for ever: one look-up for each node of a graph."""
+    """Ids of all mode functions, valid because torch never frees them; a set makes the test per node one look-up."""
     return frozenset(map(id, (*(function for pair in mode_pairs() for function in pair), *mode_switches())))
 
 

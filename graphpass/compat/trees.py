@@ -10,10 +10,10 @@ import torch
 import torch.utils._pytree as pytree
 
 flatten = pytree.tree_flatten
-"""(leaves, structure) of a nested container."""
+"""``flatten(container)`` returns its (leaves, structure)."""
 
 unflatten = pytree.tree_unflatten
-"""The container of a list of leaves and a structure."""
+"""``unflatten(leaves, structure)`` returns the container."""
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -22,7 +22,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
-    """What makes a list of leaves into the structure ``spec``; for the flat ones, without walking it."""
+    """A function from a list of leaves to a container of structure ``spec``; flat tuples and lists take a fast path."""
     if spec.is_leaf():
         return _only
     if spec.type in (tuple, list) and spec == pytree.tree_flatten(spec.type([0] * spec.num_leaves))[1]:

@@ -1,8 +1,8 @@
 """The dispatcher: from a batch to the key that replays it.
 
-The dispatcher's keys are the only source of truth for what may replay. A decision is a walk over at most three routes
-(FULL for uniform decode, FULL for mixed batches, PIECEWISE), preferred first; on each, the smallest key that holds the
-batch is one table read. Whatever keeps a batch from its graph is in the decision's reason.
+Only the dispatcher's keys decide which graphs may replay. A decision tries at most three routes in order of
+preference: FULL for uniform decode, FULL for mixed batches, PIECEWISE. On each route, one table look-up returns the
+smallest key that fits the batch. If no graph can replay, the decision's reason says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CudagraphDispatcher", "Dispatch", "DispatchReason"]
 
-# Of the reasons that several routes give, the one that came closest to a replay is reported.
+# Where several routes fail, the decision reports the reason that is closest to a replay: the last in this order.
 _CLOSENESS = (
     DispatchReason.DISABLED,
     DispatchReason.NO_KEY,
@@ -34,15 +34,15 @@ class CudagraphDispatcher:
     """Chooses the runtime mode and the padded shape of every batch.
 
     Args:
-        mode: which graphs there are, a mode or its name in any case.
-        capture_sizes: token counts to capture, or ``{field: sizes}`` for several dimensions; then each field rounds up
-            in its own ladder, ``num_tokens`` and ``num_reqs`` come as arguments of :meth:`dispatch` and every other
-            field in its ``extra``.
+        mode: the graphs to create keys for, a mode or its name in any case.
+        capture_sizes: token counts to capture, or ``{field: sizes}`` for several dimensions, each rounded up among its
+            own sizes. :meth:`dispatch` then reads ``num_tokens`` and ``num_reqs`` from its arguments and every other
+            field from its ``extra``.
         max_num_reqs: most requests of a batch.
         uniform_decode_query_len: tokens of one request in a uniform decode batch: 1, or 1 + draft tokens.
-        max_num_tokens: the largest batch that will come; larger sizes are not captured.
-        lora: adapter counts that keys are made for; None: batches use no adapter.
-        lazy: answer with keys that are not captured yet, so that the wrapper captures them.
+        max_num_tokens: tokens of the largest batch; larger capture sizes are dropped.
+        lora: adapter counts to create keys for; None: batches use no adapter.
+        lazy: also return keys that are not captured yet; the wrapper then captures them at their first batch.
 
     Raises:
         DispatchError: a size or a limit is below 1, or no size is left.
@@ -72,7 +72,7 @@ class CudagraphDispatcher:
 
     @property
     def mode(self) -> CUDAGraphMode:
-        """The mode the keys were made for."""
+        """The mode that determines the keys."""
         return self._keys.mode
 
     @property
@@ -87,12 +87,12 @@ class CudagraphDispatcher:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether it answers with keys that are not captured yet."""
+        """Whether decisions may name keys that are not captured yet."""
         return self._lazy
 
     @property
     def revision(self) -> int:
-        """Another number whenever the keys, or which of them are captured, may have changed."""
+        """A counter that increases with every change of the keys or of their captured marks."""
         return self._revision
 
     # -- keys ----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class CudagraphDispatcher:
         )
 
     def initialize_keys(self, mode: CUDAGraphMode | str, uniform_decode_query_len: int = 1) -> None:
-        """Replace all keys by those of ``mode``; no key is captured afterwards.
+        """Replace all keys with the keys of ``mode``; none of the new keys is marked captured.
 
         Raises:
             DispatchError: ``uniform_decode_query_len`` is below 1, or no size is left.
@@ -120,13 +120,13 @@ class CudagraphDispatcher:
         """Add one key, not captured yet; adding a key twice changes nothing.
 
         Raises:
-            DispatchError: no batch of this dispatcher could ever be given that key, or it lacks a field of the sizes.
+            DispatchError: no batch can ever dispatch to the key, or it lacks a field of ``capture_sizes``.
         """
         self._keys.add(CUDAGraphMode.parse(mode), descriptor)
         self._revision += 1
 
     def mark_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
-        """Say that the key's graph exists, so that batches may replay it.
+        """Record that the key's graph exists, so that batches may replay it.
 
         Raises:
             DispatchError: the dispatcher has no such key.
@@ -139,12 +139,12 @@ class CudagraphDispatcher:
         return self._keys.is_captured(CUDAGraphMode.parse(mode), descriptor)
 
     def forget_captured(self) -> None:
-        """Say that no graph exists any more; the keys stay, to be captured again."""
+        """Record that no graph exists any more; the keys stay and can be captured again."""
         self._keys.forget_captured()
         self._revision += 1
 
     def with_captured(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> CudagraphDispatcher:
-        """Another dispatcher with the keys of this one, of which just these are captured."""
+        """A copy of this dispatcher in which exactly ``keys``, all of which it must have, are marked captured."""
         other = copy.deepcopy(self)
         other.forget_captured()
         for mode, descriptor in keys:
@@ -152,11 +152,11 @@ class CudagraphDispatcher:
         return other
 
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """Every key in the order to capture: PIECEWISE, then FULL, each from the largest to the smallest."""
+        """Every key in capture order: PIECEWISE, then FULL, each from the largest to the smallest."""
         return self._keys.capture_plan()
 
     def fields(self, descriptor: BatchDescriptor) -> Mapping[str, int]:
-        """The size of every field of ``capture_sizes``, read back from a descriptor; a list has ``num_tokens`` only.
+        """A descriptor's size in every field of ``capture_sizes``; where those are a list, ``num_tokens`` only.
 
         Raises:
             DispatchError: the descriptor does not name a field.
@@ -166,10 +166,10 @@ class CudagraphDispatcher:
     def read(
         self, num_tokens: int | None = None, *, num_reqs: int | None = None, extra: Extra = ()
     ) -> tuple[Mapping[str, int], Extra]:
-        """The size of every field of ``capture_sizes`` in a batch, and what is left of ``extra``, ordered by name.
+        """A batch's size in every field of ``capture_sizes``, and the remaining entries of ``extra``, sorted by name.
 
         Raises:
-            DispatchError: a field is missing or no count.
+            DispatchError: a field is missing or is not a count.
         """
         return self._grid.read(num_tokens, num_reqs, extra)
 
@@ -187,20 +187,21 @@ class CudagraphDispatcher:
     ) -> Dispatch:
         """The key that replays a batch, or NONE with the unpadded shape.
 
-        A uniform decode batch prefers its own FULL key, then a key for mixed batches. EXACT and PADDED speak of the
-        sizes: rounding up the number of adapters is not padding.
+        A uniform decode batch prefers a FULL key for uniform decode, then a key for mixed batches. EXACT and PADDED
+        refer to the sizes alone: rounding up the number of adapters is not padding.
 
         Args:
-            num_tokens: tokens of the batch; with several capture fields it is derived from them, unless it is one.
-            num_reqs: requests of the batch, None for as many as the key holds.
+            num_tokens: tokens of the batch; computed from the capture fields where ``num_tokens`` is not one of them.
+            num_reqs: requests of the batch; None: any number that the key holds.
             uniform_decode: every request has ``uniform_decode_query_len`` tokens.
             num_active_loras: adapters the batch uses.
-            allowed_modes: runtime modes to choose from, None for all; never edited.
-            extra: the other capture fields, and whatever else a key's ``extra`` has to say, in any order.
+            allowed_modes: runtime modes to choose from, None for all; not modified.
+            extra: the other capture fields, and further entries that the key's ``extra`` must equal, in any order.
 
         Raises:
             DispatchError: a count is negative, missing or contradicts the configuration, ``allowed_modes`` is empty or
-                holds a pair, or nothing fits and NONE is not allowed.
+                contains a mode that is not a runtime mode, or
+                no key fits and NONE is not allowed.
         """
         if (num_tokens is not None and num_tokens < 0) or (num_reqs is not None and num_reqs < 0):
             raise _negative(num_tokens, num_reqs)
@@ -220,12 +221,12 @@ class CudagraphDispatcher:
         return self._decide(sizes, num_reqs or 0, uniform, (adapters, rest), allowed)
 
     def dispatch_descriptor(self, descriptor: BatchDescriptor) -> Dispatch:
-        """The same decision for a batch given as an unpadded descriptor.
+        """Like :meth:`dispatch`, for a batch described by an unpadded descriptor.
 
         ``has_lora`` without a count stands for the largest number of adapters.
 
         Raises:
-            DispatchError: as :meth:`dispatch`; or adapters are counted where ``has_lora`` is False.
+            DispatchError: as :meth:`dispatch`; or ``num_active_loras`` is not 0 although ``has_lora`` is False.
         """
         adapters = descriptor.num_active_loras
         if descriptor.has_lora and adapters == 0:
@@ -247,10 +248,10 @@ class CudagraphDispatcher:
         )
 
     def runtime_mode(self, num_reqs: int, num_tokens: int, max_query_len: int) -> tuple[CUDAGraphMode, int | None]:
-        """Mode and padded token count of a batch of plain counts; None beside NONE.
+        """The runtime mode and the padded token count of a batch; the count is None in mode NONE.
 
-        The batch is uniform decode when its longest request has ``uniform_decode_query_len`` tokens and so has, by
-        their number, every other.
+        The batch is uniform decode if ``max_query_len`` is ``uniform_decode_query_len`` and ``num_tokens`` is
+        ``num_reqs`` times that length.
 
         Raises:
             DispatchError: as :meth:`dispatch`.
@@ -268,7 +269,7 @@ class CudagraphDispatcher:
         identity: tuple[int, Extra],
         allowed: frozenset[CUDAGraphMode] | None,
     ) -> Dispatch:
-        """The first route's key that holds the batch, or NONE."""
+        """The key of the first route that fits the batch, or NONE."""
         missed = DispatchReason.DISABLED
         keys = self._keys
         for route in keys.uniform_routes if uniform else keys.mixed_routes:
@@ -292,11 +293,11 @@ class CudagraphDispatcher:
     def _eager(
         self, sizes: tuple[int, ...], reason: DispatchReason, allowed: frozenset[CUDAGraphMode] | None
     ) -> Dispatch:
-        """NONE with the unpadded shape, where NONE is allowed."""
+        """NONE with the unpadded shape; a DispatchError if NONE is not allowed."""
         if allowed is not None and CUDAGraphMode.NONE not in allowed:
             raise DispatchError(
                 f"no graph serves this batch, since {reason.explanation}",
-                expected=f"a batch that fits a key of {', '.join(sorted(map(str, allowed)))}, NONE not being allowed",
+                expected=f"a batch that fits a key of {', '.join(sorted(map(str, allowed)))}, as NONE is not allowed",
                 found=f"sizes {dict(zip(self._grid.sizes, sizes, strict=True))}",
                 remedy="allow NONE, or add and capture a key that holds the batch",
             )
@@ -306,7 +307,7 @@ class CudagraphDispatcher:
         return Dispatch(CUDAGraphMode.NONE, self._grid.describe(fields, num_reqs=fields.get("num_reqs")), reason)
 
     def _holds_whole_requests(self, num_tokens: int) -> bool:
-        """Whether a batch called uniform can be; where keys for uniform batches exist by mode, it has to be."""
+        """Whether the count is a multiple of the query length; if not, an error where the mode has decode keys."""
         if num_tokens % self._keys.limits.query_len == 0:
             return True
         if not self._keys.has_decode_routine:
@@ -315,18 +316,18 @@ class CudagraphDispatcher:
             "a uniform decode batch holds whole requests",
             expected=f"a multiple of {self._keys.limits.query_len} tokens (uniform_decode_query_len)",
             found=f"{num_tokens} tokens",
-            remedy="pass uniform_decode=False, or the count of all requests' tokens",
+            remedy="pass uniform_decode=False, or the total number of tokens of all requests",
         )
 
     def _captured_adapters(self, num_active_loras: int) -> int:
-        """The adapter count of the keys that serve a batch with this count."""
+        """The adapter count of the keys for a batch with ``num_active_loras`` adapters."""
         if 0 <= num_active_loras < len(self._key_adapters):
             return self._key_adapters[num_active_loras]
         raise DispatchError(
             "num_active_loras contradicts the configuration",
             expected=f"0 to {len(self._key_adapters) - 1}" if self._lora else "0, since the dispatcher has lora=None",
             found=str(num_active_loras),
-            remedy="make the dispatcher with lora=LoraKeys(max_loras) that covers the batch",
+            remedy="create the dispatcher with lora=LoraKeys(max_loras), where max_loras is at least the batch's count",
         )
 
 
@@ -340,16 +341,16 @@ def _negative(num_tokens: int | None, num_reqs: int | None) -> DispatchError:
 
 
 def _runtime_modes(allowed_modes: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
-    """The caller's modes as a set of our own.
+    """The allowed modes as a frozenset.
 
     Raises:
-        DispatchError: there is none, or one of them is no runtime mode.
+        DispatchError: ``allowed_modes`` is empty, or one of its members is not a runtime mode.
     """
     allowed = frozenset(allowed_modes)
     if allowed and all(isinstance(mode, CUDAGraphMode) and mode.is_valid_runtime_mode() for mode in allowed):
         return allowed
     raise DispatchError(
-        "allowed_modes leaves no choice" if not allowed else "allowed_modes holds something that no batch runs in",
+        "allowed_modes is empty" if not allowed else "allowed_modes contains a value that is not a runtime mode",
         expected="one or more of CUDAGraphMode.NONE, PIECEWISE and FULL",
         found=", ".join(sorted(map(str, allowed))) or "no mode",
         remedy="leave allowed_modes out to allow every mode",

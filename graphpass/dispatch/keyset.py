@@ -1,4 +1,4 @@
-"""The keys of one mode: which keys there are, what a key has to be, and which keys are captured."""
+"""The keys of one mode: their creation, their validation, and which of them are captured."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["KeySet"]
 
 
 class KeySet:
-    """All keys of a dispatcher, made from its sizes and limits; none of them is captured at first.
+    """All keys of a dispatcher, derived from its sizes and limits; no key is captured at first.
 
     Args:
-        mode: which graphs there are.
+        mode: the graphs to create keys for.
         grid: the capture sizes of each field.
         limits: largest batch, most requests, tokens of a request in a uniform decode batch.
-        lora: adapter counts that keys are made for; None: batches use no adapter.
+        lora: adapter counts to create keys for; None: batches use no adapter.
 
     Attributes:
-        uniform_routes: the routes that have keys, in order of preference, for uniform decode batches.
-        mixed_routes: the same for all other batches.
-        has_decode_routine: the mode has keys of its own for uniform decode batches.
+        uniform_routes: the routes for uniform decode batches that have keys, in order of preference.
+        mixed_routes: the routes for all other batches that have keys, in order of preference.
+        has_decode_routine: the mode has separate keys for uniform decode batches.
 
     Raises:
         DispatchError: no size is left.
@@ -55,14 +55,14 @@ class KeySet:
         self.mixed_routes = tuple(route for route in self.uniform_routes if not route.uniform)
 
     def descriptors(self, mode: CUDAGraphMode) -> list[BatchDescriptor]:
-        """Every key of a runtime mode, captured or not, in the order they were added."""
+        """Every key of a runtime mode, captured or not, in insertion order."""
         return [descriptor for route in self._routes if route.mode is mode for descriptor in route.descriptors()]
 
     def add(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
         """Add one key, not captured yet; adding a key twice changes nothing.
 
         Raises:
-            DispatchError: no batch could ever be given that key, or it lacks a field of the sizes.
+            DispatchError: no batch can ever dispatch to the key, or it lacks a field of the sizes.
         """
         fault = self._fault(mode, descriptor)
         if fault is not None:
@@ -74,11 +74,11 @@ class KeySet:
         self._choose_routes()
 
     def _fault(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[str, str] | None:
-        """What is expected of such a key and the remedy; None for a key that batches can have."""
+        """(expected, remedy) for a key that no batch can dispatch to; None for a valid key."""
         if not mode or not mode.is_valid_runtime_mode() or not self.mode.has_mode(mode):
-            return (f"a runtime mode of {self.mode}, not NONE", "initialize_keys() with a mode that has it")
+            return (f"a runtime mode of {self.mode}, not NONE", "call initialize_keys() with a mode that includes it")
         if key.num_tokens < 1 or (key.num_reqs is not None and key.num_reqs < 1):
-            return ("at least 1 token and 1 request", "give the padded counts")
+            return ("at least 1 token and 1 request", "pass the padded counts")
         if mode is CUDAGraphMode.PIECEWISE and (key.num_reqs is not None or key.uniform):
             return ("num_reqs=None, uniform=False: PIECEWISE keys serve any requests", "leave both fields out")
         query_len = self.limits.query_len
@@ -86,31 +86,31 @@ class KeySet:
             return (f"{query_len} tokens a request in uniform keys", "set num_tokens and num_reqs accordingly")
         if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in self._adapter_counts:
             counts = sorted(set(self._adapter_counts))
-            return (f"num_active_loras out of {counts}, has_lora where it is not 0", "use a captured adapter count")
+            return (f"num_active_loras one of {counts}, and has_lora only where it is not 0", "use one of these counts")
         num_tokens = self._grid.num_tokens(self._grid.fields(key))
         if num_tokens != key.num_tokens:
             return (f"num_tokens={num_tokens}, the product of its fields", "set num_tokens to the product")
         return None
 
     def _route(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> Route:
-        """The route that such a key is on."""
+        """The route of a valid key."""
         decode, full, piecewise = self._routes
         if mode is CUDAGraphMode.FULL:
             return decode if descriptor.uniform else full
         return piecewise
 
     def mark_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Note that the key's graph exists.
+        """Record that the key's graph exists.
 
         Raises:
             DispatchError: there is no such key.
         """
         if not _may_run(mode) or not self._route(mode, descriptor).mark_captured(descriptor):
             raise DispatchError(
-                "only a key of the dispatcher can be captured",
-                expected="a mode and a descriptor out of capture_plan()",
+                "the dispatcher has no such key to mark as captured",
+                expected="a mode and a descriptor of capture_plan()",
                 found=f"{mode} {descriptor!r}",
-                remedy="add_key(mode, descriptor) first",
+                remedy="call add_key(mode, descriptor) first",
             )
 
     def is_captured(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> bool:
@@ -118,12 +118,12 @@ class KeySet:
         return _may_run(mode) and self._route(mode, descriptor).is_captured(descriptor)
 
     def forget_captured(self) -> None:
-        """No key is captured any more."""
+        """Clear the captured mark of every key."""
         for route in self._routes:
             route.forget_captured()
 
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """Every key in the order to capture: PIECEWISE, then FULL, each from the largest to the smallest."""
+        """Every key in capture order: PIECEWISE, then FULL, each from the largest to the smallest."""
         plan = []
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             descriptors = self.descriptors(mode)
@@ -134,5 +134,5 @@ class KeySet:
 
 
 def _may_run(mode: CUDAGraphMode) -> bool:
-    """Whether graphs of this mode run: PIECEWISE or FULL, neither NONE nor a pair."""
+    """Whether the mode is PIECEWISE or FULL: a runtime mode other than NONE."""
     return mode.is_valid_runtime_mode() and bool(mode)
