@@ -1,8 +1,8 @@
 """The CPU tape: a captured region as a list of ops at fixed addresses, replayed without the region's Python.
 
-It is the device where there is no GPU, and it is as strict as one: what CUDA capture refuses (host reads,
-data-dependent shapes) is refused here, Python state is frozen at recording, and outputs that a shared pool would have
-overwritten are filled with NaN, so that a test on any machine catches what a GPU does silently.
+It is the device of a machine without a GPU, and it is as strict as a GPU. It refuses what CUDA capture refuses (host
+reads, data-dependent shapes), freezes Python state at recording, and fills outputs with NaN where a replay on a GPU
+would overwrite them in the shared pool. So a test on any machine catches an error that a GPU does not report.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Step:
 
 
 class _Tape(operators.TorchDispatchMode):
-    """Records every op that reaches it. Argument tensors are held, so no recorded address is ever reused."""
+    """Records every op that is dispatched. It references all argument tensors, so no recorded address is reused."""
 
     supports_higher_order_operators = True
 
@@ -92,7 +92,7 @@ class _Tape(operators.TorchDispatchMode):
         return result
 
     def _through_implementation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A higher-order operator (AOTAutograd's stand-in for an op that writes) by the ops that it is made of."""
+        """Run a higher-order operator, such as AOTAutograd's for an op that writes, as the ops of its code."""
         implementation = operators.composite_kernel(operator)
         if implementation is None:
             raise _refusal(str(operator))
@@ -111,7 +111,7 @@ class _Tape(operators.TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Ops in the body go onto the tape, and host reads that call no op are refused: an op turns that off within."""
+        """Record the ops of the body, and refuse host reads that dispatch no op. Inside of an op they are allowed."""
         with _HostReads() as reads, self:
             self._reads.append(reads)
             try:
@@ -120,7 +120,7 @@ class _Tape(operators.TorchDispatchMode):
                 self._reads.pop()
 
     def call_compiled(self, runnable: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call what Dynamo compiled, outside of the modes under which it would be skipped: its graph comes back in."""
+        """Call compiled code outside of the modes in which Dynamo would skip it; :meth:`come_back` records it."""
         reads = self._reads[-1]
         announced = self._announced = []
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class _Tape(operators.TorchDispatchMode):
         return result
 
     def come_back(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record the graph of what :meth:`call_compiled` called."""
+        """Record the graph that runs inside of :meth:`call_compiled`."""
         announced, self._announced = self._announced, None
         assert announced is not None
         with self.recording():
@@ -153,7 +153,7 @@ class _Tape(operators.TorchDispatchMode):
 
     @property
     def is_left(self) -> bool:
-        """Whether compiled code runs outside of the tape, whose graph has to come back."""
+        """Whether compiled code runs outside of the tape at present."""
         return self._announced is not None
 
     @contextlib.contextmanager
@@ -166,7 +166,7 @@ class _Tape(operators.TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Refuses the host reads that call no op on the CPU, so that no dispatch mode sees them."""
+    """Refuses host reads that dispatch no op on the CPU: a dispatch mode does not see them."""
 
     _NAMES: Mapping[Any, str] = MappingProxyType(
         {
@@ -201,7 +201,7 @@ class _TapeGraph:
 
 
 class TapeDevice(GraphDevice):
-    """Records and replays on the CPU; its pool is the fixed tensors that the tapes hold."""
+    """Records and replays on the CPU; the fixed tensors of the tapes stand for the pool."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -259,18 +259,18 @@ class TapeDevice(GraphDevice):
 
     @override
     def pool_bytes(self) -> int:
-        """0: the tapes' tensors are ordinary CPU memory."""
+        """0: tensors of the tapes are ordinary CPU memory."""
         return 0
 
     @override
     def close(self) -> None:
-        """Nothing to give back: the tapes own their tensors."""
+        """Do nothing: the tapes own their tensors."""
 
 
 def _freeze_metadata(values: Any) -> Any:
-    """The same values with every tensor replaced by an alias: a later ``t_()`` does not reach the tape.
+    """Replace each tensor of ``values`` by an alias, so that a later ``t_()`` does not change the tape's arguments.
 
-    The aliases hold memory and not the tensors themselves, so that a parameter can die while a tape reads it.
+    An alias references memory, not the tensor object: a parameter can die while a tape reads its memory.
     """
     leaves, spec = trees.flatten(values)
     aliases = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -278,7 +278,7 @@ def _freeze_metadata(values: Any) -> Any:
 
 
 def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:
-    """(position, tensor) of the results that lie in memory of their own; the others are views of an input."""
+    """(position, tensor) of each result that is no view of an input."""
     known = {storage_id(leaf) for leaf in trees.flatten(inputs)[0] if isinstance(leaf, torch.Tensor)}
     fresh = []
     for position, leaf in enumerate(trees.flatten(result)[0]):
@@ -304,7 +304,7 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _refuse_collectives(func: Any) -> None:
-    """On a CPU they end when somebody waits for them, in Python that no replay runs; on a GPU, with their stream."""
+    """A collective on the CPU ends in Python code that waits for it, which a replay does not run."""
     if func.namespace in _COLLECTIVES:
         raise CaptureError(
             f"op {func} cannot be captured on the CPU tape",

@@ -32,9 +32,9 @@ from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits, r
 __all__ = ["PagedAttention"]
 
 _MAX_DECODE_QUERY_LEN = 8
-"""Eager batches of equal requests with more tokens than this are prefill."""
+"""An eager batch of requests of equal length counts as prefill if each has more tokens than this."""
 _MASK_ALIGNMENT = 8
-"""Elements; CUDA's memory-efficient kernel copies a mask whose rows are no multiple of it."""
+"""In elements; CUDA's memory-efficient kernel copies a mask unless its row length is a multiple of this."""
 
 
 class PagedAttention:
@@ -101,7 +101,7 @@ class PagedAttention:
         max_seq_len: int,
         support: AttentionSupport = AttentionSupport.UNIFORM_BATCH,
     ) -> PagedAttention:
-        """Paged attention for a decoder of Hugging Face, which is set to use it, with a cache as its config says.
+        """Paged attention with a cache for a Hugging Face decoder; sets the decoder to use it.
 
         The model is then called as ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the
         tokens of all requests one behind the other.
@@ -130,16 +130,16 @@ class PagedAttention:
 
     @property
     def support(self) -> AttentionSupport:
-        """Which batches it can be captured with."""
+        """The batches with which it can be captured."""
         return self._support
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
-        """The op that has to stay eager in PIECEWISE."""
+        """The op that stays eager in PIECEWISE."""
         return (PAGED_ATTENTION,)
 
     def extra(self, attention: PagedRequests) -> tuple[tuple[str, int], ...]:
-        """The longest sequence, which a key bounds."""
+        """The key field that bounds the longest sequence."""
         return (("max_seq_len", int(max(attention.seq_lens, default=0))),)
 
     def example(self, key: BatchDescriptor, *, query_len: int | None) -> PagedRequests:
@@ -154,7 +154,7 @@ class PagedAttention:
         return PagedRequests(lengths, lengths, tables, is_scratch=True)
 
     def build(self, attention: PagedRequests, key: BatchDescriptor | None) -> PagedMetadata:
-        """The metadata of one step: of the FULL key whose graph reads it, or at real sizes where there is none.
+        """The metadata of one step: of the FULL key whose graph reads it, or at real sizes without a graph.
 
         Raises:
             ShapeError: the requests contradict each other, have pages they cannot have, or do not fit the key or the
@@ -182,19 +182,19 @@ class PagedAttention:
         return copy
 
     def _key_metadata(self, key: BatchDescriptor, step: Step) -> _KeyMetadata:
-        """What ``key`` keeps from now on, if the step fits it."""
+        """Create the persistent metadata of ``key``, after checking that the step fits it."""
         layout = self._key_layout(key)
         layout.check(step)
         host = np.zeros(layout.num_int32(), dtype=np.int32)
         with torch.inference_mode(False):  # a later step may be built outside of it
             flat = torch.zeros(len(host), dtype=torch.int32, device=self.cache.device)
-        # Tokens of a uniform key that are padding belong to unused requests, whose result is zero by itself.
+        # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
         metadata = self._metadata(layout, flat, self._shared.new, is_padded=not key.uniform)
         owned = self._by_key[key] = _KeyMetadata(layout, host, layout.views(host, np.int64), flat, metadata)
         return owned
 
     def _eager_layout(self, step: Step) -> TableLayout:
-        """The sizes of a step that no graph reads: its own.
+        """The sizes of a step without a graph: its real sizes.
 
         Raises:
             ShapeError: it is beyond the limits.
@@ -289,7 +289,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _KeyMetadata:
-    """What one FULL key keeps: its sizes, its tables on the host and on the device, and the object over those."""
+    """The persistent state of one FULL key: sizes, tables on the host and on the device, and the metadata over them."""
 
     layout: TableLayout
     host: npt.NDArray[np.int32]
@@ -299,7 +299,7 @@ class _KeyMetadata:
 
 
 class _SharedMemory:
-    """What the steps of all FULL keys compute on the device: each anew, one at a time, so in the same memory.
+    """Memory for tensors that each step of a FULL key computes on the device. Steps run one at a time and share it.
 
     A key that needs more than those before it gets, and leaves for those after it, memory of its own: none moves.
     """
@@ -309,7 +309,7 @@ class _SharedMemory:
         self._largest: dict[str, torch.Tensor] = {}
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that is shared by everything of this name."""
+        """The memory shared by all tensors of this name."""
         size = math.prod(shape)
         largest = self._largest.get(name)
         if largest is None or largest.numel() < size:
@@ -328,7 +328,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _checked_windows(windows: Sequence[int], max_seq_len: int) -> tuple[int, ...]:
-    """The different windows; those that hold the longest sequence are none.
+    """The distinct windows; a window at least as long as the longest sequence counts as no window.
 
     Raises:
         OptionError: there is none, or one is neither -1 nor at least 1.
@@ -344,7 +344,7 @@ def _checked_windows(windows: Sequence[int], max_seq_len: int) -> tuple[int, ...
 
 
 def _serves_packed(cache: PagedKVCache) -> bool:
-    """Whether flash attention, which ``varlen_attn`` is made of, takes the cache's keys."""
+    """Whether flash attention, which ``varlen_attn`` calls, accepts the keys of the cache."""
     if cache.device.type != "cuda" or cache.dtype not in (torch.float16, torch.bfloat16):
         return False
     is_new_enough = torch.cuda.get_device_capability(cache.device) >= (8, 0)

@@ -56,7 +56,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` pages; their contents are whatever their last owner left.
+        """``count`` pages; they contain the values that their last owner wrote.
 
         Raises:
             OptionError: ``count`` is negative.
@@ -81,7 +81,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back.
+        """Free pages.
 
         Raises:
             OptionError: one of them is not taken, or stands there twice; none is given back then.
@@ -135,10 +135,10 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return self.tensor.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the cache."""
         return self.tensor.device

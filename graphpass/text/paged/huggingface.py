@@ -15,7 +15,7 @@ HUGGING_FACE_NAME = "graphpass_paged"
 
 
 def register_with_hugging_face() -> str:
-    """Make paged attention known to transformers; the name to pass as ``attn_implementation``.
+    """Register paged attention with transformers; returns the name to pass as ``attn_implementation``.
 
     Once or often, it is the same.
     """
@@ -24,7 +24,7 @@ def register_with_hugging_face() -> str:
 
 
 _UNSERVED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments of Hugging Face's attention functions that change the result and that this one does not know."""
+"""Arguments of Hugging Face's attention functions that change the result and that this function refuses."""
 
 
 def _hugging_face_attention(
@@ -38,7 +38,7 @@ def _hugging_face_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer of a stock model, in the shape in which transformers asks for it.
+    """Attention of one layer of a stock model, with the signature that transformers calls.
 
     Args:
         module: the attention layer; its ``layer_idx`` is the cache's layer.

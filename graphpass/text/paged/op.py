@@ -49,7 +49,7 @@ NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchedKeys:
-    """Each request's keys in a row of its own.
+    """The keys of each request in a separate row, padded to the longest length.
 
     Attributes:
         slots: of keys, and of values in the same layer's memory, int64 [2, requests, length]; the null page's first
@@ -136,7 +136,7 @@ class BatchedKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedKeys:
-    """The keys of all requests, one behind the other.
+    """The keys of all requests, concatenated.
 
     Attributes:
         slots: of keys, and of values in the same layer's memory, int64 [2, keys].
@@ -159,7 +159,7 @@ class PackedKeys:
     def attend(
         self, metadata: PagedMetadata, rows: torch.Tensor, query: torch.Tensor, scale: float, window: int
     ) -> torch.Tensor:
-        """Attention of the tokens' queries, as :meth:`BatchedKeys.attend`; of padded rows it is whatever it is."""
+        """Attention of the tokens' queries, as :meth:`BatchedKeys.attend`; results of padded rows are undefined."""
         keys, values = rows.index_select(0, self.slots.view(-1)).view(2, -1, *rows.shape[1:])
         starts, key_starts = metadata.tables.query_start_loc, metadata.tables.key_start_loc
         longest = (metadata.max_query_len, metadata.max_seq_len)
@@ -168,7 +168,7 @@ class PackedKeys:
 
 @dataclass(slots=True, eq=False)
 class PagedMetadata:
-    """What the op reads of one step. That of a FULL key is one object whose tables are refilled.
+    """The metadata of one step, which the op reads. A FULL key has one object, and each step refills its tables.
 
     Attributes:
         num_tokens: rows of the model's tensors that count: real ones, in FULL the key's.
@@ -227,7 +227,7 @@ class PagedMetadata:
 
     @property
     def query_start_loc(self) -> torch.Tensor:
-        """Where each request's tokens begin, int32 [requests + 1]."""
+        """Index of each request's first token, and the number of all tokens at the end; int32 [requests + 1]."""
         return self.tables.query_start_loc
 
     def layer_rows(self, layer: int) -> torch.Tensor:
@@ -246,7 +246,7 @@ class PagedMetadata:
         return self.rows.narrow(0, 2 * layer * self.num_slots, 2 * self.num_slots)
 
     def window_index(self, window: int) -> int:
-        """Where ``window`` stands among those prepared.
+        """Index of ``window`` among the prepared windows.
 
         Raises:
             ShapeError: it is none of them.
@@ -317,7 +317,7 @@ def _paged_attention(
 
 
 def _writes_out_only(*_: Any) -> None:
-    """What tracing sees of the op."""
+    """The fake implementation: the op writes to ``out`` and returns nothing."""
 
 
 torch.library.register_fake(PAGED_ATTENTION, _writes_out_only)
@@ -366,7 +366,7 @@ def _check_tensors(
 
 
 def causal_varlen(windows: Sequence[int]) -> Varlen | None:
-    """Torch's variable-length attention, causal with these sliding windows; None where torch's cannot do that.
+    """Torch's variable-length attention, causal with these sliding windows; None if this torch does not support it.
 
     Its signature has changed from release to release: ``is_causal`` became ``window_size``, ``enable_gqa`` came later
     (the kernel itself has always let heads share keys).

@@ -23,7 +23,7 @@ _Table = TypeVar("_Table")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The requests of one step, found sound by themselves.
+    """The requests of one step, after checks that need no other input.
 
     Attributes:
         query_lens, seq_lens: as given, [requests].
@@ -55,7 +55,7 @@ class Step:
             )
         if len(query_lens) == 0:
             return cls(query_lens, seq_lens, seq_lens, seq_lens, 0)
-        # Once a step: reductions of ufuncs, which cost half of what the methods of arrays do.
+        # In every step: reductions of ufuncs take half the time of the methods of arrays.
         if np.minimum.reduce(np.minimum(query_lens - 1, seq_lens - query_lens)) < 0:
             at = int(np.argmax((query_lens < 1) | (seq_lens < query_lens)))
             raise ShapeError(
@@ -71,7 +71,7 @@ class Step:
 
 
 def _used_pages(block_tables: Any, num_pages: _Ints, page_size: int) -> _Ints:
-    """The pages in use, request by request.
+    """The pages in use, grouped by request.
 
     Raises:
         ShapeError: a request has fewer pages than its sequence needs.
@@ -119,7 +119,7 @@ def _check_pages(pages: _Ints, num_pages: _Ints, num_live: int, is_scratch: bool
 
 @dataclass(frozen=True, slots=True)
 class Tables(Generic[_Table]):
-    """A step's tables: arrays on the host, tensors on the device; views of one flat piece of memory each.
+    """A step's tables: arrays on the host, tensors on the device. Each set is a view of one flat allocation.
 
     Attributes:
         slot_mapping: slot that each token's key and value are written to, int64 [tokens]; scratch for padding.
@@ -231,7 +231,7 @@ class TableLayout:
             self._fill_keys(tables, step)
 
     def _places(self, step: Step, starts: _Ints) -> tuple[_Ints, _Ints | int]:
-        """Of each token its request, and how many of the request's tokens stand before it."""
+        """For each token the index of its request, and its position among the request's tokens of this step."""
         count, tokens = len(step.query_lens), np.arange(step.num_tokens)
         if self.query_len == 1:
             return tokens, 0
