@@ -169,10 +169,6 @@ class RecurringKeys:
         self.num_graphs = 0
         self._keys.clear()
 
-    def captured_keys(self) -> list[RecurringKey]:
-        """The keys that have a graph."""
-        return [key for key in self._keys.values() if key.is_captured]
-
     def ladder_keys(self, example: tuple[int, ...]) -> list[RecurringKey]:
         """The declared keys, largest first; fields without declared sizes have the size of the example's key."""
         names = dict(zip((field.name for field in self.fields), zip(self.fields, example, strict=True), strict=True))
