@@ -19,11 +19,9 @@ import torch
 from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
-from graphpass.capture.counts import Counts
-from graphpass.capture.records import RegionId
+from graphpass.capture.records import CallCounts, Counts, RegionId
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
-from graphpass.capture.traffic import CallCounts
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey

@@ -12,8 +12,8 @@ from cgpass.cutting import OutputCuts, cuts_of
 from cgpass.graphsizes import GraphSizes, value_at
 from cgpass.paddedinputs import PaddedInput, PaddedMemory, layout_numbers
 from graphpass.capture.layout import storage_id
+from graphpass.capture.records import CallCounts
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.traffic import CallCounts
 from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -1,8 +1,7 @@
 """Capture and replay of graphs: devices, pool, static buffers, wrapper. Does not use FX."""
 
-from graphpass.capture.counts import Counts
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import CallableRecord, CompileSeconds, RegionId, RuntimeStats
+from graphpass.capture.records import CallableRecord, CompileSeconds, Counts, RegionId, RuntimeStats
 from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
 
 __all__ = [

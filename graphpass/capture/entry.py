@@ -15,11 +15,10 @@ import torch
 
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads
-from graphpass.capture.counts import RunningCounts
 from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
-from graphpass.capture.records import RegionId
+from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import Staging, alias_pattern
 from graphpass.compat import memory

@@ -13,14 +13,13 @@ import torch
 from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ReadLog
-from graphpass.capture.counts import RunningCounts
 from graphpass.capture.debug import EagerGraph
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import RegionId
+from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept

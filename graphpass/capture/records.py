@@ -1,13 +1,28 @@
-"""Records about a runtime's callables, for reports."""
+"""Records of a runtime for its reports: its callables, and counts of captures, replays, calls, sizes and notes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+from graphpass.report import Table
 
-__all__ = ["CallableRecord", "CompileSeconds", "RegionId", "RuntimeStats"]
+__all__ = [
+    "CallCounts",
+    "CallTraffic",
+    "CallableRecord",
+    "CompileSeconds",
+    "Counts",
+    "Notes",
+    "RegionId",
+    "RunningCounts",
+    "RuntimeStats",
+    "SizesSeen",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +104,114 @@ class RuntimeStats:
     copied: int
     pool_bytes: int
     buffer_bytes: int
+
+
+_log = logging.getLogger("graphpass")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts of one region at one key so far.
+
+    Attributes:
+        warmed: warm-up runs before a capture.
+        captured: graphs captured, one for each set of static inputs and alias pattern.
+        replayed: replays, including the replay of the call that captures.
+        copied: inputs copied into static buffers.
+        static_sets: sets of static inputs that have a graph now.
+    """
+
+    warmed: int
+    captured: int
+    replayed: int
+    copied: int
+    static_sets: int
+
+
+@dataclass(slots=True)
+class RunningCounts:
+    """The running counts behind :class:`Counts`; written by the wrapper that owns it."""
+
+    warmed: int = 0
+    captured: int = 0
+    replayed: int = 0
+    copied: int = 0
+
+    def counts(self, static_sets: int) -> Counts:
+        """The counts as of now."""
+        return Counts(self.warmed, self.captured, self.replayed, self.copied, static_sets)
+
+
+class SizesSeen(Counter[int]):
+    """How often each batch size was seen."""
+
+    def suggested(self, limit: int) -> list[int]:
+        """Sizes worth a graph: the most frequent ones, at most ``limit``, the largest always among them."""
+        if not self:
+            return []
+        frequent = [size for size, _ in self.most_common(limit)]
+        largest = max(self)
+        return sorted({*frequent[: limit - (largest not in frequent)], largest})
+
+
+class Notes(Counter[str]):
+    """Notes for the report, each with the number of times it was added."""
+
+    def add(self, text: str, *, level: int = logging.INFO) -> None:
+        """Count ``text``; log it at its first occurrence."""
+        if text not in self:
+            _log.log(level, "%s", text)
+        self[text] += 1
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Counts for one (callable, mode, key, reason).
+
+    Attributes:
+        calls: number of calls.
+        real_elements: product of the real sizes, summed over the calls.
+        padded_elements: product of the key's sizes, summed over the calls.
+    """
+
+    calls: int = 0
+    real_elements: int = 0
+    padded_elements: int = 0
+
+    def saw(self, real: int, padded: int) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.real_elements += real
+        self.padded_elements += padded
+
+
+@dataclass(slots=True)
+class CallTraffic:
+    """Call counts of all callables of a runtime that the auto dispatcher serves."""
+
+    _counts: dict[tuple[str, CUDAGraphMode, BatchDescriptor | None, str], CallCounts] = field(default_factory=dict)
+
+    def of(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor | None, reason: str) -> CallCounts:
+        """The counter for these calls; the caller may keep it and update it on each call.
+
+        Args:
+            name: the callable.
+            mode: the runtime mode of the call, NONE for a call without a graph.
+            key: the padded shape, None if no key fits.
+            reason: why the call replays this key, or why it has no graph.
+        """
+        return self._counts.setdefault((name, mode, key, reason), CallCounts())
+
+    def num_calls(self, *, with_graph: bool) -> int:
+        """Number of calls with a graph, or of those without."""
+        return sum(c.calls for (_, mode, _, _), c in self._counts.items() if bool(mode) == with_graph)
+
+    def table(self) -> Table:
+        """One row for each (callable, mode, key, reason) that has calls."""
+        return Table("Calls", ("graph", "mode", "key", "reason", "calls", "padding"), tuple(self._rows()))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for (name, mode, key, reason), counts in self._counts.items():
+            waste = 1 - counts.real_elements / counts.padded_elements if counts.padded_elements else 0.0
+            if counts.calls:
+                yield name, str(mode), str(key or ""), reason, str(counts.calls), f"{waste:.1%}"

@@ -14,10 +14,10 @@ import torch
 
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads, joined
-from graphpass.capture.counts import RunningCounts
 from graphpass.capture.entry import GraphEntry, StaticSet
 from graphpass.capture.layout import storage_id
 from graphpass.capture.pool import PoolLease
+from graphpass.capture.records import RunningCounts
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.context import ForwardContext
 from graphpass.keys import BatchDescriptor

@@ -12,14 +12,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from graphpass.capture.counts import Counts, Notes, SizesSeen
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.recompiles import captured_earlier, left_behind
-from graphpass.capture.records import CallableRecord, RegionId, RuntimeStats
+from graphpass.capture.records import CallableRecord, CallTraffic, Counts, Notes, RegionId, RuntimeStats, SizesSeen
 from graphpass.capture.runtimereport import report_of
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.torchsettings import frozen_objects
-from graphpass.capture.traffic import CallTraffic
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Report

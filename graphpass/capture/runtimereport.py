@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphpass.capture.counts import Counts
-from graphpass.capture.records import CallableRecord
-from graphpass.capture.traffic import CallTraffic
+from graphpass.capture.records import CallableRecord, CallTraffic, Counts
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Report, Table

@@ -27,12 +27,11 @@ import torch
 from graphpass.capture.arguments import Call, InputRoles
 from graphpass.capture.capturepermit import CapturePermit
 from graphpass.capture.compare import EagerRun
-from graphpass.capture.counts import Counts, RunningCounts
 from graphpass.capture.entries import EntryTable
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
-from graphpass.capture.records import RegionId
+from graphpass.capture.records import Counts, RegionId, RunningCounts
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
 from graphpass.capture.transforms import refuse_transforms
