@@ -64,7 +64,10 @@ PUBLIC_NAMES = {
         "ReachedCall",
         "ReachedCallable",
         "RegionId",
+        "RegionReason",
+        "RegionRecord",
         "RuntimeStats",
+        "SizeRecord",
     ],
     "graphpass.dispatch": [
         "SizePlan",

@@ -23,7 +23,7 @@ from graphpass.regions.padding.compose import prove_partition
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput
 
-__all__ = ["dispatched", "padding_rows"]
+__all__ = ["dispatched"]
 
 _log = logging.getLogger("graphpass")
 
@@ -114,13 +114,6 @@ def dispatched(
     names = _KeyNames(parts, graph, settings)
     proof = prove_partition(parts, traces, names.candidates, names.constants)
     return (graph, _rules_of(name, parts, graph, names, proof, settings)), proof
-
-
-def padding_rows(proof: PaddingProof) -> tuple[tuple[str, str, str], ...]:
-    """Rows (key field, verdict, reason) for the report; a row with an empty key field applies to all fields."""
-    rows = [(field, verdict.name.lower(), "") for field, verdict in proof.verdicts.items()]
-    rows += [(finding.field, finding.verdict.name.lower(), str(finding)) for finding in proof.findings]
-    return (*rows, *(("", "assumes", text) for text in proof.assumptions))
 
 
 def _home_of(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> tuple[int, int] | None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass.autorules import dispatched, padding_rows
+from cgpass.autorules import dispatched
 from cgpass.callable import GraphedCallable
 from cgpass.keysizes import KeySizes
+from cgpass.recorded import padding_rows, region_records, size_records
 from cgpass.retraces import Retraces, TraceKey
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.records import CallableRecord, CompileSeconds
@@ -21,6 +22,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, nnmodules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
+from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
@@ -92,13 +94,16 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     runtime.register(
         CallableRecord(
             name=name,
-            regions=tuple((r.name, r.kind, r.why, len(r.graph_module.graph.nodes)) for r in parts.regions),
+            regions=region_records(parts, compiled.by_name),
             artifacts=compiled.num_new,
             frame=dynamo.frame_id(),
             reason=traced.ends_early,
             seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s),
             admits=sizes.admits if sizes.symbols else None,
             padding=() if proof is None else padding_rows(proof),
+            sizes=() if auto is None else size_records(*auto),
+            mode=None if auto is None else auto[1].mode if auto[1].off is None else CUDAGraphMode.NONE,
+            off=None if auto is None else auto[1].off,
         )
     )
     _note_problems(name, sizes, runtime)

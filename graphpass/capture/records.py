@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from graphpass.keys import BatchDescriptor
@@ -19,8 +19,11 @@ __all__ = [
     "Counts",
     "Notes",
     "RegionId",
+    "RegionReason",
+    "RegionRecord",
     "RunningCounts",
     "RuntimeStats",
+    "SizeRecord",
     "SizesSeen",
 ]
 
@@ -59,28 +62,92 @@ class CompileSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class RegionReason:
+    """Why a region is eager.
+
+    Attributes:
+        why: the reason as text.
+        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown.
+    """
+
+    why: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRecord:
+    """One region of a callable.
+
+    Attributes:
+        name: ``r0``, ``r1``, ... in program order.
+        kind: ``captured`` or ``eager``.
+        num_ops: number of nodes in its graph.
+        reasons: why it is eager; empty if it is captured.
+        like: the first region of the callable with the same compiled artifact; its own name if there is none before it.
+    """
+
+    name: str
+    kind: str
+    num_ops: int
+    reasons: tuple[RegionReason, ...] = ()
+    like: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reasons as one line."""
+        return "; ".join(dict.fromkeys(reason.why for reason in self.reasons))
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRecord:
+    """One size that distinguishes the calls of a callable.
+
+    Attributes:
+        field: its key field: the name in ``dynamic_dims``, or the place where it is read, as ``input_ids[0]``.
+        symbol: its symbol in the graph.
+        traced: its value in the traced call.
+        least: the least value that the graph admits; None for any.
+        greatest: the greatest value that the graph admits; None for any.
+        is_padded: whether calls are padded along it.
+    """
+
+    field: str
+    symbol: str
+    traced: int
+    least: int | None
+    greatest: int | None
+    is_padded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CallableRecord:
     """One callable that a compiler registered, for reports.
 
     Attributes:
         name: ``g0``, ``g1``, ... in the order of compilation.
-        regions: (name, kind, reason why eager or None, number of ops).
+        regions: its regions, in program order.
         artifacts: number of artifacts compiled for it; those shared with an earlier callable count there.
         frame: id of the Python frame it was compiled for; recompiles of one function share it.
         reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
         seconds: compile time by phase.
         admits: whether the guards of the callable admit a key's sizes; None if its sizes are not key fields.
         padding: (key field, verdict, why): whether a size may be padded; an empty field means all sizes.
+        sizes: the sizes that distinguish its calls, if it chooses graphs itself.
+        mode: FULL if it is captured whole, PIECEWISE if region by region, NONE if never; None if it does not choose.
+        off: why it is never captured, if it chooses graphs itself and never does; else None.
     """
 
     name: str
-    regions: tuple[tuple[str, str, str | None, int], ...]
+    regions: tuple[RegionRecord, ...]
     artifacts: int
     frame: int | None = None
     reason: str | None = None
     seconds: CompileSeconds = CompileSeconds()
     admits: Callable[[BatchDescriptor], bool] | None = None
     padding: tuple[tuple[str, str, str], ...] = ()
+    sizes: tuple[SizeRecord, ...] = ()
+    mode: CUDAGraphMode | None = None
+    off: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +162,7 @@ class RuntimeStats:
         copied: inputs copied into static buffers so far.
         pool_bytes: bytes of the graph pool, 0 on the CPU tape.
         buffer_bytes: bytes of static input buffers.
+        sizes: {batch size: number of calls with it}; the traffic that ``plan_sizes`` and ``graphpass plan`` take.
     """
 
     callables: int
@@ -104,6 +172,7 @@ class RuntimeStats:
     copied: int
     pool_bytes: int
     buffer_bytes: int
+    sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 _log = logging.getLogger("graphpass")

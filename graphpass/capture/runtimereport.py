@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graphpass.capture.records import CallableRecord, CallTraffic, Counts
+from graphpass.capture.records import CallableRecord, CallTraffic, Counts, RegionReason, RegionRecord
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Report, Table
@@ -27,9 +27,9 @@ def report_of(
         "Regions",
         ("region", "kind", "ops", "reason"),
         tuple(
-            (f"{record.name}.{name}", kind, str(ops), reason or "")
+            (f"{record.name}.{region.name}", region.kind, str(region.num_ops), region.why)
             for record in callables
-            for name, kind, reason, ops in (*record.regions, *_ending(record))
+            for region in (*record.regions, *_ending(record))
         ),
     )
     padding = Table(
@@ -55,5 +55,5 @@ def report_of(
     return Report((regions, padding, keys, traffic.table(), noted, memory))
 
 
-def _ending(record: CallableRecord) -> tuple[tuple[str, str, str | None, int], ...]:
-    return (("end", "", record.reason, 0),) if record.reason else ()
+def _ending(record: CallableRecord) -> tuple[RegionRecord, ...]:
+    return (RegionRecord("end", "", 0, (RegionReason(record.reason),)),) if record.reason else ()

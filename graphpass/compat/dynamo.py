@@ -114,7 +114,8 @@ def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
     if not reason.user_stack:
         return f"graph break: {text}"
     frame = reason.user_stack[-1]
-    return f"graph break: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    line = f": `{frame.line}`" if frame.line else ""
+    return f"graph break: {text} at {os.path.basename(frame.filename)}:{frame.lineno}{line}"
 
 
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import fx
@@ -15,6 +15,7 @@ from graphpass.regions.execute import storages_of, tensors_in, value_of
 from graphpass.regions.opnames import display_name, names_of
 from graphpass.regions.passes import is_rebuilt_output, unpacked_from
 from graphpass.regions.splitrules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
+from graphpass.regions.userlines import where_of
 
 __all__ = ["NodeGroup", "assign"]
 
@@ -67,12 +68,17 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
         if is_trivial:
             group = NodeGroup("eager", tuple(nodes), (SplitReason("nothing to capture", _listed(nodes)),))
         else:
-            group = NodeGroup(kind, tuple(nodes), tuple(reason for n in nodes for reason in reasons.get(n, ())))
+            group = NodeGroup(kind, tuple(nodes), tuple(reason for n in nodes for reason in _located(n, reasons)))
         if groups and groups[-1].kind == group.kind:
             last = groups.pop()
             group = NodeGroup(group.kind, last.nodes + group.nodes, last.reasons + group.reasons)
         groups.append(group)
     return tuple(NodeGroup(g.kind, g.nodes, tuple(dict.fromkeys(g.reasons))) for g in groups)
+
+
+def _located(node: fx.Node, reasons: Mapping[fx.Node, tuple[SplitReason, ...]]) -> Iterator[SplitReason]:
+    where = where_of(node.meta.get("stack_trace"))
+    return (replace(reason, where=reason.where or where) for reason in reasons.get(node, ()))
 
 
 def _belongs_nowhere(node: fx.Node) -> bool:

@@ -46,10 +46,12 @@ class SplitReason:
             "host scalar", "beyond an input", "beyond a region", "reshaped in place", "cpu tensor", "second device",
             "mode pair", "nothing to capture", or a kind from a user's rule.
         detail: one sentence that names the op or the node.
+        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown. Not part of the text.
     """
 
     kind: str
     detail: str
+    where: str = ""
 
     @property
     def captures_whole(self) -> bool:

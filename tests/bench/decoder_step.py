@@ -149,7 +149,7 @@ class Engine:
 
     def form(self, name: str, mode: gp.CUDAGraphMode, floor: str) -> Form:
         """A captured mode as a form: FULL replays once, PIECEWISE once for each captured region."""
-        kinds = [kind for _, kind, _, _ in self.runtime.callables()[0].regions]
+        kinds = [region.kind for region in self.runtime.callables()[0].regions]
         replays = kinds.count("captured") if mode is PIECEWISE else 1
         num_regions = len(kinds) if mode is PIECEWISE else 1
         return Form(name, partial(self.step, mode), None, self.runtime, replays, floor, num_regions)

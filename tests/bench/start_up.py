@@ -216,7 +216,7 @@ def _replays(runtime: gp.GraphRuntime) -> Figures:
 
 def _layer_figures(runtime: gp.GraphRuntime, num_layers: int) -> Figures:
     record = runtime.callables()[0]
-    kinds = [kind for _, kind, _, _ in record.regions]
+    kinds = [region.kind for region in record.regions]
     return {
         "num_layers": num_layers,
         "captured": kinds.count("captured"),

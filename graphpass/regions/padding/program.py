@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +17,9 @@ from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode,
 from graphpass.regions.padding.patterns import recognised
 from graphpass.regions.padding.sizes import as_size
 from graphpass.regions.padding.values import Size
+from graphpass.regions.userlines import where_of
 
-__all__ = ["AtenGraph", "where_of"]
+__all__ = ["AtenGraph"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,25 +196,3 @@ def _symbols_of(inputs: tuple[TensorShape | Size | None, ...]) -> tuple[sympy.Sy
             if isinstance(size, sympy.Basic):
                 symbols.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
     return tuple(symbols)
-
-
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+)')
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-@functools.lru_cache(maxsize=1024)
-def where_of(stack_trace: str | None) -> str:
-    """The innermost line of a stack trace outside torch, as ``model.py:123: x.mean(1)``; empty without a trace."""
-    best, inside_torch = "", ""
-    lines = (stack_trace or "").splitlines()
-    for number, line in enumerate(lines):
-        match = _FRAME.search(line)
-        if match is None:
-            continue
-        source = lines[number + 1].strip() if number + 1 < len(lines) and not _FRAME.search(lines[number + 1]) else ""
-        place = f"{os.path.basename(match['file'])}:{match['line']}" + (f": {source}" if source else "")
-        if match["file"].startswith(_TORCH):
-            inside_torch = place
-        else:
-            best = place
-    return best or inside_torch

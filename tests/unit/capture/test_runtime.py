@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import CallableRecord, Counts
+from graphpass.capture import CallableRecord, Counts, RegionReason, RegionRecord
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
 from graphpass.keys import BatchDescriptor
@@ -316,7 +316,8 @@ def test_counts_by_region_mode_and_key(rig: Any) -> None:
 def test_stats_are_totals(rig: Any) -> None:
     runtime = rig.runtime
     assert runtime.next_callable_name() == "g0"
-    runtime.register(CallableRecord("g0", (("r0", "captured", None, 3), ("r1", "eager", "splitting op", 1)), 2))
+    regions = (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (RegionReason("splitting op"),)))
+    runtime.register(CallableRecord("g0", regions, 2))
     assert runtime.next_callable_name() == "g1"
     wrapper = rig.wrap(lambda x, y: x + y, name="g0.full")
     rig.capture(wrapper, X, X * 2)
@@ -332,7 +333,10 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     runtime = rig.runtime
     runtime.register(
         CallableRecord(
-            "g0", (("r0", "captured", None, 3), ("r1", "eager", "host read", 1)), 1, reason="graph break: print"
+            "g0",
+            (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (RegionReason("host read"),))),
+            1,
+            reason="graph break: print",
         )
     )
     wrapper = rig.wrap(plus_one, name="g0.full")

@@ -55,7 +55,7 @@ def regions_of(model: nn.Module, op: Any, rt: GraphRuntime) -> list[tuple[str, i
                 x = torch.randn(3, 4)
                 with rt.capturing(), gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
                     torch.testing.assert_close(compiled(x), model(x))
-    return [(kind, num_ops) for _, kind, _, num_ops in rt.callables()[0].regions]
+    return [(region.kind, region.num_ops) for region in rt.callables()[0].regions]
 
 
 @pytest.mark.parametrize(
