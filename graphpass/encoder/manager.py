@@ -230,11 +230,17 @@ class EncoderCudaGraphManager:
     def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:
         specs = self._specs_of(items)
         results: dict[int, EncoderOutput] = {}
-        for batch, outputs in self._runs(items, specs) if specs else ():
+        outputs: tuple[torch.Tensor, ...] = ()
+        for batch, outputs in self._runs(items, specs):
             found = self._postprocessed(outputs, [specs[item] for item in batch.items])
             lent = set() if batch.key is None else {storage_id(output) for output in outputs}
             for item, result in zip(batch.items, found, strict=True):
                 results[item] = _owned(result, lent)
+        without_tokens = [item for item in range(len(specs)) if item not in results]
+        if without_tokens:  # under autocast the encoder's dtype is that of the other items' outputs
+            empty = tuple(torch.empty_like(output[:0]) for output in outputs) or self._empty_outputs()
+            found = self._postprocessed(empty, [specs[item] for item in without_tokens])
+            results |= zip(without_tokens, found, strict=True)
         return [results[item] for item in range(len(specs))]
 
     def _encoded_by_all(self, items: EncoderItems, agreement: DataParallelAgreement) -> list[EncoderOutput]:
@@ -247,10 +253,14 @@ class EncoderCudaGraphManager:
             for batch, outputs in self._runs(of_share, [specs[item] for item in share]):
                 yield batch.items, outputs
 
-        widths = self._config.output_widths
-        like = [torch.empty(0, width, dtype=self._dtype, device=self._device) for width in widths]
+        like = self._empty_outputs()
         specs, outputs = encoded_by_all(lambda: self._specs_of(items), like, self._group, agreement, encoded)
         return list(self._postprocessed(outputs, specs)) if specs else []
+
+    def _empty_outputs(self) -> tuple[torch.Tensor, ...]:
+        """The encoder's outputs for no tokens, [0, width] each."""
+        widths = self._config.output_widths
+        return tuple(torch.empty(0, width, dtype=self._dtype, device=self._device) for width in widths)
 
     def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
         """The sizes of the items of a request. Counts the request."""
@@ -261,10 +271,17 @@ class EncoderCudaGraphManager:
     def _runs(
         self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
     ) -> Iterator[tuple[EncoderBatch, tuple[torch.Tensor, ...]]]:
-        """Run the batches one after the other. The outputs of a replay are valid until the next replay."""
+        """Run the batches one after the other. The outputs of a replay are valid until the next replay.
+
+        Items without tokens run nowhere and are in no batch.
+        """
+        filled = tuple(item for item, spec in enumerate(specs) if spec.output_tokens)
+        if not filled:
+            return
         self._follow_weights()
         everything = tuple(range(len(specs)))
-        for batch in self._planner().plan(specs):
+        for planned in self._planner().plan([specs[item] for item in filled]):
+            batch = EncoderBatch(tuple(filled[item] for item in planned.items), planned.key)
             of_batch = items
             if batch.items != everything:
                 of_batch = self._model.select_encoder_cudagraph_items(items, batch.items)

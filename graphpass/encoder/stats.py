@@ -20,7 +20,7 @@ class EncoderStats:
 
     Attributes:
         requests: calls of ``execute``.
-        hits: items encoded by a replay.
+        hits: items encoded by a replay. Items of no tokens need none; they are neither hits nor misses.
         misses: items encoded eagerly: before the capture, too large for every graph, under changed settings, or because
             an eager call was cheaper.
         eager_calls: number of eager calls.
@@ -29,7 +29,7 @@ class EncoderStats:
         replayed_tokens: output tokens of the items that were encoded by replays.
         computed_tokens: output tokens of all replays, padding included.
         budgets: use of the current graphs, the largest budget first.
-        histogram: {output tokens of a replayed batch: number of such batches}, ascending, without batches of no tokens.
+        histogram: {output tokens of a replayed batch: number of such batches}, ascending.
             :func:`graphpass.plan_sizes` computes budgets from it.
         other_settings: {setting that differed from the capture: requests that ran eagerly because of it}.
         failed: (key, reason) of keys whose capture failed or that did not fit into ``max_pool_bytes``.
@@ -105,8 +105,7 @@ class EncoderCounts:
     def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
         """Count one replay."""
         self._traffic.replayed((CUDAGraphMode.FULL, key.descriptor), num_tokens, num_items)
-        if num_tokens:  # a batch without tokens fits every budget
-            self._histogram[num_tokens] += 1
+        self._histogram[num_tokens] += 1
 
     def ran_eagerly(self, num_items: int, num_tokens: int) -> None:
         """Count one eager call."""

@@ -87,7 +87,7 @@ def test_a_request_that_fails_leaves_the_next_ones(method: str) -> None:
     before = manager.get_cumulative_stats()
     assert_same(manager.execute(items), expected)
     stats = manager.get_cumulative_stats()
-    assert (stats.hits - before.hits, stats.misses - before.misses) == (len(MIXED) - 1, 1)
+    assert (stats.hits - before.hits, stats.misses - before.misses) == (toy.NUM_WITH_TOKENS - 1, 1)
 
 
 def test_contents_of_padding_change_no_bit() -> None:

@@ -42,6 +42,15 @@ def test_the_options_items_come_before_the_models(asked: int | None, of_model: i
     assert [key.items for key in keys_of(options, config(max_items=of_model), (1, 64))] == [items]
 
 
+def test_a_limit_of_items_that_the_budgets_hold_is_accepted() -> None:
+    """A model's limit and the usual one stay valid over any budgets; only the user's value is refused."""
+    for options in ({"max_items_per_batch": 4}, {"max_items_per_batch": 32, "token_budgets": [128]}, {}):
+        for of_model in (None, 256):
+            keys = keys_of(EncoderOptions(**options), config(max_items=of_model), (4, 128))
+            assert keys[0].items == options.get("max_items_per_batch", 32)
+            assert keys[-1].items == max(1, min(keys[0].items, keys[-1].tokens // 4))
+
+
 def test_small_budgets_have_room_for_as_many_frames_as_items() -> None:
     """Each one that a graph allows for costs its attention; a clip with smaller frames fits the largest budget."""
     keys = keys_of(EncoderOptions(token_budgets=[16, 64, 128]), config(max_frames=32, max_items=32), (16, 128))
@@ -99,6 +108,13 @@ def test_options_that_no_model_could_have(options: dict[str, Any], numbers: str)
     ("options", "encoder", "numbers"),
     [
         ({"token_budgets": [8, 64]}, {}, "from 1, its smallest item, to 32, its largest batch; found 64"),
+        ({"max_items_per_batch": 256}, {"budget_range": (4, 128)}, "at most 4 items.*=256, and budgets from 4 to 128"),
+        ({"max_items_per_batch": 5}, {"budget_range": (4, 128)}, "at most 4 items of 1 token in 4 tokens"),
+        (
+            {"max_items_per_batch": 33, "token_budgets": [128]},
+            {"budget_range": (4, 128)},
+            "at most 32 items of 4 tokens in 128 tokens; found max_items_per_batch=33",
+        ),
         ({"token_budgets": [2, 3]}, {"budget_range": (4, 32)}, "from 4.*found 3"),
         ({}, {"budget_range": (0, 32)}, "minimum=0, maximum=32"),
         ({}, {"budget_range": (33, 32)}, "minimum=33, maximum=32"),

@@ -71,12 +71,12 @@ def test_settings_of_now_are_used(setting: str, kind: type[toy.ToyEncoder], capl
             assert [one.dtype for one in found] == [one.dtype for one in expected]
             assert_same(found, expected)
     stats = manager.get_cumulative_stats()
-    assert (stats.hits, stats.misses, dict(stats.other_settings)) == (0, 2 * len(MIXED), {setting: 2})
+    assert (stats.hits, stats.misses, dict(stats.other_settings)) == (0, 2 * toy.NUM_WITH_TOKENS, {setting: 2})
     logged = [record.message for record in caplog.records if record.name == "graphpass"]
     assert [f"{setting} changed since" in message for message in logged] == [True]
     assert setting in str(stats)
     assert_same(manager.execute(items), plain)
-    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
+    assert manager.get_cumulative_stats().hits == toy.NUM_WITH_TOKENS - 1
 
 
 def of_all(encoder: toy.ToyEncoder, items: EncoderItems) -> Sequence[EncoderOutput]:
@@ -99,7 +99,7 @@ def test_autocast_at_the_capture_is_captured(kind: type[toy.ToyEncoder]) -> None
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype == torch.bfloat16
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
+    assert manager.get_cumulative_stats().hits == toy.NUM_WITH_TOKENS - 1
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     assert dict(manager.get_cumulative_stats().other_settings) == {"autocast": 1}
 
@@ -117,4 +117,4 @@ def test_autograd_and_inference_mode_change_nothing(
         found = manager.execute(items)
     assert_same(found, toy.one_by_one(encoder, items))
     assert not any(tensor.requires_grad or tensor.is_inference() for tensor in found)  # type: ignore[union-attr]
-    assert manager.get_cumulative_stats().hits == len(MIXED) - 1
+    assert manager.get_cumulative_stats().hits == toy.NUM_WITH_TOKENS - 1

@@ -20,6 +20,7 @@ PATCH, WIDTH, MERGE = 6, 8, 2
 BUDGETS = (4, 8, 16, 32)
 MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
 """Patches, two a token: of which 70 is above the largest budget."""
+NUM_WITH_TOKENS = sum(size > 0 for size in MIXED)
 KEYS = ("patches", "positions", "lengths", "scale")
 
 
