@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphpass.capture.arguments import Call
-from graphpass.capture.entries import EntryTable
-from graphpass.capture.entry import GraphEntry
+from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId
 from graphpass.capture.runtime import GraphRuntime

@@ -1,7 +1,7 @@
-"""One captured graph with everything that a replay needs; an entry is complete when it is created.
+"""One captured graph with everything that a replay needs, and the table of the captured graphs of one wrapper.
 
-Static inputs are compared by address, see Note [Address rule]; copied inputs by the way they share memory, see
-Note [Alias patterns] in docs/design.
+An entry is complete when it is created. Static inputs are compared by address, see Note [Address rule]; copied inputs
+by the way they share memory, see Note [Alias patterns] in docs/design.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ContextReads
 from graphpass.capture.device import Graph
@@ -22,8 +23,11 @@ from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import Staging, alias_pattern
 from graphpass.compat import memory
+from graphpass.keys import BatchDescriptor
 
-__all__ = ["GraphEntry", "StaticSet"]
+__all__ = ["EntryTable", "GraphEntry", "StaticSet"]
+
+_ANY_ADDRESS = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +143,62 @@ class GraphEntry:
         self.graph.replay()
         self.staging.copy_back(leaves)
         return self.outputs.build(leaves, clone=clone)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class EntryTable:
+    """Looks up the few entries that can serve a call, without a search through the entries of other module instances.
+
+    Dynamo shares one callable among the instances of a class, so a decoder compiled block by block has one entry for
+    each block at each key. The address of one parameter, the anchor, selects the instance; entries with the same anchor
+    are tried in order.
+    """
+
+    _entries: dict[BatchDescriptor, dict[int, list[GraphEntry]]] = field(default_factory=dict)
+    _anchor: int | None = None
+
+    def add(self, descriptor: BatchDescriptor, call: Call, entry: GraphEntry) -> None:
+        """Add the entry that was captured for ``call``."""
+        if self._anchor is None:
+            self._anchor = min(call.module_owned, default=-1)
+        # An entry that stages the anchor serves every address.
+        address = self._address(call.leaves) if self._anchor in entry.statics.positions else _ANY_ADDRESS
+        self._entries.setdefault(descriptor, {}).setdefault(address, []).append(entry)
+
+    def candidates(self, descriptor: BatchDescriptor, leaves: Sequence[Any]) -> Sequence[GraphEntry]:
+        """The entries of a key that may serve these arguments."""
+        by_anchor = self._entries.get(descriptor)
+        if not by_anchor:
+            return ()
+        address = self._address(leaves)
+        anywhere = by_anchor.get(_ANY_ADDRESS, []) if address != _ANY_ADDRESS else []
+        return by_anchor.get(address, []) + anywhere
+
+    def at(self, descriptor: BatchDescriptor) -> list[GraphEntry]:
+        """All entries of a key."""
+        return [entry for entries in self._entries.get(descriptor, {}).values() for entry in entries]
+
+    def descriptors(self) -> list[BatchDescriptor]:
+        """The keys that have an entry."""
+        return [descriptor for descriptor in self._entries if self.at(descriptor)]
+
+    def drop(self, descriptor: BatchDescriptor, entry_id: int) -> GraphEntry | None:
+        """Remove and return the entry with this ``id()``; None if it is not in the table."""
+        for entries in self._entries.get(descriptor, {}).values():
+            for position, entry in enumerate(entries):
+                if id(entry) == entry_id:
+                    return entries.pop(position)
+        return None
+
+    def clear(self) -> list[GraphEntry]:
+        """Empty the table; returns the removed entries."""
+        dropped = [entry for descriptor in self._entries for entry in self.at(descriptor)]
+        self._entries.clear()
+        return dropped
+
+    def _address(self, leaves: Sequence[Any]) -> int:
+        anchor = self._anchor
+        if anchor is None or anchor < 0 or anchor >= len(leaves):
+            return _ANY_ADDRESS
+        leaf = leaves[anchor]
+        return leaf.data_ptr() if isinstance(leaf, torch.Tensor) else _ANY_ADDRESS

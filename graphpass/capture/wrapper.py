@@ -27,8 +27,7 @@ import torch
 from graphpass.capture.arguments import Call, InputRoles
 from graphpass.capture.capturepermit import CapturePermit
 from graphpass.capture.compare import EagerRun
-from graphpass.capture.entries import EntryTable
-from graphpass.capture.entry import GraphEntry
+from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
 from graphpass.capture.records import Counts, RegionId, RunningCounts
