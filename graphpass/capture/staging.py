@@ -2,7 +2,7 @@
 
 A graph reads fixed addresses, so every input without a static address needs a buffer. Inputs that share a storage
 share one buffer, see Note [Alias patterns] in docs/design. If the region writes to a buffer, the buffer is copied back
-to the caller's tensor after the replay.
+to the caller's tensor after the replay. Many tensors are copied in few kernel launches (:func:`copy_each`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.copies import copied_together
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, distinct_elements, extent, same_view, storage_id
 from graphpass.compat import memory
 from graphpass.errors import ShapeError
 
-__all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern"]
+__all__ = ["AliasPattern", "BufferArena", "Staging", "alias_pattern", "copied_together", "copy_each"]
 
 AliasPattern = tuple[tuple[int, int, tuple[int, ...]], ...]
 """Which staged inputs share memory: (group, byte offset in the group, strides) for each input; () if none do.
@@ -225,3 +224,32 @@ def _buffers_in_layout(
         with torch.inference_mode(False):
             buffers.append(same_view(memory, leaves[position], byte_offset=offset))
     return buffers
+
+
+def copied_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Groups of pairs, by index, that one launch can copy; every pair is in exactly one group.
+
+    torch's fused copy falls back to one launch for each tensor if a list mixes dtypes, or contains a pair of different
+    layouts.
+
+    Args:
+        targets: the tensors to write.
+        sources: the tensors to read, each of its target's shape and dtype.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, kind in enumerate(map(_kind, targets, sources)):
+        groups.setdefault(kind, []).append(index)
+    return tuple(map(tuple, groups.values()))
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source, of its target's shape and dtype, in about as many launches as there are dtypes."""
+    if len(set(map(_kind, targets, sources))) == 1:
+        memory.foreach_copy_(targets, sources)
+        return
+    for group in copied_together(targets, sources):
+        memory.foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
+
+
+def _kind(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.dtype, bool]:
+    return target.dtype, target.is_contiguous() and source.is_contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graphpass.capture.copies import copy_each
+from graphpass.capture.staging import copy_each
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError, ShapeError
 from graphpass.ladder.padding import PaddedBuffer, PaddedBuffers

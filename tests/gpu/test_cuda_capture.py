@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import cgpass
 import graphpass as gp
 from graphpass.capture import CapturePolicy
-from graphpass.capture.copies import copy_each
+from graphpass.capture.staging import copy_each
 
 pytestmark = pytest.mark.cuda
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from graphpass.capture.copies import copy_each
+from graphpass.capture.staging import copy_each
 from graphpass.compat import memory
 
 F32, I64, I32 = torch.float32, torch.int64, torch.int32
