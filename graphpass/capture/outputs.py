@@ -2,20 +2,32 @@
 
 Capture classifies each output once. An output in the memory of an input becomes a view of the tensor that the caller
 passed in this call. An output in the pool is cloned or returned as it is. Other values (numbers, None) are constants.
+
+A later replay overwrites pool memory, and views of it become stale. To show this, the tape fills stale outputs with
+values that cannot pass for results, and ``debug`` reports views that are still alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
 
-__all__ = ["OutputPlan", "clone_pool_tensors", "own_objects", "rehoused", "view_of"]
+__all__ = [
+    "HandedViews",
+    "OutputPlan",
+    "clone_pool_tensors",
+    "fill_with_sentinel",
+    "own_objects",
+    "rehoused",
+    "view_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +200,42 @@ def _clone_together(
     memory.set_(any_view.untyped_storage(), first, (last - first,), (1,))
     copied = copy(memory)
     return {key: same_view(copied, view, byte_offset=_first_byte(view) - first) for key, view in views.items()}
+
+
+def fill_with_sentinel(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite ``tensors`` with NaN; integers with their dtype's least value, or greatest if that is 0; bools True."""
+    for tensor in tensors:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.fill_(float("nan"))
+            elif tensor.dtype is not torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
+            else:
+                tensor.fill_(True)
+
+
+class HandedViews:
+    """Under ``debug``, reports output views that callers still hold after a later replay overwrote their memory.
+
+    A view is valid until the next replay; read later, it silently shows another step's result. In a loop
+    ``y = step(x)``, ``y`` always lives until the next result is assigned, so a view is reported only when the second
+    replay after it begins.
+    """
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[str, StorageWeakRef]] = []
+        self._earlier: list[tuple[str, StorageWeakRef]] = []
+
+    def hand_out(self, outputs: Sequence[Any], pool_storages: Collection[int], region: str) -> list[Any]:
+        """``outputs`` with those in pool memory over new storage objects, whose lifetime shows whether a view lives."""
+        handed = rehoused(outputs, pool_storages)
+        for index, (view, output) in enumerate(zip(handed, outputs, strict=True)):
+            if view is not output:
+                name = f"output {index} of {region}"
+                self._latest.append((name, StorageWeakRef(view.untyped_storage())))
+        return handed
+
+    def next_forward(self) -> Iterator[str]:
+        """Start another forward; yields the names of live views returned before the previous forward."""
+        yield from (name for name, storage in self._earlier if not storage.expired())
+        self._earlier, self._latest = self._latest, []

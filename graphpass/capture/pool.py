@@ -18,11 +18,9 @@ from graphpass.capture.arguments import device_of
 from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
-from graphpass.capture.outputs import clone_pool_tensors
-from graphpass.capture.poison import fill_with_sentinel
+from graphpass.capture.outputs import HandedViews, clone_pool_tensors, fill_with_sentinel
 from graphpass.capture.records import Notes
 from graphpass.capture.tape import TapeDevice
-from graphpass.capture.views import HandedViews
 from graphpass.context import ForwardContext
 from graphpass.errors import DeviceError, PoolBusyError
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from graphpass.capture.device import GraphDevice
 from graphpass.capture.layout import distinct_elements, storage_id
-from graphpass.capture.poison import fill_with_sentinel
+from graphpass.capture.outputs import fill_with_sentinel
 from graphpass.capture.regioncalls import CompiledWithin
 from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError
