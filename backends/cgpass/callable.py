@@ -18,13 +18,13 @@ from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.plans import ReplayPlans
 from cgpass.wholegraphs import never_full
+from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import EnteredCallable, ReachedCall
-from graphpass.capture.transforms import refuse_transforms
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import sideeffects, transforms, trees
 from graphpass.compile import CompiledRegion, RegionTrace

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from graphpass.compat import transforms
 from graphpass.errors import CaptureError, ShapeError, StaticInputError
 
-__all__ = ["InputChecks"]
+__all__ = ["InputChecks", "refuse_transforms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +116,21 @@ class InputChecks:
                     found=f"memory at {leaves[position].data_ptr():#x}",
                     remedy="run the forward in the order it was captured in, or capture again after runtime.close()",
                 )
+
+
+def refuse_transforms(name: str, values: Iterable[Any]) -> None:
+    """Refuse a replay if a ``torch.func`` transform is active on one of its arguments.
+
+    A graph reads only the memory of a tensor, not its batch or tangent.
+
+    Raises:
+        CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.
+    """
+    transform = transforms.transform_over(values)
+    if transform is not None:
+        raise CaptureError(
+            f"{name} cannot replay under {transform}",
+            expected="arguments that are plain tensors",
+            found=f"{transform} over an argument",
+            remedy="call it outside of the transform, or with runtime mode NONE, which runs without graphs",
+        )

@@ -26,6 +26,7 @@ import torch
 
 from graphpass.capture.arguments import Call, InputRoles
 from graphpass.capture.capturepermit import CapturePermit
+from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.compare import EagerRun
 from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
@@ -33,7 +34,6 @@ from graphpass.capture.recorder import Recorder
 from graphpass.capture.records import Counts, RegionId, RunningCounts
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
-from graphpass.capture.transforms import refuse_transforms
 from graphpass.compat import trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError
