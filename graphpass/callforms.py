@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import dynamo, transforms, trees
 from graphpass.errors import CaptureError, GraphpassError
+from graphpass.options import Fallbacks
 
 __all__ = ["CompiledModel"]
 

@@ -1,8 +1,9 @@
-"""The options of the backend, validated by their constructor."""
+"""The options of the backend, validated by their constructor, and the reaction that ``on_fallback`` selects."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -13,11 +14,13 @@ from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.checks import is_integer, one_of
 from graphpass.compile import COMPILERS
-from graphpass.errors import OptionError
+from graphpass.errors import CaptureError, OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule, checked_rule
 
-__all__ = ["Settings", "options"]
+__all__ = ["Fallbacks", "Settings", "options"]
+
+_log = logging.getLogger("graphpass")
 
 DynamicDims = Mapping[str, Mapping[int, str]]
 
@@ -117,6 +120,63 @@ def options(**given: Any) -> dict[str, Any]:
     """
     Settings.of(given)
     return given
+
+
+class Fallbacks:
+    """Reports fallbacks: notes each one, and warns once for each reason.
+
+    Args:
+        runtime: owner of the notes.
+        on_fallback: the backend's option.
+    """
+
+    def __init__(self, runtime: GraphRuntime, on_fallback: Literal["warn", "error", "silent"]) -> None:
+        self._runtime = runtime
+        self._on_fallback = on_fallback
+        self._reasons: set[str] = set()
+
+    def report(self, text: str, error: CaptureError, *, once_for: str) -> None:
+        """Report one fallback as the option says.
+
+        Args:
+            text: the note and the warning.
+            error: the error to raise.
+            once_for: the reason; only its first report warns.
+
+        Raises:
+            CaptureError: ``error``, if the option is ``error``.
+        """
+        if self._on_fallback == "error":
+            raise error
+        if self._on_fallback == "warn":
+            self.warn_once(text, once_for=once_for)
+        self._runtime.note(text)
+
+    def warn_once(self, text: str, *, once_for: str) -> None:
+        """Warn at the first report of this reason, whatever the option says."""
+        if once_for not in self._reasons:
+            self._reasons.add(once_for)
+            _log.warning("%s", text)
+
+    def report_never_full(self, reason: str) -> None:
+        """Report that ``FULL`` was requested for a model that cannot be captured as a whole.
+
+        Args:
+            reason: the region that cannot be captured, and why.
+
+        Raises:
+            CaptureError: the option is ``error``.
+        """
+        self.report(
+            f"FULL is not possible, PIECEWISE instead: {reason}",
+            CaptureError(
+                "the model cannot be captured as a whole, and on_fallback is 'error'",
+                expected="a model without such an op, or mode='PIECEWISE'",
+                found=reason,
+                remedy="set mode='PIECEWISE' (in a manager's dispatcher), or on_fallback='warn'",
+            ),
+            once_for="never full",
+        )
 
 
 def _names() -> list[str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.fallbacks import Fallbacks
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
@@ -19,7 +18,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.ladder.modelstate import ModelState, modules_of
 from graphpass.ladder.owncode import entry_of
 from graphpass.modes import CUDAGraphMode
-from graphpass.options import Settings
+from graphpass.options import Fallbacks, Settings
 
 __all__ = ["CompiledModel"]
 
