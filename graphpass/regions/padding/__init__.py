@@ -2,11 +2,10 @@
 
 ``values`` has the abstract value of a tensor, ``sizes`` the arithmetic of size factors, ``program`` the graph as a
 plain record, ``calls`` and ``rules`` the effect of each operator on padding. ``interpreter`` runs a graph over abstract
-values, ``proof`` derives the verdict, ``independence`` answers whether entries depend on each other at all.
+values, ``proof`` derives the verdict, ``mixing`` answers whether entries depend on each other at all.
 """
 
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
-from graphpass.regions.padding.independence import independent_along
 from graphpass.regions.padding.interpreter import Interpretation, interpret
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import PaddingProof, padding_of
@@ -23,7 +22,6 @@ __all__ = [
     "PaddingReason",
     "PaddingRule",
     "Verdict",
-    "independent_along",
     "interpret",
     "padding_of",
     "register_padding_rule",

@@ -36,14 +36,12 @@ class Interpretation:
         written: input position -> the abstract value that the graph writes to it.
         findings: findings for the whole graph, even if nothing uses its outputs: random numbers, host reads.
         assumptions: the conditions on which the values depend.
-        dependent: for each flat output whether it depends on a padded input.
     """
 
     outputs: tuple[PaddedValue | Size | None, ...]
     written: Mapping[int, PaddedValue]
     findings: frozenset[PaddingFinding]
     assumptions: frozenset[str]
-    dependent: tuple[bool, ...] = ()
 
 
 def input_values(
@@ -117,9 +115,8 @@ class _Run:
             self._values.append(self._step(node))
         outputs = tuple(self._of(output) for output in self._graph.outputs)
         outputs = tuple(output if isinstance(output, (PaddedValue, int, sympy.Basic)) else None for output in outputs)
-        dependent = tuple(any(map(self._depends.__getitem__, references(output))) for output in self._graph.outputs)
         findings, assumptions = frozenset(self._everywhere), frozenset(self._assumptions)
-        return Interpretation(outputs, self._written, findings, assumptions, dependent)
+        return Interpretation(outputs, self._written, findings, assumptions)
 
     def _input(self, position: int, shape: object, value: object) -> object:
         if not isinstance(shape, TensorShape):

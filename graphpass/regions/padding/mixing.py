@@ -26,8 +26,9 @@ def mixing_of(
 ) -> tuple[PaddingFinding, ...]:
     """The operators through which an entry along a size depends on other entries along it, or on their number.
 
-    An output without that size may contain entries selected by data, such as the logits of each request's last token.
-    Random numbers depend on how many are drawn, but do not count as dependence.
+    Stricter than a proof of padding: any entries may be the real ones, not only the first, so causal order, masks,
+    windows and zero padding do not help. An output without that size may contain entries selected by data, such as the
+    logits of each request's last token. Random numbers depend on how many are drawn, but do not count as dependence.
 
     Args:
         parts: the partition.

@@ -69,8 +69,8 @@ class Sizes:
 
     Args:
         fields: candidate symbol -> key field. The symbols of one field have the same value.
-        ordered: the real entries come first. False for ``independent_along``, where any entries may be real: then no
-            entry may move, and nothing is known of the padding.
+        ordered: the real entries come first. False for ``mixing_of``, where any entries may be real: then no entry
+            may move, and nothing is known of the padding.
     """
 
     def __init__(self, fields: Mapping[sympy.Symbol, str], *, ordered: bool = True) -> None:
