@@ -10,7 +10,6 @@ import sympy
 
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes, sizes_of, symbols_in
-from cgpass.wholegraphs import never_full
 from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import KeyField, RecurringKeys
@@ -163,7 +162,7 @@ def _rules_of(
 
 
 def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, str | None]:
-    modes, not_whole = settings.runtime_modes(), never_full(parts)
+    modes, not_whole = settings.runtime_modes(), parts.never_full()
     if CUDAGraphMode.FULL in modes and not_whole is None:
         return CUDAGraphMode.FULL, None
     if CUDAGraphMode.PIECEWISE in modes:

@@ -17,7 +17,6 @@ from cgpass.eagerregion import EagerRegion
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.plans import ReplayPlans
-from cgpass.wholegraphs import never_full
 from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.policy import CapturePolicy
@@ -112,7 +111,7 @@ class GraphedCallable:
         self._key_shape = KeyShape.of(partition.inputs, settings)
         self._size_position = _size_position(partition.inputs)
         self._runs_without_graph = 0
-        self.never_full = never_full(partition)
+        self.never_full = partition.never_full()
         # A proxy avoids a reference cycle: the callable is freed as soon as Dynamo drops it.
         self._auto = None if auto is None else AutoDispatcher(weakref.proxy(self), *auto)
 

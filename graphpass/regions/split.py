@@ -61,6 +61,17 @@ class Partition:
         """
         return self._stitching.bind(callees)
 
+    def never_full(self) -> str | None:
+        """The first region that cannot be captured, with its reason: the graph cannot be captured as a whole.
+
+        None if there is none. A region that is eager only because of ``splitting_ops`` can be captured.
+        """
+        for region in self.regions:
+            for reason in region.reasons:
+                if not reason.captures_whole:
+                    return f"{region.name}: {reason}"
+        return None
+
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""
         values = [graph_input.value for graph_input in self.inputs]
