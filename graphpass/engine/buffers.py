@@ -21,9 +21,26 @@ from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
 from graphpass.ladder.padding import PaddedBuffer, PaddedBuffers
 
-__all__ = ["OutputBuffers", "StepBuffers"]
+__all__ = ["OutputBuffers", "PaddedInputs", "StepBuffers"]
 
 Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInputs:
+    """The model's inputs at one padded shape: views of the persistent buffers.
+
+    Attributes:
+        sizes: the padded size of each key field.
+        buffers: {input name: view of its buffer, with its padding rule}.
+        arguments: {input name: the same view}, the keyword arguments of the model.
+        is_padding: mask of the padded tokens, bool (num_tokens,).
+    """
+
+    sizes: Sizes
+    buffers: Mapping[str, PaddedBuffer]
+    arguments: Mapping[str, torch.Tensor]
+    is_padding: torch.Tensor
 
 
 class StepBuffers(PaddedBuffers):

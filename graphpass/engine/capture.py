@@ -13,8 +13,8 @@ import torch
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.compat import trees
+from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.forward import fields_named
-from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import nothing_reached

@@ -15,7 +15,7 @@ import torch
 from graphpass.capture.scope import CaptureScope, EnteredCallable
 from graphpass.capture.snapshot import state_kept
 from graphpass.compat import sideeffects
-from graphpass.engine.inputviews import PaddedInputs
+from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.pythonstate import (
     PythonState,
     python_state_kept,

@@ -10,8 +10,8 @@ from typing import Any
 from graphpass.compat import failures
 from graphpass.context import entered, set_forward_context
 from graphpass.engine.batch import AttentionMetadataBuilder
+from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.hooks import ForwardHooks
-from graphpass.engine.inputviews import PaddedInputs
 from graphpass.errors import ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpass.compat import sideeffects, trees
-from graphpass.engine.buffers import OutputBuffers, Sizes
+from graphpass.engine.buffers import OutputBuffers, PaddedInputs, Sizes
 from graphpass.engine.firstrun import FirstRun, model_state_kept
 from graphpass.engine.forward import fields_named
-from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.pythonstate import PythonState

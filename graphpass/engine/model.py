@@ -10,9 +10,8 @@ import torch
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.engine.buffers import Sizes, StepBuffers
+from graphpass.engine.buffers import PaddedInputs, Sizes, StepBuffers
 from graphpass.engine.forward import ForwardParts
-from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.refusals import not_with_offloading, too_large_key
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.modelstate import ModelState, modules_of

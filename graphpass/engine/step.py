@@ -7,10 +7,9 @@ from typing import Any
 from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import trees
 from graphpass.engine.batch import Batch
-from graphpass.engine.buffers import Sizes
+from graphpass.engine.buffers import PaddedInputs, Sizes
 from graphpass.engine.capture import CapturedStep
 from graphpass.engine.forward import fields_named
-from graphpass.engine.inputviews import PaddedInputs
 from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.keys import BatchDescriptor
