@@ -165,8 +165,8 @@ class GraphedCallable:
             )
         assert context.batch_descriptor is not None, "PIECEWISE and FULL come with a descriptor"
         self._key_shape.check(context.batch_descriptor, args)
-        outputs = self._as_a_whole(context, args) if full else self._piecewise(context, args)
-        return self._told_scope(args, outputs)
+        outputs, plan = self._as_a_whole(context, args) if full else self._piecewise(context, args)
+        return self._told_scope(args, outputs, plan)
 
     def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
         """Run a call under ``vmap`` or forward-mode AD on the traced graph: compiled kernels would drop the tangents.
@@ -178,10 +178,10 @@ class GraphedCallable:
             refuse_transforms(self.name, args)
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
-    def _told_scope(self, args: tuple[Any, ...], outputs: Any) -> Any:
+    def _told_scope(self, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None) -> Any:
         scope = self.runtime.scopes.current()
         if scope is not None:
-            scope.reached.append(ReachedCall(self, args, tuple(trees.flatten(outputs)[0])))
+            scope.reached.append(ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan))
         return outputs
 
     def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
@@ -230,7 +230,7 @@ class GraphedCallable:
         if context.runtime_mode is CUDAGraphMode.FULL:
             return self._full.call_flat(context, args, clone=clone)
         with entered(context):
-            return self._piecewise(context, tuple(args), clone=clone)
+            return self._piecewise(context, tuple(args), clone=clone)[0]
 
     def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:
         """Whether :meth:`run_key` without permission to capture either replays or raises before anything runs."""
@@ -265,21 +265,22 @@ class GraphedCallable:
         assert self._auto is not None, "only a callable that dispatches by itself has a ladder"
         self._auto.capture_key(descriptor, args)
 
-    def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> Any:
+    def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ReplayPlan | None]:
+        """Capture or replay the FULL graph; returns the outputs and, inside a capture scope, its plan."""
         if self.runtime.scopes.current() is None:
-            return self._full.call_flat(context, args)
+            return self._full.call_flat(context, args), None
+        lease = self.runtime.lease
         # Under one lease: after its release, another thread's forward changes `forward_entries`.
-        self.runtime.lease.acquire(context, args, self.name)
+        lease.acquire(context, args, self.name)
         try:
-            outputs = self._full.call_flat(context, args)
-            assert context.batch_descriptor is not None
-            entry = self.runtime.lease.forward_entries[-1]
-            self._tell_plan(self._plans.of_whole(context.batch_descriptor, args, entry))
+            return self._full.call_flat(context, args), lease.forward_entries[-1].plan
         finally:
-            self.runtime.lease.release()
-        return outputs
+            lease.release()
 
-    def _piecewise(self, context: ForwardContext, args: tuple[Any, ...], *, clone: bool | None = None) -> Any:
+    def _piecewise(
+        self, context: ForwardContext, args: tuple[Any, ...], *, clone: bool | None = None
+    ) -> tuple[Any, ReplayPlan | None]:
+        """Capture or replay the PIECEWISE graphs; returns the outputs and the plan, None if a region has no graph."""
         lease, descriptor = self.runtime.lease, context.batch_descriptor
         assert descriptor is not None
         clones = self._policy.clones_outputs if clone is None else clone
@@ -289,28 +290,21 @@ class GraphedCallable:
                 args = tuple(lease.without_stale(args, self._staged))
             plan = self._plans.serving(descriptor, args)
             if plan is not None:
-                outputs = plan.run(args, lease, context)
+                plan.check(args, context)
+                outputs = plan.run(args, lease)
             else:
                 first = len(lease.forward_entries)
                 outputs = self._stitched(*args)
                 if not self._policy.compare:  # comparison with eager runs region by region, without a plan
                     plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
-            if plan is not None:
-                self._tell_plan(plan)
             flat = outputs if self.returns_flat else trees.flatten(outputs)[0]
             pool = lease.forward_storages
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
             if is_outermost and self._policy.debug and not clones:
                 leaves = lease.watched(leaves, pool, self.name)
-            outputs = type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves)
+            return type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves), plan
         finally:
             lease.release()
-        return outputs
-
-    def _tell_plan(self, plan: ReplayPlan) -> None:
-        scope = self.runtime.scopes.current()
-        if scope is not None:
-            scope.plans.append(plan)
 
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:

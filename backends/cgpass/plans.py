@@ -2,20 +2,113 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
+import torch
+
 from graphpass.capture.capturepermit import MAX_STATIC_SETS
+from graphpass.capture.checks import InputChecks
+from graphpass.capture.contextreads import joined
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
+from graphpass.capture.layout import storage_id
+from graphpass.capture.replayplan import ReplayPlan, StaticSet, without_grad
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.staging import Staging, alias_pattern
 from graphpass.keys import BatchDescriptor
 from graphpass.regions.regions import Region
 from graphpass.regions.split import Partition
 from graphpass.regions.splitrules import reshapes_in_place
 
-__all__ = ["ReplayPlans"]
+__all__ = ["PlannedReplay", "ReplayPlans", "plan_of_regions"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedReplay:
+    """One captured region of a callable's plan.
+
+    Attributes:
+        entry: its graph.
+        arguments: position of a region input -> position of the callable's argument that it is, unchanged.
+        replayed: positions of region inputs that are outputs of earlier replays of the same plan.
+    """
+
+    entry: GraphEntry
+    arguments: Mapping[int, int]
+    replayed: Collection[int]
+
+    def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
+        """The function that the stitched code calls: checks and copies the inputs that the plan did not, and replays.
+
+        Args:
+            reuses_outputs: return the same tensor objects in every step; callers must not reshape them in place.
+        """
+        plan, outputs = self.entry.plan, self.entry.outputs
+        # A replay may return a view of an input, in the caller's memory: such an output still has to be staged.
+        settled = {*self.arguments, *set(self.replayed).difference(plan.staging.positions)}
+        staging = plan.staging.at({p: p for p in plan.staging.positions if p not in settled})
+        checks = plan.checks.without(settled)
+        if reuses_outputs and not (staging or checks or outputs.viewed_positions):
+            return plan.launch
+
+        def replay(*leaves: Any) -> list[Any]:
+            checks.check(leaves)
+            staging.check(leaves)
+            with without_grad():
+                staging.copy_in(leaves)
+                return outputs.for_caller(plan.launch(leaves), clone=False)
+
+        return replay
+
+
+def plan_of_regions(
+    name: str,
+    steps: Sequence[tuple[str, str]],
+    bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]],
+    replays: Mapping[str, PlannedReplay],
+    *,
+    args: Sequence[Any],
+    static: Collection[int],
+    reuses_outputs: bool,
+) -> ReplayPlan:
+    """The plan of a callable for calls like ``args``.
+
+    Args:
+        name: the callable.
+        steps: (region, ``replay`` or ``eager``), in order.
+        bind: builds the stitched code from region name -> callee, for the captured regions.
+        replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
+        args: flat arguments of the call that was captured.
+        static: positions of the arguments declared static, whether a graph baked them in or not.
+        reuses_outputs: see :meth:`PlannedReplay.callee`.
+    """
+    plans = [planned.entry.plan for planned in replays.values()]
+    baked = {storage for plan in plans for storage in plan.statics.storages}
+    tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
+    fixed = [position for position in tensors if position in static or storage_id(args[position]) in baked]
+    dynamic = tuple(position for position in tensors if position not in set(fixed))
+    pattern = alias_pattern(args, dynamic)
+    if pattern:  # inputs that share memory are copied together, region by region
+        replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
+    checks = [planned.entry.plan.checks.at(planned.arguments) for planned in replays.values()]
+    staging = [planned.entry.plan.staging.at(planned.arguments) for planned in replays.values()]
+    stitched = bind({region: planned.callee(reuses_outputs=reuses_outputs) for region, planned in replays.items()})
+    return ReplayPlan(
+        name=name,
+        steps=tuple(steps),
+        statics=StaticSet.of(args, fixed),
+        dynamic_positions=dynamic,
+        pattern=pattern,
+        reads=joined([plan.reads for plan in plans]),
+        checks=checks[0].joined(checks[1:]) if checks else InputChecks(name, None),
+        staging=reduce(Staging.joined, staging, Staging()),
+        tallies=tuple(tally for plan in plans for tally in plan.tallies),
+        pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
+        pool_outputs=tuple(output for plan in plans for output in plan.pool_outputs),
+        launch=lambda args: stitched(*args),
+    )
 
 
 class ReplayPlans:
@@ -42,7 +135,8 @@ class ReplayPlans:
         self._callees = callees
         self._runtime = runtime
         self._static = static
-        self._plans: dict[BatchDescriptor, list[ReplayPlan]] = {}
+        # With the generation of the lease: after a graph is dropped, no plan that may contain it is valid.
+        self._plans: dict[BatchDescriptor, list[tuple[int, ReplayPlan]]] = {}
         self._reuses_outputs = not any(
             reshapes_in_place(node)
             for region in partition.regions
@@ -52,8 +146,9 @@ class ReplayPlans:
 
     def serving(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
         """The plan of a key that is valid for these arguments; None if there is none."""
-        generation = self._runtime.lease.generation
-        return next((plan for plan in self._plans.get(descriptor, ()) if plan.serves(args, generation)), None)
+        leaves, now = list(args), self._runtime.lease.generation
+        plans = self._plans.get(descriptor, ())
+        return next((plan for generation, plan in plans if generation == now and plan.serves(leaves)), None)
 
     def add(
         self, descriptor: BatchDescriptor, args: Sequence[Any], replayed: Sequence[GraphEntry]
@@ -70,36 +165,19 @@ class ReplayPlans:
         if any(region.name not in entries for region in captured):
             return None
         eager = {r.name: r.graph_module.forward for r in self._partition.regions if r.kind == "eager"}
-        plan = ReplayPlan.of(
+        plan = plan_of_regions(
             self._name,
-            descriptor,
             [(r.name, "replay" if r.kind == "captured" else "eager") for r in self._partition.regions],
             lambda callees: self._partition.bind({**self._callees, **eager, **callees}),
             self._planned(captured, entries),
             args=args,
             static=self._static,
-            generation=self._runtime.lease.generation,
             reuses_outputs=self._reuses_outputs,
         )
-        alive = [p for p in self._plans.get(descriptor, []) if p.generation == plan.generation]
-        self._plans[descriptor] = [*alive[1 - MAX_STATIC_SETS :], plan]
+        generation = self._runtime.lease.generation
+        valid = [pair for pair in self._plans.get(descriptor, []) if pair[0] == generation]
+        self._plans[descriptor] = [*valid[1 - MAX_STATIC_SETS :], (generation, plan)]
         return plan
-
-    def of_whole(self, descriptor: BatchDescriptor, args: Sequence[Any], entry: GraphEntry) -> ReplayPlan:
-        """A plan with the replay of one FULL graph, for a caller that always passes ``args``; it is not stored here."""
-        written = set(self._partition.mutated_inputs)
-        settled = {position: position for position in range(len(args)) if position not in written}
-        return ReplayPlan.of(
-            self._name,
-            descriptor,
-            [("full", "replay")],
-            operator.itemgetter("full"),
-            {"full": PlannedReplay(entry, settled, frozenset())},
-            args=args,
-            static=self._static,
-            generation=self._runtime.lease.generation,
-            reuses_outputs=True,
-        )
 
     def _planned(self, captured: Sequence[Region], entries: Mapping[str, GraphEntry]) -> dict[str, PlannedReplay]:
         """The regions that always replay the same entry, and the sources of their inputs: arguments, earlier replays.
@@ -114,9 +192,9 @@ class ReplayPlans:
         planned = {}
         for region in captured:
             entry = entries[region.name]
-            staged = entry.staging.positions
-            is_handed = any(region.inputs[position] not in arguments for position in staged)
-            depends = is_handed and (bool(entry.staging.pattern) or (entry.staging.mutates and len(staged) > 1))
+            staging = entry.plan.staging
+            is_handed = any(region.inputs[position] not in arguments for position in staging.positions)
+            depends = is_handed and (bool(staging.pattern) or (staging.mutates and len(staging.positions) > 1))
             if depends or not looked_up.isdisjoint(region.inputs):
                 looked_up.update(region.outputs)
                 continue

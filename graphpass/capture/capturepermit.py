@@ -57,10 +57,10 @@ class CapturePermit:
         peers = [
             entry
             for entry in self.entries.at(descriptor)
-            if entry.spec == call.spec and call.static | inside >= set(entry.statics.positions)
+            if entry.spec == call.spec and call.static | inside >= set(entry.plan.statics.positions)
         ]
         own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
-        moved = sorted({p for entry in own or peers for p in entry.statics.moved(call.leaves)})
+        moved = sorted({p for entry in own or peers for p in entry.plan.statics.moved(call.leaves)})
         if moved and not is_open and (self.policy.on_moved_input == "error" or not is_lazy):
             raise self._moved(peers[0], call, moved[0])
         if not is_open and not is_lazy:
@@ -107,7 +107,7 @@ class CapturePermit:
     def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
         return StaticInputError(
             f"static input {call.names[position]!r} of {self.region} moved",
-            expected=f"address {entry.statics.addresses[position] or 0:#x}, as captured",
+            expected=f"address {entry.plan.statics.addresses[position] or 0:#x}, as captured",
             found=f"{call.leaves[position].data_ptr():#x}",
             remedy="refill it in place (`tensor.copy_(new)`), or capture the key for the new address inside "
             "`with runtime.capturing():`; lazy_capture=True with on_moved_input='copy' captures it while serving",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ class InputChecks:
 
     name: str
     key: object
-    names: Mapping[int, str]
-    constants: tuple[tuple[int, Any], ...]
-    layouts: tuple[tuple[int, torch.Tensor], ...]
-    viewed_strides: tuple[tuple[int, tuple[int, ...]], ...]
-    pool_inputs: tuple[tuple[int, int], ...]
+    names: Mapping[int, str] = field(default_factory=dict)
+    constants: tuple[tuple[int, Any], ...] = ()
+    layouts: tuple[tuple[int, torch.Tensor], ...] = ()
+    viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    pool_inputs: tuple[tuple[int, int], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.constants or self.layouts or self.viewed_strides or self.pool_inputs)

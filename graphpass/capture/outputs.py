@@ -108,10 +108,13 @@ class OutputPlan:
             _clone_groups=_groups_by_storage(parts, frozenset(map(storage_id, pool)) - {0}),
         )
 
-    def build(self, leaves: Sequence[Any], *, clone: bool) -> list[Any]:
-        """The flat outputs of this replay, for the caller's arguments ``leaves``, as new tensor objects."""
-        built = [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
-        return _clone_groups(built, self._clone_groups) if clone else own_objects(built, self.pool_storages)
+    def build(self, leaves: Sequence[Any]) -> list[Any]:
+        """The flat outputs of this replay, for the arguments ``leaves``; those in pool memory are always the same."""
+        return [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
+
+    def for_caller(self, built: Sequence[Any], *, clone: bool) -> list[Any]:
+        """``built`` with pool outputs cloned, or as new tensor objects, which the caller may reshape in place."""
+        return _clone_groups(list(built), self._clone_groups) if clone else own_objects(built, self.pool_storages)
 
     def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
         """``built`` with pool outputs replaced by the recording's tensors, which keep their pool memory reserved.

@@ -87,7 +87,7 @@ class PoolLease:
         turn: the lock, with the thread and context that are using the pool.
         generation: changes when an entry is dropped; data derived from entries is valid while it stays the same.
         forward_storages: addresses of the pool storages written so far in this forward.
-        forward_entries: the entries replayed since the pool was last acquired, in order.
+        forward_entries: the entries that wrappers replayed since the pool was last acquired, in order.
         shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
     """
 
@@ -191,13 +191,13 @@ class PoolLease:
         if self._device is not None:
             self._device.begin_forward()
 
-    def before_replay(self, entry: GraphEntry) -> None:
-        """Mark outputs of earlier forwards as stale, and add ``entry`` and its outputs to this forward."""
-        self.before_plan(entry.outputs.pool_storages, entry.outputs.pool_outputs)
-        self.forward_entries.append(entry)
+    def before_replay(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
+        """Mark outputs of earlier forwards as stale, and add to this forward what the next replays write.
 
-    def before_plan(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
-        """:meth:`before_replay` for all graphs of a plan, given the pool memory and outputs that they write."""
+        Args:
+            pool_storages: addresses of the storages of ``pool_outputs``.
+            pool_outputs: the outputs in pool memory.
+        """
         if self._forward is not self._written_by:
             self.make_stale(self._written)
             self._written.clear()

@@ -15,12 +15,13 @@ from graphpass.capture.checks import InputChecks
 from graphpass.capture.contextreads import ReadLog
 from graphpass.capture.debug import EagerGraph
 from graphpass.capture.device import GraphDevice
-from graphpass.capture.entry import GraphEntry, StaticSet
+from graphpass.capture.entry import GraphEntry
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.regioncalls import RegionCalls
+from graphpass.capture.replayplan import ReplayPlan, StaticSet
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import state_kept
 from graphpass.capture.staging import BufferArena, Staging
@@ -126,28 +127,33 @@ class Recorder:
                 log.is_open = False
             outputs = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
-            plan = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
+            built = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
-        self.runtime.lease.make_stale(plan.pool_outputs)
+        self.runtime.lease.make_stale(built.pool_outputs)
         tally.captured += 1
         entry = GraphEntry(
             region=self.region,
             spec=self.call.spec,
             build_result=trees.builder_of(body.returned_spec),
             graph=graph,
-            statics=StaticSet.of(leaves, sources.static),
-            checks=self._checks(context, sources, plan),
-            staging=staging,
-            outputs=plan,
-            reads=log.reads(),
+            plan=ReplayPlan.of_graph(
+                graph,
+                self.region,
+                StaticSet.of(leaves, sources.static),
+                staging,
+                built,
+                checks=self._checks(context, sources, built),
+                reads=log.reads(),
+                tally=tally,
+            ),
+            outputs=built,
             observed=tuple(observed),
             written=tuple(sorted(mutated_positions)),
-            tally=tally,
             owner_ids=self.call.owner_ids(),
         )
         return entry, outputs
 
-    def _checks(self, context: ForwardContext, sources: _Sources, plan: OutputPlan) -> InputChecks:
+    def _checks(self, context: ForwardContext, sources: _Sources, outputs: OutputPlan) -> InputChecks:
         """The checks that later calls must pass: constants, layouts of static inputs, addresses of pool inputs."""
         leaves = self.call.leaves
         return InputChecks(
@@ -156,7 +162,7 @@ class Recorder:
             names=dict(enumerate(self.call.names)),
             constants=sources.constants,
             layouts=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
-            viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in plan.viewed_positions),
+            viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in outputs.viewed_positions),
             pool_inputs=sources.pool,
         )
 

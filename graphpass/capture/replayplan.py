@@ -1,186 +1,193 @@
-"""A replay plan: one key of a whole callable as a flat sequence of replays and eager calls.
+"""The one way to replay: a plan of one graph, or of all replays and eager calls of a callable at one key.
 
-See Note [Why a plan] in docs/design.
+A wrapper has the plan of each of its entries; a compiled callable joins the plans of its regions to one, see
+Note [Why a plan] in docs/design. Static inputs are compared by address, see Note [Address rule]; copied inputs by the
+way they share memory, see Note [Alias patterns].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphpass.capture.checks import InputChecks
-from graphpass.capture.contextreads import ContextReads, joined
-from graphpass.capture.entry import GraphEntry, StaticSet
+from graphpass.capture.contextreads import ContextReads
+from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import PoolLease
-from graphpass.capture.records import RunningCounts
+from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
+from graphpass.compat import memory
 from graphpass.context import ForwardContext
-from graphpass.keys import BatchDescriptor
 
-__all__ = ["PlannedReplay", "ReplayPlan"]
+__all__ = ["ReplayPlan", "StaticSet", "without_grad"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedReplay:
-    """One captured region of a plan.
+class StaticSet:
+    """The static inputs baked into the graphs of a plan.
 
     Attributes:
-        entry: its graph.
-        arguments: position of a region input -> position of the callable's argument that it is, unchanged.
-        replayed: positions of region inputs that are outputs of earlier replays of the same plan.
+        positions: positions of the static inputs. A list, as the native comparison requires; never changed.
+        addresses: for each argument its address at capture, None if it is not static. A list for the same reason.
+        storages: addresses of the storages of the static inputs.
     """
 
-    entry: GraphEntry
-    arguments: Mapping[int, int]
-    replayed: Collection[int]
+    positions: list[int]
+    addresses: list[int | None]
+    storages: frozenset[int]
 
-    def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
-        """The function that the stitched code calls: checks and copies the inputs that the plan did not, and replays.
+    @classmethod
+    def of(cls, leaves: Sequence[Any], positions: Sequence[int]) -> StaticSet:
+        """The set formed by ``leaves`` at ``positions``."""
+        addresses: list[int | None] = [None] * len(leaves)
+        for position in positions:
+            addresses[position] = leaves[position].data_ptr()
+        return cls(list(positions), addresses, frozenset(storage_id(leaves[p]) for p in positions))
 
-        Args:
-            reuses_outputs: return the same tensor objects in every step; callers must not reshape them in place.
-        """
-        entry = self.entry
-        # A replay may return a view of an input, in the caller's memory: such an output still has to be staged.
-        settled = {*self.arguments, *set(self.replayed).difference(entry.staging.positions)}
-        staged = [position for position in entry.staging.positions if position not in settled]
-        rest = replace(
-            entry,
-            checks=entry.checks.without(settled),
-            staging=entry.staging.at({position: position for position in staged}),
-        )
-        if staged or rest.checks or entry.outputs.viewed_positions or not reuses_outputs:
-            return _checked(rest)
-        replay, outputs = entry.graph.replay, entry.outputs.build((), clone=False)
+    def matches(self, leaves: list[Any]) -> bool:
+        """Whether every static input has its address at capture; one native call."""
+        return memory.data_ptrs_equal(leaves, self.addresses, self.positions)
 
-        def bare(*_: Any) -> list[Any]:
-            replay()
-            return outputs
-
-        return bare
-
-
-def _checked(entry: GraphEntry) -> Callable[..., Any]:
-    def replay(*leaves: Any) -> list[Any]:
-        entry.check(leaves)
-        return entry.replay(leaves)
-
-    return replay
+    def moved(self, leaves: Sequence[Any]) -> list[int]:
+        """Positions whose address differs from the one at capture."""
+        return [p for p in self.positions if leaves[p].data_ptr() != self.addresses[p]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """The replays and eager calls of one key, valid for one set of static inputs.
+    """Replays of one or more graphs, and the eager calls between them, for one set of static inputs.
+
+    A caller acquires the pool lease, calls :meth:`check` and then :meth:`run`.
 
     Attributes:
-        name: the callable, ``g0``.
-        descriptor: the key's padded shape.
+        name: the region or the callable, for errors.
         steps: (region, ``replay`` or ``eager``), in order.
-        generation: the runtime's generation that the entries belong to.
+        statics: the static inputs.
+        dynamic_positions: positions of the tensors that may be elsewhere in each call.
+        pattern: how these tensors share memory.
+        reads: the values that the graphs read from the forward context.
+        checks: the other checks of the arguments; references static inputs that have no other owner.
+        staging: buffers of the arguments that the plan copies before its first replay.
+        tallies: (counts of a region at this key, inputs that it copies in each replay).
+        pool_storages: addresses of the pool storages that the graphs write outputs to.
+        pool_outputs: these outputs, as tensors that do not keep that memory reserved.
+        launch: called with the arguments after the copies; runs the replays and returns the outputs.
     """
 
     name: str
-    descriptor: BatchDescriptor
     steps: tuple[tuple[str, str], ...]
-    generation: int
-    _function: Callable[..., Any]
-    _tallies: tuple[tuple[RunningCounts, int], ...]
-    _pool_storages: frozenset[int]
-    _pool_outputs: tuple[torch.Tensor, ...]
-    _statics: StaticSet
-    _dynamic_positions: tuple[int, ...]
-    _pattern: AliasPattern
-    _reads: ContextReads
-    _checks: InputChecks | None
-    _staging: Staging | None
+    statics: StaticSet
+    dynamic_positions: tuple[int, ...]
+    pattern: AliasPattern
+    reads: ContextReads = field(repr=False)
+    checks: InputChecks = field(repr=False)
+    staging: Staging
+    tallies: tuple[tuple[RunningCounts, int], ...]
+    pool_storages: frozenset[int]
+    pool_outputs: tuple[torch.Tensor, ...]
+    launch: Callable[[Sequence[Any]], Any]
 
     @classmethod
-    def of(
+    def of_graph(
         cls,
-        name: str,
-        descriptor: BatchDescriptor,
-        steps: Sequence[tuple[str, str]],
-        bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]],
-        replays: Mapping[str, PlannedReplay],
+        graph: Graph,
+        region: RegionId,
+        statics: StaticSet,
+        staging: Staging,
+        outputs: OutputPlan,
         *,
-        args: Sequence[Any],
-        static: Collection[int],
-        generation: int,
-        reuses_outputs: bool,
+        checks: InputChecks,
+        reads: ContextReads,
+        tally: RunningCounts,
     ) -> ReplayPlan:
-        """The plan for calls like ``args``.
-
-        Args:
-            name: the callable.
-            descriptor: the key's padded shape.
-            steps: (region, ``replay`` or ``eager``), in order.
-            bind: builds the stitched code from region name -> callee, for the captured regions.
-            replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
-            args: flat arguments of the call that was captured.
-            static: positions of the arguments declared static, whether a graph baked them in or not.
-            generation: the runtime's generation that the entries belong to.
-            reuses_outputs: see :meth:`PlannedReplay.callee`.
-        """
-        static = frozenset(static)
-        entries = [planned.entry for planned in replays.values()]
-        baked = {storage for entry in entries for storage in entry.statics.storages}
-        tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
-        fixed = [position for position in tensors if position in static or storage_id(args[position]) in baked]
-        dynamic = tuple(position for position in tensors if position not in set(fixed))
-        pattern = alias_pattern(args, dynamic)
-        if pattern:  # inputs that share memory are copied together, region by region
-            replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
-        checks = [planned.entry.checks.at(planned.arguments) for planned in replays.values()]
-        staging = [planned.entry.staging.at(planned.arguments) for planned in replays.values()]
+        """The plan of one graph, whose arguments are the region's."""
         return cls(
-            name=name,
-            descriptor=descriptor,
-            steps=tuple(steps),
-            generation=generation,
-            _function=bind({n: planned.callee(reuses_outputs=reuses_outputs) for n, planned in replays.items()}),
-            _tallies=tuple((entry.tally, len(entry.staging.positions)) for entry in entries),
-            _pool_storages=frozenset[int]().union(*(entry.outputs.pool_storages for entry in entries)),
-            _pool_outputs=tuple(output for entry in entries for output in entry.outputs.pool_outputs),
-            _statics=StaticSet.of(args, fixed),
-            _dynamic_positions=dynamic,
-            _pattern=pattern,
-            _reads=joined([entry.reads for entry in entries]),
-            _checks=checks[0].joined(checks[1:]) if checks else None,
-            _staging=reduce(Staging.joined, staging) if staging else None,
+            name=str(region),
+            steps=((region.region, "replay"),),
+            statics=statics,
+            dynamic_positions=staging.positions,
+            pattern=staging.pattern,
+            reads=reads,
+            checks=checks,
+            staging=staging,
+            tallies=((tally, len(staging.positions)),),
+            pool_storages=outputs.pool_storages,
+            pool_outputs=outputs.pool_outputs,
+            launch=_launch_of(graph, staging, outputs),
         )
 
-    def serves(self, args: Sequence[Any], generation: int) -> bool:
-        """Whether the plan is valid for ``args``: same static addresses, same alias pattern, same generation."""
-        statics = self._statics
+    def serves(self, args: list[Any]) -> bool:
+        """Whether the graphs were captured for these static inputs and this alias pattern."""
+        statics = self.statics
         return (
-            generation == self.generation
-            and statics.matches(list(args))
-            and alias_pattern(args, self._dynamic_positions) == self._pattern
-            and not any(storage_id(args[p]) in statics.storages for p in self._dynamic_positions)
+            statics.matches(args)
+            and alias_pattern(args, self.dynamic_positions) == self.pattern
+            and not self._is_inside_static(args)
         )
 
-    def run(self, args: Sequence[Any], lease: PoolLease, context: ForwardContext) -> Any:
-        """Run one step and return the callable's outputs, which are in pool memory; ``lease`` must be acquired.
+    def _is_inside_static(self, args: Sequence[Any]) -> bool:
+        """Whether a dynamic input shares memory with a static input: a copy would hide that."""
+        storages = self.statics.storages
+        return bool(storages) and any(storage_id(args[p]) in storages for p in self.dynamic_positions)
+
+    def check(self, args: Sequence[Any], context: ForwardContext) -> None:
+        """Refuse arguments and a context that the graphs cannot read as they were captured.
 
         Raises:
             CaptureError: a number or flag differs from the one baked in.
-            ShapeError: an argument does not fit its buffer.
-            StaticInputError: a tensor from an eager region or the context is not at the address that a graph reads.
+            ShapeError: a copied input has another shape, dtype or device; a static input another layout.
+            StaticInputError: an input in pool memory or a tensor of the context has another address.
         """
-        self._reads.check(context, self.name)
-        if self._checks:
-            self._checks.check(args)
-        if self._staging:
-            self._staging.check(args)
-            with torch.no_grad():
-                self._staging.copy_in(args)
-        lease.before_plan(self._pool_storages, self._pool_outputs)
-        for tally, num_copied in self._tallies:
+        self.checks.check(args)
+        self.staging.check(args)
+        self.reads.check(context, self.name)
+
+    def run(self, args: Sequence[Any], lease: PoolLease) -> Any:
+        """Copy inputs, count, replay and copy back what the graphs wrote to inputs.
+
+        Returns:
+            The outputs of :attr:`launch`. Those in pool memory may be the same tensor objects in every run.
+
+        Raises:
+            CaptureError, ShapeError, StaticInputError: a tensor from an eager call does not fit the graph.
+        """
+        if self.staging:
+            with without_grad():
+                self.staging.copy_in(args)
+        lease.before_replay(self.pool_storages, self.pool_outputs)  # inputs may lie in outputs that this makes stale
+        for tally, num_copied in self.tallies:
             tally.replayed += 1
             tally.copied += num_copied
-        return self._function(*args)
+        return self.launch(args)
+
+
+def _launch_of(graph: Graph, staging: Staging, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:
+    """The function that replays one graph and returns its flat outputs; it takes the region's arguments."""
+    replay = graph.replay
+    if staging.mutates or outputs.viewed_positions:
+
+        def launch(leaves: Sequence[Any]) -> list[Any]:
+            with without_grad():
+                replay()
+                staging.copy_back(leaves)
+                return outputs.build(leaves)
+
+        return launch
+    fixed = outputs.build(())
+
+    def bare(*_: Any) -> list[Any]:  # of any number of arguments, so that stitched code can call it, too
+        replay()
+        return fixed
+
+    return bare
+
+
+def without_grad() -> contextlib.AbstractContextManager[object]:
+    """``torch.no_grad()`` if grad mode is on; else a context that does nothing, which is cheaper."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()

@@ -100,7 +100,6 @@ class GraphRuntime:
                 yield scope
             finally:
                 scope.reached.clear()
-                scope.plans.clear()
                 gc.collect()  # while older objects are still frozen, so that only the body's objects are traversed
 
     @contextlib.contextmanager

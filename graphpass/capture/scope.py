@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from graphpass.capture.replayplan import ReplayPlan
 from graphpass.compat.sideeffects import SideEffect
 from graphpass.errors import CaptureError
 from graphpass.keys import BatchDescriptor
@@ -53,11 +54,13 @@ class ReachedCall:
         callable: the callable.
         args: its flat arguments.
         outputs: its flat outputs; holding them keeps their pool memory reserved.
+        plan: the plan that replays it; None if it ran without a graph, or a part of it did.
     """
 
     callable: ReachedCallable
     args: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    plan: ReplayPlan | None
 
 
 @dataclass(slots=True)
@@ -66,7 +69,6 @@ class CaptureScope:
 
     Attributes:
         reached: the calls of callables, in order.
-        plans: the replay plan of each callable and key captured in the scope.
         keep_results: called with the flat outputs of each FULL capture, in warm-up and recording; returns the flat
             outputs that the graph returns. The function may copy results into memory outside the pool.
         prepare: called between the warm-up and the recording of each FULL capture, to restore state that the model
@@ -80,7 +82,6 @@ class CaptureScope:
     """
 
     reached: list[ReachedCall] = field(default_factory=list)
-    plans: list[Any] = field(default_factory=list)
     keep_results: Callable[[list[Any]], list[Any]] | None = None
     prepare: Callable[[], object] | None = None
     stops_at_entry: bool = False

@@ -85,7 +85,7 @@ def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPatte
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The staged inputs of one entry: copied into buffers before a replay, and copied back if mutated.
+    """The staged inputs of a graph: copied into buffers before a replay, and copied back if mutated.
 
     Attributes:
         positions: flat positions of the staged arguments.
@@ -93,13 +93,13 @@ class Staging:
         pattern: the alias pattern of the staged inputs; inputs with another pattern need another entry.
     """
 
-    positions: tuple[int, ...]
-    buffers: tuple[torch.Tensor, ...]
-    pattern: AliasPattern
-    _targets: list[torch.Tensor]
-    _expanded: tuple[int, ...]
-    _mutated: tuple[int, ...]
-    _names: tuple[str, ...]
+    positions: tuple[int, ...] = ()
+    buffers: tuple[torch.Tensor, ...] = ()
+    pattern: AliasPattern = ()
+    _targets: list[torch.Tensor] = field(default_factory=list)
+    _expanded: tuple[int, ...] = ()
+    _mutated: tuple[int, ...] = ()
+    _names: tuple[str, ...] = ()
     _together: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
 from graphpass.capture.records import Counts, RegionId, RunningCounts
+from graphpass.capture.replayplan import without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
 from graphpass.compat import trees
@@ -233,13 +234,15 @@ class CUDAGraphWrapper:
                     # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
                     scope.failures.append(error)
                     return self._runnable(*args, **kwargs)
-            entry.check(leaves)
-            entry.reads.check(context, self.name)
+            plan = entry.plan
+            plan.check(leaves, context)
             clones = self._policy.clones_outputs if clone is None else clone
-            if entry.staging.mutates or entry.outputs.viewed_positions:
-                leaves = lease.without_stale(leaves, entry.staging.positions)
+            if plan.staging.mutates or entry.outputs.viewed_positions:
+                leaves = lease.without_stale(leaves, plan.staging.positions)
             expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
-            outputs = entry.run(leaves, clone=clones, before_replay=lease.before_replay)
+            lease.forward_entries.append(entry)
+            with without_grad():
+                outputs = entry.outputs.for_caller(plan.run(leaves, lease), clone=clones)
             if expected is not None:
                 expected.compare(outputs, leaves, entry.observed)
             if recorded is not None and not clones:
@@ -257,7 +260,7 @@ class CUDAGraphWrapper:
             leaves,
             entry.spec,
             written=entry.written,
-            names=entry.checks.names,
+            names=entry.plan.checks.names,
             context=context,
             device=self._runtime.lease.device_for(leaves).device,
         )
@@ -303,12 +306,12 @@ class CUDAGraphWrapper:
         drop = functools.partial(
             _drop_entry, weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry)
         )
-        owned = [p for p in entry.statics.positions if p in call.module_owned]
+        owned = [p for p in entry.plan.statics.positions if p in call.module_owned]
         self._captured.death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
         return entry, recorded
 
     def _static_sets(self, descriptor: BatchDescriptor) -> int:
-        return len({tuple(entry.statics.addresses) for entry in self._captured.entries.at(descriptor)})
+        return len({tuple(entry.plan.statics.addresses) for entry in self._captured.entries.at(descriptor)})
 
 
 def _drop_entry(

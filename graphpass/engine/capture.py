@@ -34,15 +34,18 @@ class CapturedStep:
 
     Attributes:
         inputs: the padded inputs.
-        args: flat arguments of the graph: the padded inputs, their sizes, the model's parameters and buffers.
+        args: flat arguments of the graph: the padded inputs, their sizes, the model's parameters and buffers; a list,
+            as the native comparison of addresses requires, and never changed.
         plan: the plan that replays the graph; None if steps of this key go through Dynamo.
+        generation: the pool's generation at capture.
         returns_flat: the plan returns a flat tuple or list.
         model: state of the model at capture, which a step without Dynamo checks; None if steps go through Dynamo.
     """
 
     inputs: PaddedInputs
-    args: tuple[Any, ...]
+    args: list[Any]
     plan: ReplayPlan | None
+    generation: int
     returns_flat: bool
     model: ModelState | None
 
@@ -55,7 +58,7 @@ class CapturedStep:
         """
         if self.plan is None or self.model is None:
             return True
-        return self.model.serves(modules) and self.plan.serves(self.args, generation)
+        return self.model.serves(modules) and generation == self.generation and self.plan.serves(self.args)
 
 
 class KeyCapturer:
@@ -97,7 +100,6 @@ class KeyCapturer:
         inputs = model.padded_at(model.sizes_of(descriptor))
         before, started = self.meter.reading(), time.perf_counter()
         scope.reached.clear()
-        scope.plans.clear()
         is_direct = results.why_through_dynamo is None
         scope.prepare = partial(model.prepared, inputs, descriptor, mode)
         scope.keep_results = self._end_of_forward(results, inputs) if is_direct or model.parts.hooks else None
@@ -113,7 +115,7 @@ class KeyCapturer:
         self._learner.check_graphs(scope.reached, inputs)
         # The graph for this size may have side effects in Python that the graph of the first run did not have.
         is_direct = is_direct and not any(call.callable.side_effects for call in scope.reached)
-        through_dynamo = CapturedStep(inputs, (), None, False, None)
+        through_dynamo = CapturedStep(inputs, [], None, 0, False, None)
         step = self._past_dynamo(scope, inputs, result) if is_direct else through_dynamo
         scope.reached.clear()  # release the results, which keep pool memory alive
         elapsed = time.perf_counter() - started
@@ -143,8 +145,8 @@ class KeyCapturer:
             state = model.state_of(args)
             assert state is not None
             self._states[callable_] = state
-        plan = next((plan for plan in reversed(scope.plans) if plan.name == callable_.name), None)
-        return CapturedStep(inputs, tuple(args), plan, callable_.returns_flat, state)
+        generation = model.runtime.lease.generation
+        return CapturedStep(inputs, list(args), scope.reached[0].plan, generation, callable_.returns_flat, state)
 
 
 def _names_of(sources: LeafSources | str | None) -> Any:

@@ -64,7 +64,8 @@ class StepRunner:
                 assert context is not None
                 model.runtime.lease.acquire(context, (step.inputs.is_padding,), "a manager")
                 try:
-                    returned = step.plan.run(step.args, model.runtime.lease, context)
+                    step.plan.check(step.args, context)
+                    returned = step.plan.run(step.args, model.runtime.lease)
                     if mode is CUDAGraphMode.PIECEWISE:
                         flat = returned if step.returns_flat else trees.flatten(returned)[0]
                         results.outputs.store(results.leaves(flat, step.inputs), step.inputs.sizes)

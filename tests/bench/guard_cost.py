@@ -91,16 +91,17 @@ def _through_the_wrapper(device: torch.device) -> dict[str, Check]:
     with runtime.capturing():
         _call_flat(wrapper, every)
         _call_flat(bare, staged)
-    (captured,) = wrapper._entries.at(KEY)
+    (captured,) = wrapper._captured.entries.at(KEY)
+    context = gp.ForwardContext(None, FULL, KEY, None, None, None, None, None)
 
     def asked() -> None:
         entry = wrapper._entry_for(KEY, every, captured.spec)
         assert entry is captured
-        entry.check(every)
+        entry.plan.check(every, context)
 
     return {
         "300 data_ptr() calls": lambda: [leaf.data_ptr() for leaf in every[2:]],
-        "addresses, as the wrapper compares them": lambda: captured.statics.matches(every),
+        "addresses, as the wrapper compares them": lambda: captured.plan.statics.matches(every),
         "through the wrapper: the entry and its checks": asked,
         "a step through the wrapper, 300 static inputs": partial(_call_flat, wrapper, every),
         "a step through the wrapper, none": partial(_call_flat, bare, staged),
@@ -127,7 +128,7 @@ class Layers(torch.nn.Module):
 
 
 def _inside_a_plan(device: torch.device) -> dict[str, Check]:
-    """The checks that a step does once for all regions: what :meth:`ReplayPlan.run` does ahead of the first replay."""
+    """The checks that a step does once for all regions: what is compared ahead of the first replay."""
     runtime = gp.GraphRuntime()
     model = Layers(NUM_STATIC // 2).to(device).eval()
     compiled = torch.compile(
@@ -136,18 +137,19 @@ def _inside_a_plan(device: torch.device) -> dict[str, Check]:
         options=cgpass.options(mode="PIECEWISE", splitting_ops=["aten::flip"], compiler="eager", runtime=runtime),
     )
     x, y = (torch.randn(WIDTH, WIDTH, device=device) for _ in range(2))
-    with runtime.capturing() as scope, gp.set_forward_context(runtime_mode=PIECEWISE, batch_descriptor=KEY):
+    with (
+        runtime.capturing() as scope,
+        gp.set_forward_context(runtime_mode=PIECEWISE, batch_descriptor=KEY) as context,
+    ):
         compiled(x, y)
-        plan, args = scope.plans[-1], scope.reached[-1].args
-    return {"inside a plan: all that is asked ahead of the replays": partial(_ask, plan, args, runtime)}
+        call = scope.reached[-1]
+    assert call.plan is not None
+    return {"inside a plan: all that is asked ahead of the replays": partial(_ask, call.plan, list(call.args), context)}
 
 
-def _ask(plan: ReplayPlan, args: tuple[Any, ...], runtime: gp.GraphRuntime) -> None:
-    assert plan.serves(args, runtime.lease.generation)
-    assert plan._checks is not None
-    assert plan._staging is not None
-    plan._checks.check(args)
-    plan._staging.check(args)
+def _ask(plan: ReplayPlan, args: list[Any], context: gp.ForwardContext) -> None:
+    assert plan.serves(args)
+    plan.check(args, context)
 
 
 # -- what torch has ------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from cgpass.plans import PlannedReplay, plan_of_regions
 from graphpass.capture import Counts
 from graphpass.capture.entry import GraphEntry
-from graphpass.capture.replayplan import PlannedReplay, ReplayPlan
+from graphpass.capture.replayplan import ReplayPlan
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -28,18 +29,16 @@ def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles:
     return entry
 
 
-def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = (), generation: int = 0) -> ReplayPlan:
+def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = ()) -> ReplayPlan:
     """A plan of one region whose inputs are the callable's; ``arguments`` are those it may settle by itself."""
     replay = PlannedReplay(entry, {position: position for position in arguments}, ())
-    return ReplayPlan.of(
+    return plan_of_regions(
         "g0",
-        KEY,
         [("r0", "replay")],
         lambda callees: callees["r0"],
         {"r0": replay},
         args=args,
         static=(),
-        generation=generation,
         reuses_outputs=True,
     )
 
@@ -48,19 +47,19 @@ def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:
     with set_forward_context(runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor=KEY) as context:
         rig.runtime.lease.acquire(context, args, "g0")
         try:
-            return plan.run(args, rig.runtime.lease, context)
+            plan.check(args, context)
+            return plan.run(args, rig.runtime.lease)
         finally:
             rig.runtime.lease.release()
 
 
-def test_a_plan_serves_its_static_inputs_and_its_generation(rig: Any) -> None:
+def test_a_plan_serves_its_static_inputs(rig: Any) -> None:
     weight, x = torch.ones(8), torch.ones(8)
     entry = planned(rig, lambda x, w, n: x * w * n, (x, weight, 3), static_inputs=[1])
-    plan = plan_for(rig, entry, (x, weight, 3), generation=4)
-    assert plan.serves((x, weight, 3), 4)
-    assert plan.serves((torch.ones(8), weight, 3), 4)
-    assert not plan.serves((x, torch.ones(8), 3), 4)
-    assert not plan.serves((x, weight, 3), 5)
+    for plan in (entry.plan, plan_for(rig, entry, (x, weight, 3))):
+        assert plan.serves([x, weight, 3])
+        assert plan.serves([torch.ones(8), weight, 3])
+        assert not plan.serves([x, torch.ones(8), 3])
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,10 @@ def test_a_plan_serves_one_way_of_sharing_memory(rig: Any, captured: Any, other:
     memory, static = torch.ones(8), torch.ones(8)
     args = (*captured(memory), static)
     entry = planned(rig, lambda a, b, c, w: a + b + c + w[:4], args, static_inputs=[3])
-    plan = plan_for(rig, entry, args)
-    assert plan.serves((*captured(torch.ones(8)), static), 0)
     arguments = [static[:4] if value is None else value for value in other(memory)]
-    assert not plan.serves((*arguments, static), 0)
+    for plan in (entry.plan, plan_for(rig, entry, args)):
+        assert plan.serves([*captured(torch.ones(8)), static])
+        assert not plan.serves([*arguments, static])
 
 
 @pytest.mark.parametrize("arguments", [(), (0, 1)], ids=["in the region", "once a step"])
@@ -114,11 +113,3 @@ def test_inputs_that_share_memory_are_copied_together(rig: Any) -> None:
     (got,) = run(rig, plan, memory[:8], memory[4:])
     assert torch.equal(memory, expected)
     assert torch.equal(got, expected[4:] + 1)
-
-
-def test_dropped_graphs_void_plans(rig: Any) -> None:
-    entry = planned(rig, lambda x: x * 2, (X,))
-    plan = plan_for(rig, entry, (X,), generation=rig.runtime.lease.generation)
-    assert plan.serves((X,), rig.runtime.lease.generation)
-    rig.runtime.close()
-    assert not plan.serves((X,), rig.runtime.lease.generation)

@@ -156,7 +156,6 @@ def test_after_a_reset_the_old_callables_go_and_the_runtime_captures_again(
                 at_key(compiled, mode, 4, torch.randn(4, 6))
             gone += [weakref.ref(reached.callable) for reached in scope.reached]
         scope.reached.clear()
-        scope.plans.clear()
         del scope
         for mode in BOTH:
             x = torch.randn(4, 6)
