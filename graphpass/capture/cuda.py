@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from graphpass.capture.device import GraphDevice
+from graphpass.capture.processmemory import PROCESS_MEMORY, PoolId
 from graphpass.capture.recordingstream import RecordingStream
 from graphpass.compat import memory
 
@@ -41,9 +42,6 @@ class CudaDevice(GraphDevice):
         keeps_recordings: whether to store each ``cudaGraph_t``, so that more executables can be instantiated from it.
     """
 
-    _made_pools: ClassVar[set[tuple[int, int]]] = set()
-    """Pools of all devices: workspaces belong to the process, and are dropped only if no foreign pool exists."""
-
     def __init__(self, device: torch.device, pool: Any = None, *, keeps_recordings: bool = False) -> None:
         self.device = device
         self.recordings: list[torch.cuda.CUDAGraph] = []
@@ -61,7 +59,7 @@ class CudaDevice(GraphDevice):
             return
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            self._made_pools.add(tuple(self._pool))
+            PROCESS_MEMORY.add_pool(tuple(self._pool))
         self._recording = RecordingStream(self.device)
         self._recording.take_workspaces(self._pool)
 
@@ -124,7 +122,7 @@ class CudaDevice(GraphDevice):
 
     @override
     def pool_bytes(self) -> int:
-        pools = {tuple(pool) for pool in (self._pool, *self._retired_pools) if pool is not None}
+        pools = self._pools()
         if not pools:
             return 0
         return sum(
@@ -136,11 +134,17 @@ class CudaDevice(GraphDevice):
     @override
     def close(self) -> None:
         self._drop_stream()
+        created = self._pools() - (set() if self._given_pool is None else {tuple(self._given_pool)})
         self._pool = self._given_pool
         self._retired_pools.clear()
         self.recordings.clear()
         self._last_current = self._last_stream = None
         torch.cuda.empty_cache()
+        PROCESS_MEMORY.remove_pools(created)
+
+    def _pools(self) -> set[PoolId]:
+        """The pool that is captured into, and the retired pools."""
+        return {tuple(pool) for pool in (self._pool, *self._retired_pools) if pool is not None}
 
     @contextlib.contextmanager
     def _on_recording_stream(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
@@ -160,7 +164,7 @@ class CudaDevice(GraphDevice):
 
     def _drop_stream(self) -> None:
         if self._recording is not None:
-            self._recording.close(own_pools=frozenset(self._made_pools))
+            self._recording.close()
             self._recording = None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from graphpass.capture.driver import checked, driver
+from graphpass.capture.processmemory import PROCESS_MEMORY
 from graphpass.compat import memory
 
 __all__ = ["RecordingStream"]
@@ -23,15 +24,12 @@ class RecordingStream:
         DeviceError: the driver could not create the stream.
     """
 
-    _made: ClassVar[set[int]] = set()
-    """Handles of all recording streams that the driver has not destroyed, also of those that close() leaves alive."""
-
     def __init__(self, device: torch.device) -> None:
         self._handle = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.mem_get_info(device)  # makes the device's context current in this thread, for the driver call
             checked(driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
-        self._made.add(self._address)
+        PROCESS_MEMORY.add_stream(self._address)
         self._first: torch.cuda.CUDAGraph | None = None
         """The graph that allocated the workspaces; while it lives, the pool is in use and torch does not free it."""
         self.stream = torch.cuda.ExternalStream(self._address, device=device)
@@ -57,25 +55,16 @@ class RecordingStream:
             products()
             self._first.capture_end()
 
-    def close(self, *, own_pools: frozenset[tuple[int, int]]) -> None:
+    def close(self) -> None:
         """Destroy the stream and free its workspaces; no graph recorded on it may be replayed afterwards.
 
         torch can only free the workspaces of all streams at once, and a graph in a pool outside graphpass may read
         one of them. While such a pool exists, close() therefore frees nothing. It does not destroy the stream either:
         torch finds workspaces by stream handle, and a new stream with the same handle would use this workspace.
-
-        Args:
-            own_pools: ids of the pools that graphpass created. Segments that a recording stream allocated count as
-                graphpass's own in any pool, also in one that the user passed.
         """
         if self._first is not None:
             self._first.reset()
-        pools = {
-            tuple(segment["segment_pool_id"])
-            for segment in torch.cuda.memory_snapshot()
-            if segment["stream"] not in self._made
-        }
-        if pools <= {(0, 0), *own_pools}:
+        if PROCESS_MEMORY.owns_every_pool():
             memory.drop_blas_workspaces()
             checked(driver().cuStreamDestroy_v2(self._handle), "give a stream back")
-            self._made.discard(self._address)
+            PROCESS_MEMORY.remove_stream(self._address)
