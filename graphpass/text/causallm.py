@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from graphpass.text.generation import complete, requests_of
 from graphpass.text.lora.adapters import LoraAdapters, lora_keys
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.scheduler import check_budget
+from graphpass.text.servedmodel import ServedModel
 
 __all__ = ["CausalLM", "CausalLMConfig", "default_capture_sizes"]
 
@@ -115,8 +117,9 @@ class CausalLMConfig:
 class CausalLM:
     """A Hugging Face causal LM that generates text over a paged KV cache; steps that fit a key replay its graph.
 
-    The model's attention implementation becomes ``graphpass_paged``; the rest of the model is unchanged. To serve
-    requests that arrive while others run, use :class:`Generation` with :attr:`manager`.
+    Until :meth:`close` the model's attention implementation is ``graphpass_paged``, on copies of its configs; the rest
+    of the model, and other models with the same config object, are unchanged. To serve requests that arrive while
+    others run, use :class:`Generation` with :attr:`manager`.
 
     Args:
         model: a causal LM similar to Llama (Llama, Qwen3, Mistral, ...), on its device, in eval mode.
@@ -141,8 +144,15 @@ class CausalLM:
         **options: Any,
     ) -> None:
         own = {field.name: options.pop(field.name) for field in fields(CausalLMConfig) if field.name in options}
-        self.config = config = CausalLMConfig(**own)
-        attention = _attention_of(model, config)
+        self.config = CausalLMConfig(**own)
+        self._served = ServedModel(model)
+        with self._served.changed():
+            self.manager = self._manager_of(model, adapters, compiler, options)
+
+    def _manager_of(
+        self, model: torch.nn.Module, adapters: LoraAdapters | None, compiler: str | None, options: dict[str, Any]
+    ) -> CudaGraphManager:
+        config, attention = self.config, _attention_of(model, self.config)
         dispatcher = _dispatcher(config, lora_keys(adapters, model, config.lora))
         wrapped: torch.nn.Module = NextToken(model)
         inputs = _input_specs(config)
@@ -151,7 +161,7 @@ class CausalLM:
             inputs += adapters.input_specs(config.max_num_tokens)
         is_on_cuda = next(model.parameters()).device.type == "cuda"
         options["compiler"] = compiler or ("inductor" if is_on_cuda else "aot_eager")
-        self.manager = CudaGraphManager(wrapped, dispatcher, inputs, attention=attention, **options)
+        return CudaGraphManager(wrapped, dispatcher, inputs, attention=attention, **options)
 
     def capture(self, max_bytes: int | None = None) -> None:
         """Capture every key, see :meth:`CudaGraphManager.capture`.
@@ -160,10 +170,12 @@ class CausalLM:
             max_bytes: limit of the graph pool; batches of keys that do not fit run without a graph.
 
         Raises:
-            CaptureError: all keys are captured already, or a key could not be captured.
+            CaptureError: all keys are captured already, or a key could not be captured. If no key is captured, the
+                model is given back as by :meth:`close`.
             AgreementError: another rank could not capture its keys.
         """
-        self.manager.capture(max_bytes)
+        with self._serving():
+            self.manager.capture(max_bytes)
 
     def generate(
         self,
@@ -195,15 +207,32 @@ class CausalLM:
             OptionError, ShapeError: a request can never run; the error names it, and nothing has run.
         """
         requests = requests_of(prompts, max_new_tokens, eos_token_id, adapters)
-        return complete(self.manager, requests, progress=progress, run_ahead=run_ahead, drafter=drafter)
+        with self._serving():
+            return complete(self.manager, requests, progress=progress, run_ahead=run_ahead, drafter=drafter)
 
     def stats(self) -> ManagerStats:
         """The statistics of the manager, see :meth:`CudaGraphManager.stats`."""
         return self.manager.stats()
 
     def close(self) -> None:
-        """Drop all graphs and release the pool. :meth:`capture` can be called again."""
+        """Drop all graphs, release the pool, and give the model back as it was.
+
+        :meth:`capture` and :meth:`generate` can be called again. Until then :attr:`manager` refuses to run the model,
+        because it has its former attention.
+        """
         self.manager.close()
+        self._served.give_back()
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[None]:
+        """The model is changed in the body, and afterwards unless the body fails before a graph is captured."""
+        self._served.use()
+        try:
+            yield
+        except BaseException:
+            if self.manager.needs_capture() and not self.manager.stats().keys:
+                self.close()
+            raise
 
 
 def _attention_of(model: torch.nn.Module, config: CausalLMConfig) -> PagedAttention:

@@ -1,0 +1,238 @@
+"""A model that a CausalLM serves is given back as it was, and no other model notices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.text import CausalLM, Generation, LoraAdapters, Request
+from graphpass.text.paged.huggingface import HUGGING_FACE_NAME
+from graphpass.text.servedmodel import ServedModel
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 61,
+    "max_position_embeddings": 32,
+}
+SIZES: dict[str, Any] = {
+    "max_num_reqs": 2,
+    "max_num_tokens": 8,
+    "max_seq_len": 16,
+    "page_size": 4,
+    "capture_sizes": [2, 8],
+    "seq_len_buckets": [],
+    "compiler": "eager",
+}
+PROMPTS = [[5, 9, 14], [3, 44, 21, 8, 30], [17]]
+STOCK = "sdpa"
+
+
+def llama(config: Any = None) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TEXT, attn_implementation=STOCK) if config is None else config
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.4)
+    return model
+
+
+def own_tokens(model: Any) -> list[list[int]]:
+    """The greedy continuations of the prompts, by the model itself."""
+    rows = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, eos_token_id=None)
+        rows.append(made[0, len(prompt) :].tolist())
+    return rows
+
+
+def tokens(lm: CausalLM) -> list[list[int]]:
+    return lm.generate(PROMPTS, max_new_tokens=3, progress=False)
+
+
+def attention_of(model: Any) -> list[str]:
+    """The attention implementation that each module reads."""
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+@pytest.fixture
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture
+def lm(model: Any) -> Iterator[CausalLM]:
+    served = CausalLM(model, **SIZES)
+    yield served
+    served.close()
+
+
+def test_close_gives_the_model_back_and_it_can_be_captured_again(model: Any) -> None:
+    config, expected = model.config, own_tokens(model)
+    lm = CausalLM(model, **SIZES)
+    for _ in range(2):
+        assert tokens(lm) == expected
+        assert set(attention_of(model)) == {HUGGING_FACE_NAME}
+        lm.close()
+        assert model.config is config
+        assert set(attention_of(model)) == {STOCK}
+        assert own_tokens(model) == expected
+    lm.capture()
+    assert lm.stats().keys
+    lm.close()
+    lm.close()
+    assert set(attention_of(model)) == {STOCK}
+
+
+def test_another_model_of_the_same_config_is_not_affected(model: Any) -> None:
+    other = llama(model.config)
+    expected = own_tokens(other)
+    lm = CausalLM(model, **SIZES)
+    assert tokens(lm) == expected
+    assert other.config._attn_implementation == STOCK
+    assert own_tokens(other) == expected
+    later = llama(other.config)
+    assert own_tokens(later) == expected
+    lm.close()
+    assert other.config is model.config
+
+
+def test_a_construction_that_fails_gives_the_model_back(model: Any) -> None:
+    config = model.config
+    with pytest.raises(OptionError):
+        CausalLM(model, **SIZES, no_such_option=1)
+    assert model.config is config
+    assert set(attention_of(model)) == {STOCK}
+
+
+class Pools(torch.nn.Module):
+    """Mixes the tokens of a batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("call", [CausalLM.capture, tokens], ids=["capture", "generate"])
+def test_a_capture_that_fails_gives_the_model_back(model: Any, call: Any) -> None:
+    config = model.config
+    norm, model.model.norm = model.model.norm, Pools()
+    lm = CausalLM(model, **SIZES)
+    with pytest.raises(CaptureError, match="mixes the tokens"):
+        call(lm)
+    assert model.config is config
+    assert set(attention_of(model)) == {STOCK}
+    model.model.norm = norm
+    assert tokens(lm) == own_tokens(llama())
+    lm.close()
+
+
+def test_a_request_that_is_refused_leaves_captured_graphs_alone(lm: CausalLM, model: Any) -> None:
+    lm.capture()
+    with pytest.raises(ShapeError):
+        lm.generate([[0] * 40], max_new_tokens=1)
+    assert set(attention_of(model)) == {HUGGING_FACE_NAME}
+    assert lm.stats().keys
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+def test_a_closed_manager_refuses_the_model(model: Any, mode: str) -> None:
+    """The model has its former attention then, which would attend to the tokens of all requests."""
+    lm = CausalLM(model, mode=mode, **SIZES)
+    tokens(lm)
+    lm.close()
+    with pytest.raises(CaptureError):
+        if mode != "NONE":
+            lm.manager.capture()
+        generation = Generation(lm.manager)
+        generation.add(Request.of("a", PROMPTS[0], 2))
+        generation.step()
+
+
+def test_two_that_serve_one_model_give_it_back_together(model: Any) -> None:
+    config, expected = model.config, own_tokens(model)
+    first, second = CausalLM(model, **SIZES), CausalLM(model, **{**SIZES, "mode": "NONE"})
+    assert tokens(first) == tokens(second) == expected
+    first.close()
+    assert set(attention_of(model)) == {HUGGING_FACE_NAME}
+    assert tokens(second) == expected
+    second.close()
+    assert model.config is config
+    assert set(attention_of(model)) == {STOCK}
+    assert tokens(first) == expected
+    first.close()
+    assert model.config is config
+
+
+def test_a_model_with_adapters_is_given_back(model: Any) -> None:
+    config, expected = model.config, own_tokens(model)
+    adapters = LoraAdapters(model, ["q_proj"], max_loras=1, max_rank=2)
+    lm = CausalLM(model, adapters=adapters, **SIZES)
+    assert tokens(lm) == expected
+    lm.close()
+    assert model.config is config
+    assert set(attention_of(model)) == {STOCK}
+    assert own_tokens(model) == expected
+
+
+def test_configs_within_configs_are_given_back() -> None:
+    """Modules of a model of images and text refer to the whole config, and to its parts."""
+    text = transformers.Gemma3TextConfig(**TEXT)
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=4
+    )
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    before = {module: module.config for module in model.modules() if hasattr(module, "config")}
+    parts = (config, config.text_config, config.vision_config)
+    assert {id(of) for of in before.values()} == {id(part) for part in parts}
+    names = [part._attn_implementation for part in parts]
+    lm = CausalLM(model, **SIZES)
+    assert model.config.text_config is model.model.language_model.config
+    assert model.config.text_config._attn_implementation == HUGGING_FACE_NAME
+    assert [part._attn_implementation for part in parts] == names
+    lm.close()
+    assert all(module.config is of for module, of in before.items())
+
+
+class Tuned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_tuned, self.other = True, 1
+
+
+def test_attributes_that_the_set_up_changes_are_given_back() -> None:
+    module = Tuned()
+    served = ServedModel(module)
+    with served.changed():
+        module.is_tuned = False
+    served.give_back()
+    assert module.is_tuned
+    served.use()
+    assert not module.is_tuned
+    module.other = 2
+    served.give_back()
+    served.give_back()
+    assert module.is_tuned
+    assert module.other == 2
+
+
+def test_a_value_that_the_user_has_set_since_stays() -> None:
+    module = Tuned()
+    served = ServedModel(module)
+    with served.changed():
+        module.is_tuned = False
+    module.is_tuned = None  # type: ignore[assignment]
+    served.give_back()
+    assert module.is_tuned is None
