@@ -24,7 +24,7 @@ from graphpass.text.generation import complete, requests_of
 from graphpass.text.lora.adapters import LoraAdapters, lora_keys
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.scheduler import check_budget
-from graphpass.text.servedmodel import ServedModel
+from graphpass.text.servedmodel import ServedModel, refuse_stateful
 
 __all__ = ["CausalLM", "CausalLMConfig", "default_capture_sizes"]
 
@@ -132,7 +132,8 @@ class CausalLM:
         manager: runs the steps. :class:`CausalLM` owns it, its buffers and the KV cache.
 
     Raises:
-        OptionError: a size or an option is not valid, or the adapters were created for another model.
+        OptionError: a size or an option is not valid, the adapters were created for another model, or the model has
+            layers that carry a state from token to token.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class CausalLM:
     ) -> None:
         own = {field.name: options.pop(field.name) for field in fields(CausalLMConfig) if field.name in options}
         self.config = CausalLMConfig(**own)
+        refuse_stateful(model)
         self._served = ServedModel(model)
         with self._served.changed():
             self.manager = self._manager_of(model, adapters, compiler, options)

@@ -12,7 +12,28 @@ from typing import Any
 
 import torch
 
-__all__ = ["ServedModel"]
+from graphpass.errors import OptionError
+
+__all__ = ["ServedModel", "refuse_stateful"]
+
+
+def refuse_stateful(model: torch.nn.Module) -> None:
+    """Refuse a model with layers that carry a state from token to token, such as a state space or linear attention.
+
+    A manager refuses such a model too, because these layers mix the tokens of a batch, but only after it has compiled
+    the model, which takes minutes for a scan.
+
+    Raises:
+        OptionError: Transformers marks the class of the model as stateful.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise OptionError(
+            f"{type(model).__name__} keeps a state for each request that pages do not cover",
+            expected="a decoder that reads earlier tokens only through the keys and values of attention",
+            found="layers that carry a state from token to token, such as a state space, linear attention or a "
+            "convolution: Transformers marks the class as stateful",
+            remedy="generate with Transformers (model.generate)",
+        )
 
 
 class ServedModel:

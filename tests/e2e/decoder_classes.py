@@ -1,0 +1,291 @@
+"""Which causal language models of Transformers :class:`graphpass.text.CausalLM` serves, and which it refuses.
+
+``python -m tests.e2e.decoder_classes`` tries every class and writes the table of docs/models.md; with names of classes
+it tries those and replaces their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from graphpass.errors import GraphpassError
+from graphpass.text.causallm import CausalLM
+from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
+
+__all__ = ["BUILT", "Outcome", "described", "outcomes", "recorded", "tried", "versions"]
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
+BUILT = ("equal", "refused", "different", "untyped", "not given back")
+NOT_BUILT, BLIND, NO_ANSWER = "not built", "blind", "no answer"
+NEAR_TIE = 1e-4
+SIZES: dict[str, Any] = {
+    "max_num_reqs": 4,
+    "max_num_tokens": 24,
+    "max_seq_len": 48,
+    "page_size": 4,
+    "capture_sizes": [4, 8, 24],
+    "seq_len_buckets": [24],
+    "compiler": "eager",
+}
+LENGTHS = ((9, 5), (1, 6), (17, 4), (4, 6), (30, 5), (12, 3), (2, 6), (21, 4))
+"""Tokens of each prompt and of its continuation: more prompts than run at once, and one longer than a step."""
+COUNTS = [count for _, count in LENGTHS]
+FIRST_TOKEN = 3
+"""Tokens below may be special ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one class.
+
+    Attributes:
+        name: the class.
+        outcome: ``equal``, ``refused``, ``not built``, or a failure of the test: ``different``, ``untyped``,
+            ``not given back``, ``blind`` (wrong attention would not be seen), ``no answer`` (out of time).
+        sentence: the problem, as the error or the test states it.
+    """
+
+    name: str
+    outcome: str
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model's own greedy continuation, and by how much each token's logit is above the next best."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+    def accepts(self, found: Sequence[int]) -> bool:
+        """Whether tokens are the same, or first differ where two logits are nearly equal."""
+        at = next((at for at, pair in enumerate(zip(found, self.tokens, strict=False)) if pair[0] != pair[1]), None)
+        return len(found) == len(self.tokens) and (at is None or self.gaps[at] < NEAR_TIE)
+
+
+def prompts() -> list[list[int]]:
+    """Seeded prompts of the lengths above."""
+    seeded = random.Random(0)
+    return [[seeded.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)] for length, _ in LENGTHS]
+
+
+@torch.no_grad()
+def continued(model: Any, prompt: Sequence[int], count: int) -> Reference:
+    """What ``generate`` of Transformers makes of one prompt alone."""
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = [logits[0].float().topk(2).values for logits in found.logits]
+    return Reference(found.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best])
+
+
+def seen_of(model: Any, references: Sequence[Reference]) -> str:
+    """Why a wrong attention would not show in these texts; empty if it would.
+
+    The tokens of another prompt, in front of a prompt, must change the next token of several prompts: so a model would
+    differ whose requests see each other.
+    """
+    texts = prompts()
+    joined = [continued(model, [*other, *text], 1) for other, text in zip([texts[-1], *texts], texts, strict=False)]
+    changed = sum(with_other.tokens != of.tokens[:1] for with_other, of in zip(joined, references, strict=True))
+    distinct = len({token for reference in references for token in reference.tokens})
+    if changed >= 2 and distinct >= 4:
+        return ""
+    return f"{distinct} distinct tokens; {changed} prompts continue differently behind another one"
+
+
+def tried(name: str) -> Outcome:
+    """Serve a class over packed batches and compare the texts with those of its own ``generate``."""
+    torch.manual_seed(0)
+    try:
+        model = small_decoder(name)
+    except Exception as error:
+        return Outcome(name, NOT_BUILT, _first_line(error))
+    try:
+        references = [continued(model, text, count) for text, count in zip(prompts(), COUNTS, strict=True)]
+        blind = seen_of(model, references)
+    except Exception as error:
+        return Outcome(name, NOT_BUILT, f"its own generate() fails: {_first_line(error)}")
+    if blind:
+        return Outcome(name, BLIND, blind)
+    before = _configs(model)
+    outcome = _served(name, model, references)
+    if _configs(model) != before or not references[0].accepts(continued(model, prompts()[0], COUNTS[0]).tokens):
+        return Outcome(name, "not given back", f"after: {outcome.outcome} {outcome.sentence}")
+    return outcome
+
+
+def _served(name: str, model: Any, references: Sequence[Reference]) -> Outcome:
+    lm = None
+    try:
+        lm = CausalLM(model, **SIZES)
+        found = lm.generate(prompts(), max_new_tokens=COUNTS, progress=False)
+    except GraphpassError as error:
+        return Outcome(name, "refused", error.problem)
+    except Exception as error:
+        return Outcome(name, "untyped", _first_line(error))
+    finally:
+        if lm is not None:
+            lm.close()
+    wrong = [at for at, reference in enumerate(references) if not reference.accepts(found[at])]
+    if not wrong:
+        return Outcome(name, "equal")
+    at = wrong[0]
+    sentence = f"{len(wrong)} of {len(references)} texts; the first is {found[at]}, not {references[at].tokens}"
+    return Outcome(name, "different", sentence)
+
+
+def _configs(model: Any) -> list[tuple[int, str | None]]:
+    """Each module's config object, and the attention that it sets."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    return [(id(config), getattr(config, "_attn_implementation", None)) for config in configs]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0].strip()
+    return f"{type(error).__name__}: {text}"[:240]
+
+
+# -- all classes, each few of them in a process -----------------------------------------------------------------------
+
+
+def outcomes(names: Sequence[str], *, limit: float = 300.0, each: int = 8) -> Iterator[Outcome]:
+    """Try classes in other processes.
+
+    Args:
+        names: of classes.
+        limit: seconds for one class; a process that needs more is ended.
+        each: classes of one process.
+    """
+    left = list(names)
+    while left:
+        batch = left[:each]
+        for outcome in _of_process(batch, limit):
+            left.remove(outcome.name)
+            yield outcome
+        if left[: len(batch)] == batch:
+            raise RuntimeError(f"the process of {batch} has not started")
+
+
+def _of_process(names: Sequence[str], limit: float) -> Iterator[Outcome]:
+    """The outcomes of one process; the last one is ``no answer`` if it was ended or has died."""
+    command = [sys.executable, "-m", "tests.e2e.decoder_classes", "--worker", *names]
+    left = list(names)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in _lines_within(process, process.stdout, limit):
+                if line.startswith(_MARK):
+                    outcome = Outcome(**json.loads(line.removeprefix(_MARK)))
+                    left.remove(outcome.name)
+                    yield outcome
+        finally:
+            process.kill()
+    if left:
+        yield Outcome(left[0], NO_ANSWER, f"not within {limit:.0f} s, or its process has died")
+
+
+def _lines_within(process: subprocess.Popen[str], lines: IO[str], limit: float) -> Iterator[str]:
+    """The lines of a process, which is killed if it writes none for so many seconds."""
+    while True:
+        timer = threading.Timer(limit, process.kill)
+        timer.start()
+        try:
+            line = lines.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            return
+        yield line
+
+
+_MARK = "OUTCOME "
+
+
+def _work(names: Sequence[str]) -> None:
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    for name in names:
+        sys.stdout.write(f"{_MARK}{json.dumps(asdict(tried(name)))}\n")
+        sys.stdout.flush()
+        torch.compiler.reset()
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def versions() -> str:
+    """The versions that the table is about."""
+    return f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
+
+
+def described(found: Sequence[Outcome]) -> str:
+    """The table, with the counts in front of it."""
+    ordered = sorted(found, key=lambda outcome: outcome.name)
+    kinds = dict.fromkeys(outcome.outcome for outcome in ordered)
+    counts = ", ".join(f"{sum(other.outcome == kind for other in ordered)} {kind}" for kind in sorted(kinds))
+    rows = [
+        f"| {outcome.name} | {outcome.outcome} | {outcome.sentence.replace('|', chr(92) + '|')} |"
+        for outcome in ordered
+    ]
+    return "\n".join(
+        [f"{versions()}: {len(ordered)} classes, {counts}.", "", "| class | outcome | why |", "|---|---|---|", *rows]
+    )
+
+
+def recorded() -> tuple[str, dict[str, Outcome]]:
+    """The versions of the page's table, and its rows by class."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    rows = [line[2:-2].split(" | ", 2) for line in table.splitlines() if line.startswith("| ")]
+    found = {name: Outcome(name, kind, why.replace("\\|", "|")) for name, kind, why in rows if name != "class"}
+    return table.partition(":")[0], found
+
+
+def _write(found: Sequence[Outcome]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{described(found)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Try classes and write their rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="classes; none: all of them, and the table is written anew")
+    parser.add_argument("--worker", action="store_true", help="write outcomes to stdout, and no page")
+    options = parser.parse_args(arguments)
+    if options.worker:
+        _work(options.names)
+        return
+    rows = recorded()[1] if options.names else {}
+    for outcome in outcomes(options.names or list(decoder_classes())):
+        rows[outcome.name] = outcome
+        sys.stdout.write(f"{outcome.name}: {outcome.outcome} {outcome.sentence}\n")
+        sys.stdout.flush()
+        if options.names:
+            _write(list(rows.values()))
+    _write(list(rows.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Stock decoder classes over packed batches: the tokens of their own ``generate``, or a typed refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.e2e.decoder_classes import BUILT, COUNTS, continued, outcomes, prompts, recorded, seen_of, tried, versions
+from tests.e2e.small_decoders import decoder_classes
+
+pytest.importorskip("transformers")
+
+FEW = {
+    "GPT2LMHeadModel": ("equal", ""),
+    "FalconForCausalLM": ("refused", "FalconAttention"),
+    "BartForCausalLM": ("refused", "BartLearnedPositionalEmbedding"),
+    "Lfm2ForCausalLM": ("refused", "Lfm2ShortConv"),
+    "MambaForCausalLM": ("refused", "MambaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_class_is_equal_or_refused_by_name(name: str) -> None:
+    found = tried(name)
+    outcome, sentence = FEW[name]
+    assert found.outcome == outcome, found
+    assert sentence in found.sentence
+
+
+def test_texts_that_hide_a_wrong_attention_are_noticed() -> None:
+    """A model whose next token depends on its last token alone would be equal however its requests see each other."""
+
+    class LastTokenOnly(torch.nn.Module):
+        def generate(self, ids: torch.Tensor, *, max_new_tokens: int, **_: object) -> object:
+            steps = [(ids[:, -1:] + 1 + step) % 128 for step in range(max_new_tokens)]
+            logits = [torch.nn.functional.one_hot(step[0], 128).float() for step in steps]
+            return type("Result", (), {"sequences": torch.cat([ids, *steps], 1), "logits": logits})()
+
+    model = LastTokenOnly()
+    references = [continued(model, text, count) for text, count in zip(prompts(), COUNTS, strict=True)]
+    assert "0 prompts continue differently" in seen_of(model, references)
+
+
+def test_the_page_is_about_every_class() -> None:
+    of_versions, rows = recorded()
+    assert len([row for row in rows.values() if row.outcome in BUILT]) >= 40
+    assert {row.outcome for row in rows.values()} <= {"equal", "refused", "not built"}
+    if of_versions == versions():
+        assert rows.keys() == decoder_classes().keys()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3 * 3600)
+def test_every_class_is_equal_or_refused() -> None:
+    found = {outcome.name: outcome for outcome in outcomes(list(decoder_classes()))}
+    wrong = [outcome for outcome in found.values() if outcome.outcome not in ("equal", "refused", "not built")]
+    assert wrong == []
+    assert len([outcome for outcome in found.values() if outcome.outcome in BUILT]) >= 40
+    of_versions, rows = recorded()
+    if of_versions == versions():
+        assert found == rows
