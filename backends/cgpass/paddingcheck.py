@@ -56,10 +56,11 @@ class PaddedCall:
         Args:
             magnitude: dtype -> scale of random contents in the padding; None: the contents by the padding rules.
         """
+        sources = _SourceSlices()
         for padded in self.inputs:
             padded.fill(self.args[padded.position])
             if magnitude is not None and padded.position not in self.declared:
-                _scramble(padded, self.args[padded.position], magnitude)
+                _scramble(padded, sources, magnitude)
         with state_kept([tensor for _, tensor in self.written], self.generators, self.device):
             outputs = self.replay()
             entries = real_entries(self.cuts, outputs)
@@ -100,18 +101,43 @@ def _large(dtype: torch.dtype) -> float:
     return _LARGE.get(dtype, _LARGE_OTHERWISE)
 
 
-def _scramble(padded: PaddedInput, value: torch.Tensor, magnitude: Callable[[torch.dtype], float]) -> None:
-    """Write random finite contents to the padding; integers are values of real entries, so that indices stay valid."""
+class _SourceSlices:
+    """Chooses the real slices that the integers of the padding are copied from.
+
+    A model may compute an index from several integers: the width of a box from its corners, a row from two inputs. So a
+    slice of the padding is a copy of one whole real slice, the same one in all inputs that are padded alike.
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[tuple[int, int], torch.Tensor] = {}
+
+    def fill(self, padded: PaddedInput) -> None:
+        """Write integers to the padding; zeros if there is a single real slice, whose copies would change nothing."""
+        buffer = padded.buffer
+        for dim, (real, size) in enumerate(zip(padded.real.shape, buffer.shape, strict=True)):
+            if real == size:
+                continue
+            if real == 1:
+                buffer.narrow(dim, 1, size - 1).zero_()
+                continue
+            index = self._indices.get((real, size))
+            if index is None:
+                index = torch.arange(size, device=buffer.device)
+                index[real:] = torch.randint(real, (size - real,), device=buffer.device)
+                self._indices[real, size] = index
+            buffer.copy_(buffer.index_select(dim, index))
+
+
+def _scramble(padded: PaddedInput, sources: _SourceSlices, magnitude: Callable[[torch.dtype], float]) -> None:
+    """Write random finite contents to the padding; integers are copies of real slices, so that indices stay valid."""
     buffer = padded.buffer
     if buffer.dtype is torch.bool:  # a mask that marks the padding must stay correct
         return
+    if not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
+        sources.fill(padded)
+        return
     real = padded.real.clone()
-    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-        scale = magnitude(buffer.dtype)
-        buffer.copy_(torch.randn(buffer.shape, dtype=torch.float32, device=buffer.device) * scale)
-    else:
-        flat = value.reshape(-1)
-        buffer.copy_(flat[torch.randint(len(flat), buffer.shape, device=buffer.device)])
+    buffer.copy_(torch.randn(buffer.shape, dtype=torch.float32, device=buffer.device) * magnitude(buffer.dtype))
     padded.real.copy_(real)
 
 
