@@ -13,9 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from graphpass.capture.pool import PoolLease
-from graphpass.capture.recompiles import captured_earlier, left_behind
 from graphpass.capture.records import CallableRecord, CallTraffic, Counts, Notes, RegionId, RuntimeStats, SizesSeen
-from graphpass.capture.runtimereport import report_of
+from graphpass.capture.runtimereport import captured_earlier, left_behind, report_of
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.torchsettings import frozen_objects
 from graphpass.keys import BatchDescriptor
