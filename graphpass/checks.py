@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-from graphpass.errors import GraphpassError, OptionError, nearest
+from graphpass.errors import GraphpassError, OptionError, did_you_mean
 
 __all__ = ["is_integer", "one_of", "positive"]
 
@@ -75,10 +75,10 @@ def one_of(
     if value in known:
         return
     *others, last = map(repr, known)
-    close = nearest(value, [name for name in known if isinstance(name, str)]) if isinstance(value, str) else ""
+    names = [name for name in known if isinstance(name, str)] if isinstance(value, str) else []
     raise error(
         problem,
         expected=f"{', '.join(others)} or {last}" if others else last,
         found=repr(value),
-        remedy=f"did you mean {close}?" if close else remedy,
+        remedy=did_you_mean(str(value), names, otherwise=remedy),
     )

@@ -108,7 +108,7 @@ class DeviceError(GraphpassError, RuntimeError):
     """Tensors are on a combination of devices that one callable does not support."""
 
 
-def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
-    """At most ``limit`` names of ``known`` that resemble ``name``, quoted and joined by commas; empty if none does."""
-    close = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)
-    return ", ".join(repr(candidate) for candidate in close)
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
+    """A remedy that suggests up to three names of ``known`` that resemble ``name``; ``otherwise`` if none does."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else otherwise

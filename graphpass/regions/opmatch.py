@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
-from graphpass.errors import PartitionError, nearest
+from graphpass.errors import PartitionError, did_you_mean
 from graphpass.regions.execute import execute, tensors_in, value_of
 from graphpass.regions.opnames import (
     callable_names,
@@ -158,11 +158,9 @@ def _resolve_dotted(name: str) -> Any:
 
 
 def _unknown(name: str, known: Iterable[str]) -> PartitionError:
-    known = list(known)
-    close = nearest(name, known)
     return PartitionError(
         f"unknown splitting op {name!r}",
         expected="a registered operator ('aten::add', 'mylib::attention') or an imported function's dotted name",
         found=f"{name!r}",
-        remedy=f"the nearest known names are {close}" if close else "register or import it before compiling",
+        remedy=did_you_mean(name, known, otherwise="register or import it before compiling"),
     )

@@ -154,7 +154,7 @@ def test_what_cannot_generate_is_refused(closed: list[Adapted]) -> None:
     closed.append(adapted)
     with pytest.raises(OptionError, match="adapters does not have one value for each prompt"):
         adapted.lm.generate([[1], [2]], max_new_tokens=1, adapters=["polite"], progress=False)
-    with pytest.raises(OptionError, match=r"'polit' is not loaded.*meant 'polite'"):
+    with pytest.raises(OptionError, match=r"'polit' is not loaded.*did you mean 'polite'"):
         adapted.generate(["polit"])
     stock = CausalLM(make_model(), mode="NONE", compiler="eager", **SIZES)
     with pytest.raises(OptionError, match="has an adapter, but the manager has no adapters"):

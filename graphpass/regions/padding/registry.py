@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphpass.compat import operators
-from graphpass.errors import OptionError, nearest
+from graphpass.errors import OptionError, did_you_mean
 from graphpass.regions.padding.calls import PaddingRule
 from graphpass.regions.padding.nodes import operator_named
 from graphpass.regions.padding.rules import BUILT_IN, rule_of_tags
@@ -71,11 +71,12 @@ def _qualified(op: Any) -> str:
     base, _, overload = rest.partition(".")
     packet = operators.operator_packet(namespace, base) if separator else None
     if packet is None or (overload and operator_named(op) is None):
-        close = nearest(op, operators.registered_operator_names())
         raise OptionError(
             f"no operator is named {op!r}",
             expected="the qualified name of a registered operator",
             found=repr(op),
-            remedy=f"did you mean {close}?" if close else "define the operator before its padding rule",
+            remedy=did_you_mean(
+                op, operators.registered_operator_names(), otherwise="define the operator before its padding rule"
+            ),
         )
     return op

@@ -21,7 +21,7 @@ from torch import nn
 from graphpass.checks import positive
 from graphpass.dispatch.lora import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
-from graphpass.errors import OptionError, nearest
+from graphpass.errors import OptionError, did_you_mean
 from graphpass.text.lora.op import NO_ADAPTER, LoraLinear, TokenAdapters
 from graphpass.text.lora.targets import targeted_layers
 from graphpass.text.lora.weights import adapter_pairs, checked_pairs
@@ -171,12 +171,11 @@ class LoraAdapters:
         """
         if name in self._slot_of:
             return self._slot_of[name]
-        close = nearest(name, self._slot_of)
         raise OptionError(
             f"adapter {name!r} is not loaded",
             expected=f"one of {sorted(self._slot_of)}" if self._slot_of else "the name of a loaded adapter",
             found=repr(name),
-            remedy=f"meant {close}?" if close else "load() it first",
+            remedy=did_you_mean(name, self._slot_of, otherwise="load() it first"),
         )
 
     def _check_room(self, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 from graphpass.compat import nnmodules
-from graphpass.errors import OptionError, nearest
+from graphpass.errors import OptionError, did_you_mean
 
 __all__ = ["targeted_layers"]
 
@@ -25,12 +25,11 @@ def targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn.
         matching = [path for path in modules if path and (path == target or path.endswith(f".{target}"))]
         if not matching:
             last_parts = {path.rpartition(".")[2] for path, module in modules.items() if type(module) is nn.Linear}
-            close = nearest(target, last_parts)
             raise OptionError(
                 f"target {target!r} names no layer",
                 expected=f"the end of a linear layer's path: {', '.join(sorted(last_parts))}",
                 found=repr(target),
-                remedy=f"meant {close}?" if close else "see model.named_modules()",
+                remedy=did_you_mean(target, last_parts, otherwise="see model.named_modules()"),
             )
         for path in matching:
             found[path] = _checked_layer(path, modules[path])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass.errors import OptionError, ShapeError, nearest
+from graphpass.errors import OptionError, ShapeError, did_you_mean
 from graphpass.text.lora.op import LoraLinear
 
 __all__ = ["Pair", "adapter_pairs", "checked_pairs"]
@@ -67,12 +67,11 @@ def checked_pairs(
         )
     for path, pair in pairs.items():
         if path not in layers:
-            close = nearest(path, layers)
             raise OptionError(
                 f"adapter {name!r} has weights for a layer that takes no adapters",
                 expected=f"layers among the targets: {', '.join(sorted(layers)[:4])}, ...",
                 found=repr(path),
-                remedy=f"meant {close}?" if close else "name its layers in LoraAdapters(targets=...)",
+                remedy=did_you_mean(path, layers, otherwise="name its layers in LoraAdapters(targets=...)"),
             )
         _check_pair(f"{path} of adapter {name!r}", pair, layers[path], max_rank)
     return dict(pairs)

@@ -262,7 +262,7 @@ GOOD = (torch.ones(2, WIDTH), torch.ones(8, 2))
     [
         ({}, OptionError, "has no weights"),
         ({"left": GOOD}, OptionError, "a layer that takes no adapters"),
-        ({"uo": GOOD}, OptionError, "meant 'up'"),
+        ({"uo": GOOD}, OptionError, "did you mean 'up'"),
         ({"up": GOOD[0]}, OptionError, "something else than low-rank pairs"),
         ({"up.lora_A.weight": GOOD[0]}, OptionError, "one half of a pair.*lora_A alone"),
         ({"up.lora_embedding_A": GOOD[0]}, OptionError, "something else than low-rank pairs"),
@@ -295,7 +295,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(
     [
         ((), "names no layer"),
         (("middle",), "target 'middle' names no layer.*down, shared, up"),
-        (("dow",), "meant 'down'"),
+        (("dow",), "did you mean 'down'"),
         (("own",), "names no layer"),
         (("act",), "act takes no adapters.*found Tanh"),
         (("shared",), "has several paths"),
