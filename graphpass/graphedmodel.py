@@ -160,15 +160,15 @@ class _GraphedFunction(GraphedModel):
         return f"GraphedModel({self._graphed.model!r})"
 
 
-def _graphed(model: Callable[..., Any], given: Mapping[str, Any]) -> GraphedModel:
-    """Create a graphed model; ``given`` are the backend's options.
+def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedModel:
+    """Create a graphed model; ``options`` are the backend's options.
 
     Raises:
         OptionError: an option is invalid, the backend is not registered, or a parameter of the model is uninitialized.
     """
     if isinstance(model, GraphedModel):
         model = model._graphed.model
-    _check_options(given)
+    _check_options(options)
     if isinstance(model, torch.nn.Module) and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise OptionError(
             "the model has parameters without a shape",
@@ -176,7 +176,7 @@ def _graphed(model: Callable[..., Any], given: Mapping[str, Any]) -> GraphedMode
             found="a lazy module that has not been called",
             remedy="call the model once before it is graphed",
         )
-    compiled = CompiledModel(model, _BACKEND, given)
+    compiled = CompiledModel(model, _BACKEND, options)
     if not isinstance(model, torch.nn.Module):
         function = _GraphedFunction()
         function._graphed = compiled
@@ -189,7 +189,7 @@ def _graphed(model: Callable[..., Any], given: Mapping[str, Any]) -> GraphedMode
     return graphed_module  # type: ignore[no-any-return]
 
 
-def _check_options(given: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     """Validate the options now instead of at the first call.
 
     Raises:
@@ -203,7 +203,7 @@ def _check_options(given: Mapping[str, Any]) -> None:
             found="neither",
             remedy=f"import {_BACKEND}",
         )
-    importlib.import_module(backend.__module__.partition(".")[0]).options(**given)
+    importlib.import_module(backend.__module__.partition(".")[0]).options(**options)
 
 
 # -- capture before the first request ----------------------------------------------------------------------------------
@@ -238,12 +238,14 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             remedy="call it under torch.inference_mode(), and see its report",
         )
     keys = [
-        (callable_, key, given) for callable_, given in _distinct(reached).items() for key in callable_.ladder(given)
+        (callable_, key, call_args)
+        for callable_, call_args in _distinct(reached).items()
+        for key in callable_.ladder(call_args)
     ]
     with runtime.capturing(), capture_progress(keys) as progress:
-        for callable_, key, given in progress:
+        for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")
-            callable_.capture_key(key, given)
+            callable_.capture_key(key, call_args)
 
 
 def _runtime_and_options(compiled: Any) -> tuple[GraphRuntime, Mapping[str, Any]]:
@@ -285,10 +287,10 @@ def _narrowed(
     A graph receives the example's tensors themselves, so they are compared by identity.
     """
     narrowed: dict[int, torch.Tensor] = {}
-    for callable_, given in _distinct(reached).items():
+    for callable_, call_args in _distinct(reached).items():
         inputs = callable_.partition.inputs
         symbols = {size for size in key_symbols(inputs, dims).values() if not isinstance(size, int)} if dims else set()
-        for value, graph_input in zip(given, inputs, strict=True):
+        for value, graph_input in zip(call_args, inputs, strict=True):
             if isinstance(value, torch.Tensor):
                 small = value
                 for dim, size in enumerate(graph_input.value.shape):

@@ -109,7 +109,7 @@ class Settings:
         return frozenset({self.mode.decode_mode(), self.mode.mixed_mode()}) - {CUDAGraphMode.NONE}
 
 
-def options(**given: Any) -> dict[str, Any]:
+def options(**values: Any) -> dict[str, Any]:
     """Validate the backend's options now instead of at the first compile, and return them as a dict.
 
     See :class:`Settings` for the options; ``outputs``, ``on_moved_input`` and ``lazy_capture`` are documented in
@@ -118,8 +118,8 @@ def options(**given: Any) -> dict[str, Any]:
     Raises:
         OptionError: an unknown name or an invalid value.
     """
-    Settings.of(given)
-    return given
+    Settings.of(values)
+    return values
 
 
 class Fallbacks:

@@ -21,7 +21,7 @@ from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
 from graphpass.capture.records import CallCounts, Counts, RegionId
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.snapshot import state_kept
+from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
@@ -184,7 +184,7 @@ class AutoDispatcher:
         example = self._table.stretched(args, key.sizes)
         written = [example[position] for position in self._rules.written]
         generators = [value for value in example if isinstance(value, torch.Generator)]
-        with state_kept(written, generators, self._runtime.lease.device_for(example).device):
+        with restoring(written, generators, self._runtime.lease.device_for(example).device):
             self._captured(self._call_of(example), example)
         if not key.is_captured:
             raise CaptureError(

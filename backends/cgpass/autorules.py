@@ -48,21 +48,21 @@ class _KeyNames:
         tensors = [(p, parts.inputs[p], layout) for p, layout in graph.layouts.items()]
         declared = {
             layout.shape[dim]: field
-            for _, given, layout in tensors
-            for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
+            for _, graph_input, layout in tensors
+            for dim, field in settings.dynamic_dims.get(graph_input.source_name or "", {}).items()
             if dim < len(layout.shape) and isinstance(layout.shape[dim], sympy.Symbol)
         }
         # With dynamic_dims, only those dimensions are declared. Else a padding rule declares all sizes of its input.
         in_padded = [
             layout.shape
-            for _, given, layout in tensors
-            if given.source_name in settings.padding and not settings.dynamic_dims
+            for _, graph_input, layout in tensors
+            if graph_input.source_name in settings.padding and not settings.dynamic_dims
         ]
         self.declared = frozenset(declared) | symbols_in(size for shape in in_padded for size in shape)
         self.fixed = {
             field: layout.shape[dim]
-            for _, given, layout in tensors
-            for dim, field in settings.dynamic_dims.get(given.source_name or "", {}).items()
+            for _, graph_input, layout in tensors
+            for dim, field in settings.dynamic_dims.get(graph_input.source_name or "", {}).items()
             if dim < len(layout.shape) and isinstance(layout.shape[dim], int)
         }
         self.fields: dict[sympy.Symbol, str] = {}
@@ -80,8 +80,12 @@ class _KeyNames:
                 position, dim = home
                 name = found.setdefault((dim, graph.hints[symbol]), f"{_source(parts.inputs[position])}[{dim}]")
             self.fields[symbol] = name or _source(parts.inputs[place[0]])
-        of_static = symbols_in(size for _, given, layout in tensors if given.is_static for size in layout.shape)
-        of_dynamic = symbols_in(size for _, given, layout in tensors if not given.is_static for size in layout.shape)
+        of_static = symbols_in(
+            size for _, graph_input, layout in tensors if graph_input.is_static for size in layout.shape
+        )
+        of_dynamic = symbols_in(
+            size for _, graph_input, layout in tensors if not graph_input.is_static for size in layout.shape
+        )
         self.candidates = {
             symbol: field
             for symbol, field in self.fields.items()
@@ -89,8 +93,8 @@ class _KeyNames:
         }
         self.constants = {
             position: rule if isinstance(rule, (bool, int, float)) else None
-            for position, given, _ in tensors
-            if (rule := settings.padding.get(given.source_name or "", "repeat")) != "repeat"
+            for position, graph_input, _ in tensors
+            if (rule := settings.padding.get(graph_input.source_name or "", "repeat")) != "repeat"
         }
 
 
@@ -123,8 +127,8 @@ def _home_of(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> tuple
     return None
 
 
-def _source(given: GraphInput) -> str:
-    return given.source_name or given.name
+def _source(graph_input: GraphInput) -> str:
+    return graph_input.source_name or graph_input.name
 
 
 def _rules_of(

@@ -129,11 +129,17 @@ def symbols_in(expressions: Iterable[Expression]) -> frozenset[sympy.Symbol]:
 
 def sizes_of(parts: Partition) -> GraphSizes:
     """Read the sizes off the inputs and outputs of a partitioned graph."""
-    env = symbolic.shape_env_of(given.value for given in parts.inputs)
+    env = symbolic.shape_env_of(graph_input.value for graph_input in parts.inputs)
     simplified = _simplifier(env)
-    layouts = {p: _layout(given.value, simplified, env) for p, given in enumerate(parts.inputs) if _is_tensor(given)}
+    layouts = {
+        p: _layout(graph_input.value, simplified, env)
+        for p, graph_input in enumerate(parts.inputs)
+        if _is_tensor(graph_input)
+    }
     numbers = {
-        p: simplified(given.value) for p, given in enumerate(parts.inputs) if isinstance(given.value, torch.SymInt)
+        p: simplified(graph_input.value)
+        for p, graph_input in enumerate(parts.inputs)
+        if isinstance(graph_input.value, torch.SymInt)
     }
     in_shapes = symbols_in(size for layout in layouts.values() for size in layout.shape)
     places = _places(numbers, layouts, frozenset(parts.layout_inputs) if in_shapes else frozenset())
@@ -144,14 +150,14 @@ def sizes_of(parts: Partition) -> GraphSizes:
         numbers=numbers,
         layouts=layouts,
         outputs=_outputs(parts, simplified),
-        guards=GuardedSymbols.from_values(given.value for given in parts.inputs),
+        guards=GuardedSymbols.from_values(graph_input.value for graph_input in parts.inputs),
         unread=in_shapes - places.keys(),
         hints={symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()} if env is not None else {},
     )
 
 
-def _is_tensor(given: GraphInput) -> bool:
-    return isinstance(given.value, torch.Tensor)
+def _is_tensor(graph_input: GraphInput) -> bool:
+    return isinstance(graph_input.value, torch.Tensor)
 
 
 def _simplifier(env: Any) -> Callable[[Any], Expression]:
@@ -190,10 +196,10 @@ def _outputs(
     parts: Partition, simplified: Callable[[Any], Expression]
 ) -> tuple[OutputTensor | OutputNumber | None, ...]:
     homes: dict[int | None, int] = {}
-    for position, given in enumerate(parts.inputs):
-        if isinstance(given.value, torch.Tensor):
-            homes.setdefault(memory.storage_id(given.value), position)
-    inputs = {given.name: position for position, given in enumerate(parts.inputs)}
+    for position, graph_input in enumerate(parts.inputs):
+        if isinstance(graph_input.value, torch.Tensor):
+            homes.setdefault(memory.storage_id(graph_input.value), position)
+    inputs = {graph_input.name: position for position, graph_input in enumerate(parts.inputs)}
     groups: dict[int | None, int] = {}
     found: list[OutputTensor | OutputNumber | None] = []
     for index, (name, value) in enumerate(parts.output_values()):

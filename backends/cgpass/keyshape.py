@@ -48,14 +48,16 @@ class KeyShape:
         """The key dimensions of a graph with these inputs."""
         declared = tuple(
             (position, dim, name)
-            for position, given in enumerate(inputs)
-            for dim, name in settings.dynamic_dims.get(given.source_name or "", {}).items()
-            if isinstance(given.value, torch.Tensor)
+            for position, graph_input in enumerate(inputs)
+            for dim, name in settings.dynamic_dims.get(graph_input.source_name or "", {}).items()
+            if isinstance(graph_input.value, torch.Tensor)
         )
         return cls(
             declared=declared,
             symbolic=() if settings.dynamic_dims else _symbolic(inputs),
-            names={position: given.source_name or given.name for position, given in enumerate(inputs)},
+            names={
+                position: graph_input.source_name or graph_input.name for position, graph_input in enumerate(inputs)
+            },
             grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
         )
 
@@ -132,9 +134,9 @@ def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
 def _symbolic(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     counted: frozenset[Any] = getattr(key_symbols(inputs, {}).get("num_tokens"), "free_symbols", frozenset())
     found = []
-    for position, given in enumerate(inputs):
-        if isinstance(given.value, torch.Tensor) and not given.is_static:
-            sizes = [symbolic.expression_of(size) for size in given.value.shape]
+    for position, graph_input in enumerate(inputs):
+        if isinstance(graph_input.value, torch.Tensor) and not graph_input.is_static:
+            sizes = [symbolic.expression_of(size) for size in graph_input.value.shape]
             dims = [dim for dim, size in enumerate(sizes) if counted & getattr(size, "free_symbols", frozenset())]
             if dims:
                 found.append((position, tuple(dims)))

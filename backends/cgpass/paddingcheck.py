@@ -16,7 +16,7 @@ import torch
 
 from cgpass.cutting import OutputCuts
 from cgpass.paddedinputs import PaddedInput
-from graphpass.capture.snapshot import state_kept
+from graphpass.capture.snapshot import restoring
 
 __all__ = ["PaddedCall", "padding_reaches", "real_entries"]
 
@@ -61,7 +61,7 @@ class PaddedCall:
             padded.fill(self.args[padded.position])
             if magnitude is not None and padded.position not in self.declared:
                 _scramble(padded, sources, magnitude)
-        with state_kept([tensor for _, tensor in self.written], self.generators, self.device):
+        with restoring([tensor for _, tensor in self.written], self.generators, self.device):
             outputs = self.replay()
             entries = real_entries(self.cuts, outputs)
             for padded in self.inputs:
@@ -83,7 +83,7 @@ def padding_reaches(call: PaddedCall) -> tuple[str | None, bool]:
 
     Replays are noisy if two of them differ with equal contents.
     """
-    with state_kept((), call.generators, call.device):  # random contents come from the default generator
+    with restoring((), call.generators, call.device):  # random contents come from the default generator
         expected, control = call.observed(None), call.observed(None)
         spreads = [_spread(one, other) for (_, one), (_, other) in zip(expected, control, strict=True)]
         for magnitude in (_small, _large):

@@ -67,7 +67,9 @@ class TraceKey:
             frame=dynamo.frame_id(),
             settings=settings,
             ends_early=ends_early,
-            inputs=tuple((given.source_name, given.is_static, given.marked_dims) for given in inputs),
+            inputs=tuple(
+                (graph_input.source_name, graph_input.is_static, graph_input.marked_dims) for graph_input in inputs
+            ),
             side_effects=side_effects,
             structure=structure_of(graph_module, settings.compiler).key,
         )

@@ -105,11 +105,11 @@ def _positions(args: Sequence[Any], kwargs: Mapping[str, Any], selected: Collect
     return positions
 
 
-def _names(args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[str]) -> list[str]:
+def _names(args: Sequence[Any], kwargs: Mapping[str, Any], input_names: Sequence[str]) -> list[str]:
     """A name for each leaf: the declared name, the keyword, or the position; with an index in a nested argument."""
     names: list[str] = []
     for argument, value in [*enumerate(args), *kwargs.items()]:
-        stem = given[argument] if isinstance(argument, int) and argument < len(given) else str(argument)
+        stem = input_names[argument] if isinstance(argument, int) and argument < len(input_names) else str(argument)
         num_leaves = len(trees.flatten(value)[0])
         names += [stem] if num_leaves == 1 else [f"{stem}[{index}]" for index in range(num_leaves)]
     return names

@@ -18,7 +18,7 @@ import torch
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.regioncalls import Observed, RegionCalls
-from graphpass.capture.snapshot import default_random_state, state_kept
+from graphpass.capture.snapshot import default_random_state, restoring
 from graphpass.compat import trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import MismatchError
@@ -159,7 +159,7 @@ class EagerRun:
         copies = clone_pool_tensors(leaves, touched - {0})
         inside = RegionCalls(_plainly, observed=[], before=_CompilerCheck(key, device))
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        with state_kept([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
+        with restoring([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
             args, kwargs = trees.unflatten(copies, spec)
             outputs = trees.flatten(inside.call(name, runnable, args, kwargs))[0]
         assert inside.observed is not None
@@ -210,7 +210,7 @@ class _CompilerCheck:
         return partial(self._refuse, region, traced, clone_pool_tensors(args, everything))
 
     def _refuse(self, region: str, traced: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        with state_kept([], [], self.device):
+        with restoring([], [], self.device):
             before = default_random_state(self.device)
             expected = trees.flatten(traced(*args))[0]
             draws = not torch.equal(before, default_random_state(self.device))

@@ -23,7 +23,7 @@ from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.replayplan import ReplayPlan, StaticSet
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.snapshot import state_kept
+from graphpass.capture.snapshot import restoring
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.torchsettings import without_cached_casts, without_collections
 from graphpass.compat import failures, memory, trees
@@ -112,14 +112,14 @@ class Recorder:
         with without_collections(), surroundings(context):
             staging.copy_in(leaves)
             versions = _versions(body.inputs)
-            with state_kept(mutated, generators, device.device):
+            with restoring(mutated, generators, device.device):
                 device.warm_up(body)
                 tally.warmed += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = _storages(body.returned)
             if scope is not None and scope.prepare is not None:
                 scope.prepare()
-            with state_kept(mutated, generators, device.device):
+            with restoring(mutated, generators, device.device):
                 log.is_open = not self.policy.debug
                 graph, recorded = (
                     _eager(self.name, body, surroundings) if self.policy.debug else device.record(body, generators)

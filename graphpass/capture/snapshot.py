@@ -9,11 +9,11 @@ import torch
 
 from graphpass.capture.layout import distinct_elements
 
-__all__ = ["default_random_state", "state_kept"]
+__all__ = ["default_random_state", "restoring"]
 
 
 @contextmanager
-def state_kept(
+def restoring(
     mutated: Sequence[torch.Tensor], generators: Sequence[torch.Generator], device: torch.device
 ) -> Iterator[None]:
     """Restore ``mutated``, ``generators`` and the device's default generator after the body, also when it raises.

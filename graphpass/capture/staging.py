@@ -132,15 +132,15 @@ class Staging:
 
     def at(self, places: Mapping[int, int]) -> Staging:
         """The staging of the arguments in ``places`` only; ``places`` maps old positions to new ones."""
-        kept = [index for index, position in enumerate(self.positions) if position in places]
+        remaining = [index for index, position in enumerate(self.positions) if position in places]
         return Staging(
-            positions=tuple(places[self.positions[index]] for index in kept),
-            buffers=tuple(self.buffers[index] for index in kept),
-            pattern=alias_pattern(self.buffers, kept),
-            _targets=[self._targets[index] for index in kept],
-            _expanded=tuple(new for new, index in enumerate(kept) if index in self._expanded),
-            _mutated=tuple(new for new, index in enumerate(kept) if index in self._mutated),
-            _names=tuple(self._names[index] for index in kept),
+            positions=tuple(places[self.positions[index]] for index in remaining),
+            buffers=tuple(self.buffers[index] for index in remaining),
+            pattern=alias_pattern(self.buffers, remaining),
+            _targets=[self._targets[index] for index in remaining],
+            _expanded=tuple(new for new, index in enumerate(remaining) if index in self._expanded),
+            _mutated=tuple(new for new, index in enumerate(remaining) if index in self._mutated),
+            _names=tuple(self._names[index] for index in remaining),
         )
 
     def joined(self, other: Staging) -> Staging:

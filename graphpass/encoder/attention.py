@@ -220,8 +220,8 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
     """
     register_with_hugging_face()
     weight = next(module.parameters())
-    kept = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]
-    own = copy.deepcopy(module, memo={id(shared): shared for shared in kept})
+    shared = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]
+    own = copy.deepcopy(module, memo={id(value): value for value in shared})
     for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
         config._attn_implementation = name
         setattr(config, _SEQUENCE_LENGTH, seq_len)

@@ -87,7 +87,7 @@ class EncoderLadder:
 
     def __post_init__(self) -> None:
         if isinstance(self.options.costs, PackingCosts):  # raises before the capture if a cost is missing
-            EncoderCosts.given(self.options.costs, grouped(self.config, self.keys))
+            EncoderCosts.of_user(self.options.costs, grouped(self.config, self.keys))
 
     def planner(self, keys: Sequence[EncoderGraphKey] = (), costs: EncoderCosts | None = None) -> BatchPlanner:
         """A planner for the captured ``keys``; without keys it plans eager calls only."""
@@ -187,7 +187,7 @@ class EncoderLadder:
         if costs is None or not groups:
             return None
         if costs != "measured":
-            return EncoderCosts.given(costs, groups)
+            return EncoderCosts.of_user(costs, groups)
         return measured_costs(
             groups,
             lambda key: self._replay_to_time(graphs, key),

@@ -58,7 +58,7 @@ class EncoderCosts:
     eager: Mapping[object, Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]]
 
     @classmethod
-    def given(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
+    def of_user(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
         """The user's costs, which are equal for all keys of a budget.
 
         Raises:

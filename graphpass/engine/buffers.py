@@ -126,7 +126,7 @@ class StepBuffers(PaddedBuffers):
         self._filled = dict.fromkeys(self.largest, 0)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Save the contents of the buffers, and restore them after the body."""
         saved = {name: memory.clone() for name, memory in self._memory.items()}
         filled, is_padding = dict(self._filled), self._is_padding.clone()

@@ -73,7 +73,7 @@ class CapturedLadder:
             raise nothing_to_capture(len(self.records))
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else None
-        with replay_settings(), self._inputs.kept(), self._learner.state_kept(), self._runtime.capturing():
+        with replay_settings(), self._inputs.restoring(), self._learner.restoring_state(), self._runtime.capturing():
             self.left_out = self._capture_in_order(max_bytes, fits)
         self._capturer.meter.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:
@@ -103,13 +103,13 @@ class CapturedLadder:
             self._learner.results()
             keys, known = self._all(), self._estimate
             if self._on_some_rank(known is None or known.keys != tuple(keys)):
-                with self._inputs.kept():
+                with self._inputs.restoring():
                     known = estimated(
                         keys_by_group(keys),
                         self._runtime,
                         self._capturer.meter,
                         lambda key: self._capturer.capture(key)[1].memory,
-                        self._learner.state_kept,
+                        self._learner.restoring_state,
                         buffer_bytes=self._learner.buffer_bytes(),
                     )
             assert known is not None
@@ -150,9 +150,9 @@ class CapturedLadder:
         step = self.steps.get(key)
         if step is not None and step.holds(self._model.modules, self._runtime.lease.generation):
             return step
-        return self._captured_anew(key, step)
+        return self._recaptured(key, step)
 
-    def _captured_anew(self, key: Key, stale: CapturedStep | None) -> CapturedStep:
+    def _recaptured(self, key: Key, stale: CapturedStep | None) -> CapturedStep:
         mode, descriptor = key
         is_known = key in self.records
         # A rank that captures during a step would keep the other ranks waiting.
@@ -167,7 +167,12 @@ class CapturedLadder:
             self.steps = {other: step for other, step in self.steps.items() if step.model is not stale.model}
             del stale
         self._runtime.lease.order_after_last_forward()
-        with replay_settings(), self._inputs.kept(), self._learner.state_kept(), self._runtime.scopes.opened():
+        with (
+            replay_settings(),
+            self._inputs.restoring(),
+            self._learner.restoring_state(),
+            self._runtime.scopes.opened(),
+        ):
             return self._capture(key)
 
     def _capture(self, key: Key) -> CapturedStep:
@@ -183,7 +188,7 @@ class CapturedLadder:
         self.left_out, self._estimate = (), None
         self._capturer.forget()
         self._learner.forget()
-        self._model.compile_anew()
+        self._model.recompile()
 
     def _drop_graphs(self) -> None:
         self.steps.clear()

@@ -13,33 +13,33 @@ from typing import Any, TypeVar
 import torch
 
 from graphpass.capture.scope import CaptureScope, EnteredCallable
-from graphpass.capture.snapshot import state_kept
+from graphpass.capture.snapshot import restoring
 from graphpass.compat import sideeffects
 from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.pythonstate import (
     PythonState,
-    python_state_kept,
-    refuse_kept_tensors,
     refuse_side_effects,
+    refuse_stored_tensors,
+    restoring_python_state,
 )
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import Reached, ResultRecipe, learn_recipe
 from graphpass.ladder.padding import by_tensor, versions_of, written_since
 
-__all__ = ["FirstRun", "model_state_kept"]
+__all__ = ["FirstRun", "restoring_model_state"]
 
 _Item = TypeVar("_Item")
 
 
 @contextlib.contextmanager
-def model_state_kept(
+def restoring_model_state(
     modules: Sequence[torch.nn.Module],
     tensors: Sequence[torch.Tensor],
     generators: Sequence[torch.Generator],
     device: torch.device,
 ) -> Iterator[PythonState]:
     """Save the Python state of modules, these tensors and the random numbers, and restore them after the body."""
-    with state_kept(tensors, generators, device), python_state_kept(modules) as state:
+    with restoring(tensors, generators, device), restoring_python_state(modules) as state:
         yield state
 
 
@@ -80,7 +80,7 @@ class FirstRun:
         """
         first = self._first_entry()
         tensors, generators = self._changed_by(first)
-        with model_state_kept(self._modules, tensors, generators, self._device) as self._state:
+        with restoring_model_state(self._modules, tensors, generators, self._device) as self._state:
             if first is not None:
                 refuse_side_effects(first.reached.side_effects, self._state)
             yield
@@ -98,7 +98,7 @@ class FirstRun:
         if not self.reached:
             raise nothing_reached(f"{self.inputs.sizes['num_tokens']} tokens")
         refuse_side_effects(self.side_effects, self._state)
-        refuse_kept_tensors(self._state, {id(tensor) for tensor in self._buffers()})
+        refuse_stored_tensors(self._state, {id(tensor) for tensor in self._buffers()})
 
     @property
     def reached(self) -> Reached:

@@ -9,7 +9,7 @@ from typing import Any
 
 from graphpass.compat import sideeffects, trees
 from graphpass.engine.buffers import OutputBuffers, PaddedInputs, Sizes
-from graphpass.engine.firstrun import FirstRun, model_state_kept
+from graphpass.engine.firstrun import FirstRun, restoring_model_state
 from graphpass.engine.forward import fields_named
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.model import CompiledModel
@@ -64,11 +64,11 @@ class ModelResults:
         if len(flat) != num_outputs:
             raise self.other_structure(f"{len(flat)} tensors")
         self.outputs.store(self.leaves(flat, inputs), inputs.sizes)
-        kept = list(flat)
+        leaves = list(flat)
         for index, source in enumerate(self.sources):
             if isinstance(source, int):
-                kept[source] = self.outputs.cut(index, inputs.sizes)
-        return kept
+                leaves[source] = self.outputs.cut(index, inputs.sizes)
+        return leaves
 
     def store(self, result: Any, sizes: Sizes) -> None:
         """Copy a result of the model into the buffers.
@@ -129,7 +129,7 @@ class ModelLearner:
             CaptureError, ShapeError: the model cannot be captured.
         """
         if self._results is None:
-            with self._model.inputs.kept():  # the caller may have written a batch to the buffers
+            with self._model.inputs.restoring():  # the caller may have written a batch to the buffers
                 self._results, never_full = self._first_run()
             if self._results.why_through_dynamo is not None:
                 why = self._results.why_through_dynamo
@@ -154,7 +154,7 @@ class ModelLearner:
                 refuse_mixing(callable_, of_graph, declared)
                 self._checked.add(callable_)
 
-    def state_kept(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
+    def restoring_state(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
         """Save the model's tensors, its Python state and the random numbers, and restore them after the body.
 
         Args:
@@ -163,7 +163,7 @@ class ModelLearner:
         """
         results, device = self.results(), self._model.inputs.device
         modules = () if is_step and results.why_through_dynamo is None else self._model.modules
-        return model_state_kept(modules, results.recipe.state, results.recipe.generators, device)
+        return restoring_model_state(modules, results.recipe.state, results.recipe.generators, device)
 
     def _first_run(self) -> tuple[ModelResults, str | None]:
         """Run the model once; returns its results, and why it cannot have FULL graphs, or None."""

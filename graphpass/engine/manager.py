@@ -293,7 +293,7 @@ class CudaGraphManager:
             return self._run(step, Batch(0), sizes, decision)
         attention = self._compiled.parts.example(step.descriptor, self.dispatcher.uniform_decode_query_len)
         self.runtime.lease.order_after_last_forward()
-        with replay_settings(), self._learner.state_kept(is_step=True):
+        with replay_settings(), self._learner.restoring_state(is_step=True):
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:

@@ -72,9 +72,9 @@ class CompiledModel:
             raise not_with_offloading("compare=True", "debug=True, which runs the same steps eagerly")
         self.modules = modules_of(model)
         self._shapes: dict[tuple[int, ...], PaddedInputs] = {}
-        self.compile_anew()
+        self.recompile()
 
-    def compile_anew(self) -> None:
+    def recompile(self) -> None:
         """Compile the model and its module hooks again, without the code of earlier compilations."""
         self._entry = entry_of(self._model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
@@ -126,5 +126,5 @@ class CompiledModel:
             None if an argument is a tensor that is neither an input nor stored in a module of the model.
         """
         own = self.inputs.storages()
-        kept = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
-        return ModelState.of_arguments(self.modules, kept)
+        others = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
+        return ModelState.of_arguments(self.modules, others)

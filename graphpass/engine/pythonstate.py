@@ -18,7 +18,7 @@ import torch
 from graphpass.compat import sideeffects
 from graphpass.errors import CaptureError
 
-__all__ = ["PythonState", "python_state_kept", "refuse_kept_tensors", "refuse_side_effects"]
+__all__ = ["PythonState", "refuse_side_effects", "refuse_stored_tensors", "restoring_python_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ _REFILLED: dict[Any, Callable[[Any, Any], None]] = {
 
 
 @contextlib.contextmanager
-def python_state_kept(modules: Sequence[torch.nn.Module]) -> Iterator[PythonState]:
+def restoring_python_state(modules: Sequence[torch.nn.Module]) -> Iterator[PythonState]:
     """Restore the Python state of modules after the body, also if it raises."""
     state = PythonState.of(modules)
     try:
@@ -140,7 +140,7 @@ def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: Python
             )
 
 
-def refuse_kept_tensors(state: PythonState, own: Collection[int]) -> None:
+def refuse_stored_tensors(state: PythonState, own: Collection[int]) -> None:
     """Refuse a model whose Python code between graphs stores tensors in its modules.
 
     Dynamo records the side effects inside of graphs alone, so the modules are compared before and after a run.

@@ -187,16 +187,16 @@ def _symbols(
     fields: dict[sympy.Symbol, str] = {}
     fixed: list[str] = []
     others: set[sympy.Symbol] = set()
-    for given, value in zip(callable_.partition.inputs, args, strict=True):
+    for graph_input, value in zip(callable_.partition.inputs, args, strict=True):
         for dim, field in known.get(id(value), {}).items():
-            expression = symbolic.expression_of(given.value.shape[dim])
+            expression = symbolic.expression_of(graph_input.value.shape[dim])
             if isinstance(expression, sympy.Symbol) and fields.setdefault(expression, field) == field:
                 continue
             if padded[field] > 1:
                 fixed.append(field)
-    for given, value in zip(callable_.partition.inputs, args, strict=True):
+    for graph_input, value in zip(callable_.partition.inputs, args, strict=True):
         # If another size equals a key field by chance, torch gives both the same symbol, which is then ambiguous.
-        for dim, size in enumerate(given.value.shape if id(value) in known else ()):
+        for dim, size in enumerate(graph_input.value.shape if id(value) in known else ()):
             expression = symbolic.expression_of(size)
             if dim in known[id(value)]:
                 continue
@@ -205,8 +205,8 @@ def _symbols(
             elif isinstance(expression, sympy.Symbol):
                 others.add(expression)
     unknown = tuple(
-        (given.source_name or given.name, value)
-        for given, value in zip(callable_.partition.inputs, args, strict=True)
+        (graph_input.source_name or graph_input.name, value)
+        for graph_input, value in zip(callable_.partition.inputs, args, strict=True)
         if isinstance(value, torch.Tensor) and id(value) not in known
     )
     return GraphSymbols(fields, tuple(sorted(set(fixed))), frozenset(others), unknown)

@@ -37,25 +37,25 @@ class KeyPool:
 
 
 def capture_within(
-    max_bytes: int | None, pool: KeyPool, held: Sequence[Key], missing: Sequence[Key], model: PoolModel
+    max_bytes: int | None, pool: KeyPool, present: Sequence[Key], missing: Sequence[Key], model: PoolModel
 ) -> tuple[Key, ...]:
     """Capture the ``missing`` keys, in this order, and skip keys that would grow the pool above ``max_bytes``.
 
     Args:
         max_bytes: the limit; None: only other ranks have one. A pool that is already larger is not reduced.
         pool: the pool to capture into.
-        held: the keys whose graphs are in the pool, in the order of capture.
+        present: the keys whose graphs are in the pool, in the order of capture.
         missing: the keys to capture.
         model: predicts the size of the pool after the capture of a key.
 
     Returns:
-        The keys of ``held`` and ``missing`` that have no graph afterwards.
+        The keys of ``present`` and ``missing`` that have no graph afterwards.
     """
-    captured, wanted, retries = list(held), list(missing), 0
+    captured, wanted, retries = list(present), list(missing), 0
     while True:
         too_large = _fill(max_bytes, pool, captured, wanted, model)
         if too_large is None:
-            return tuple(key for key in (*held, *missing) if key not in captured)
+            return tuple(key for key in (*present, *missing) if key not in captured)
         pool.drop()
         rest = wanted[wanted.index(too_large) + 1 :]
         if captured:

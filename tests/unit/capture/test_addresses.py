@@ -338,7 +338,7 @@ def test_an_input_that_now_lies_inside_a_static_input_is_noticed(rig: Any) -> No
     assert rig.counts(wrapper).replayed == 1
 
 
-def test_a_region_follows_an_earlier_one_that_was_captured_anew() -> None:
+def test_a_region_follows_an_earlier_one_that_was_captured_again() -> None:
     """The earlier region's output moved within the pool, so the later one is captured once more, not refused."""
     policy = CapturePolicy(outputs="view", lazy_capture=True)
     with GraphRuntime() as runtime:

@@ -189,7 +189,7 @@ def test_a_batch_above_all_keys_needs_no_capture() -> None:
     assert manager.needs_capture()
 
 
-def test_recapture_captures_all_keys_anew() -> None:
+def test_recapture_captures_all_keys_again() -> None:
     model = Rows().eval()
     manager = captured(model)
     assert_right(manager, model)

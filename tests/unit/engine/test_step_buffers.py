@@ -140,7 +140,7 @@ def test_kept_puts_everything_back() -> None:
     buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=1)], CPU)
     x = torch.randn(5, WIDTH)
     filled(buffers, {"x": x}, 5, 8)
-    with contextlib.suppress(KeyError), buffers.kept():
+    with contextlib.suppress(KeyError), buffers.restoring():
         filled(buffers, {"x": torch.zeros(9, WIDTH)}, 9, 10)
         raise KeyError
     assert torch.equal(buffers.tensors["x"], torch.cat([x, torch.ones(5, WIDTH)]))
