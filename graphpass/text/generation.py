@@ -22,7 +22,7 @@ from graphpass.text.lora.adapters import StepAdapters, without_lora
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PagedRequests
 from graphpass.text.request import Request
-from graphpass.text.scheduler import Scheduler, StepPlan
+from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
 from graphpass.text.speculation import GenerationStats, Speculation
 from graphpass.text.steptokens import StepInputs, StepTokens
 
@@ -71,13 +71,15 @@ class Generation:
         draft_tokens = 0 if self._speculation is None else self._speculation.draft_tokens
         self._scheduler = Scheduler(
             self._attention.pages,
-            num_pages=self._attention.cache.num_pages,
-            page_size=self._attention.cache.page_size,
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=self._attention.max_seq_len,
-            vocab_size=vocab_size,
-            draft_tokens=draft_tokens,
+            ScheduleLimits(
+                num_pages=self._attention.cache.num_pages,
+                page_size=self._attention.cache.page_size,
+                max_num_reqs=max_num_reqs,
+                max_num_tokens=max_num_tokens,
+                max_seq_len=self._attention.max_seq_len,
+                vocab_size=vocab_size,
+                draft_tokens=draft_tokens,
+            ),
         )
         self._runs_ahead = (self._device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead
         self._inputs = StepInputs(max_num_tokens, max_num_reqs, self._device)

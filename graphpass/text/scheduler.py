@@ -23,7 +23,7 @@ from graphpass.checks import is_integer, positive
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
 from graphpass.text.request import Ints, Request
 
-__all__ = ["Guess", "PageSource", "Scheduler", "StepPlan", "check_budget"]
+__all__ = ["Guess", "PageSource", "ScheduleLimits", "Scheduler", "StepPlan", "check_budget"]
 
 Flags = npt.NDArray[np.bool_]
 
@@ -86,11 +86,11 @@ class StepPlan:
     same_rows: bool
 
 
-class Scheduler:
-    """Plans steps until every request has all its tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleLimits:
+    """Limits of a :class:`Scheduler`.
 
-    Args:
-        pages: allocates pages; other users may allocate from it too.
+    Attributes:
         num_pages: number of pages when all are free.
         page_size: tokens per page.
         max_num_reqs: most requests that run at once.
@@ -104,35 +104,37 @@ class Scheduler:
         OptionError: a limit is below 1, or ``max_num_tokens`` is too small.
     """
 
-    def __init__(
-        self,
-        pages: PageSource,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_seq_len: int,
-        vocab_size: int | None = None,
-        draft_tokens: int = 0,
-    ) -> None:
-        num_pages = positive(num_pages, "num_pages of a schedule")
-        page_size = positive(page_size, "page_size of a schedule")
-        max_num_reqs = positive(max_num_reqs, "max_num_reqs of a schedule")
-        max_num_tokens = positive(max_num_tokens, "max_num_tokens of a schedule")
-        max_seq_len = positive(max_seq_len, "max_seq_len of a schedule")
-        check_budget(max_num_reqs, max_num_tokens, draft_tokens)
-        self._source = pages
-        self._num_pages, self._page_size = num_pages, page_size
-        self._max_num_tokens, self._max_seq_len = max_num_tokens, max_seq_len
-        self._vocab_size, self._draft_tokens = vocab_size, draft_tokens
+    num_pages: int
+    page_size: int
+    max_num_reqs: int
+    max_num_tokens: int
+    max_seq_len: int
+    vocab_size: int | None = None
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "max_num_reqs", "max_num_tokens", "max_seq_len"):
+            positive(getattr(self, name), f"{name} of a schedule")
+        check_budget(self.max_num_reqs, self.max_num_tokens, self.draft_tokens)
+
+
+class Scheduler:
+    """Plans steps until every request has all its tokens.
+
+    Args:
+        pages: allocates pages; other users may allocate from it too.
+        limits: sizes of the cache, of a step and of a request.
+    """
+
+    def __init__(self, pages: PageSource, limits: ScheduleLimits) -> None:
+        self._source, self._limits = pages, limits
         self._waiting: deque[Request] = deque()
         self._slot_of: dict[Request, int] = {}  # in the order of admission
         self._pages_of: dict[Request, list[int]] = {}
-        self._free_slots = list(range(max_num_reqs))[::-1]
-        self._computed, self._prompt, self._new, self._limit = np.zeros((4, max_num_reqs), dtype=np.int64)
-        most_pages = -(-max_seq_len // page_size)
-        self._block_tables = np.zeros((max_num_reqs, most_pages), dtype=np.int32)
+        self._free_slots = list(range(limits.max_num_reqs))[::-1]
+        self._computed, self._prompt, self._new, self._limit = np.zeros((4, limits.max_num_reqs), dtype=np.int64)
+        most_pages = -(-limits.max_seq_len // limits.page_size)
+        self._block_tables = np.zeros((limits.max_num_reqs, most_pages), dtype=np.int32)
         self._running: list[Request] = []
         self._slots: Ints = np.zeros(0, dtype=np.int64)
         self._rows_changed = False
@@ -147,24 +149,24 @@ class Scheduler:
             ShapeError: the request is longer than ``max_seq_len``, or needs more pages than the cache has.
             OptionError: a token of its prompt is not in the vocabulary.
         """
-        if self._vocab_size is not None and request.prompt.max() >= self._vocab_size:
+        if self._limits.vocab_size is not None and request.prompt.max() >= self._limits.vocab_size:
             raise OptionError(
                 f"{request.name} contains a token that is not in the model's vocabulary",
-                expected=f"token ids below {self._vocab_size}",
+                expected=f"token ids below {self._limits.vocab_size}",
                 found=str(request.prompt.max()),
                 remedy="use the tokenizer of this model",
             )
-        if request.max_length > self._max_seq_len:
+        if request.max_length > self._limits.max_seq_len:
             raise ShapeError(
                 f"{request.name} is too long",
-                expected=f"at most {self._max_seq_len} tokens (max_seq_len), prompt and new tokens together",
+                expected=f"at most {self._limits.max_seq_len} tokens (max_seq_len), prompt and new tokens together",
                 found=f"{len(request.prompt)} + {request.max_new_tokens}",
                 remedy="shorten the prompt, lower max_new_tokens, or create the model with a larger max_seq_len",
             )
-        if self._pages_needed(request) > self._num_pages:
+        if self._pages_needed(request) > self._limits.num_pages:
             raise ShapeError(
                 f"{request.name} needs more pages than the KV cache has",
-                expected=f"at most {self._num_pages} pages (num_pages) of {self._page_size} tokens",
+                expected=f"at most {self._limits.num_pages} pages (num_pages) of {self._limits.page_size} tokens",
                 found=f"{self._pages_needed(request)} pages for {request.max_length} tokens",
                 remedy="create the model with more pages, or lower max_new_tokens",
             )
@@ -244,7 +246,7 @@ class Scheduler:
             self._rows_changed = True
         # If every row has one token, the plan has all running requests, because max_num_tokens >= max_num_reqs.
         repeats = plan.uniform_decode and plan.samples.all() and not self._rows_changed
-        self._decode = plan if repeats and not self._draft_tokens else None
+        self._decode = plan if repeats and not self._limits.draft_tokens else None
         return plan
 
     def accept(self, request: Request, num_drafts: int) -> None:
@@ -259,7 +261,7 @@ class Scheduler:
         self._new[slot] += num_drafts
 
     def _pages_needed(self, request: Request) -> int:
-        return -(-request.max_length // self._page_size)
+        return -(-request.max_length // self._limits.page_size)
 
     def _admit(self) -> None:
         while self._waiting and self._free_slots:
@@ -272,7 +274,7 @@ class Scheduler:
             raise OutOfPagesError(
                 f"{self._waiting[0].name} waits for pages, but no request runs that could free them",
                 expected=f"{self._pages_needed(self._waiting[0])} free pages when no request runs",
-                found=f"{self._source.num_free} of {self._num_pages}",
+                found=f"{self._source.num_free} of {self._limits.num_pages}",
                 remedy="finish or close the other users of this manager's KV cache",
             )
 
@@ -319,7 +321,7 @@ class Scheduler:
         decodes = left <= 0
         drafts = np.zeros(len(left), dtype=np.int64) if guess is None else self._guessed(decodes, guess)
         wanted = np.where(decodes, 0, left)
-        budget = self._max_num_tokens - int(decodes.sum() + drafts.sum())
+        budget = self._limits.max_num_tokens - int(decodes.sum() + drafts.sum())
         granted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
         query_lens = np.where(decodes, 1 + drafts, granted)
         rows = np.flatnonzero(query_lens)
@@ -328,7 +330,7 @@ class Scheduler:
         samples = self._computed[slots] >= self._prompt[slots]
         self._new[slots] += samples
         seq_lens = self._computed[slots] + drafts
-        uniform = 1 + self._draft_tokens
+        uniform = 1 + self._limits.draft_tokens
         if fill and query_lens.max() <= uniform <= seq_lens.min():
             query_lens = np.full(len(rows), uniform)
         return StepPlan(
@@ -348,7 +350,7 @@ class Scheduler:
 
     def _guessed(self, decodes: Flags, guess: Guess) -> Ints:
         """Number of drafts per running request: fewer than its tokens to come, since one new token is certain."""
-        most = np.minimum(self._draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
+        most = np.minimum(self._limits.draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
         drafts = np.zeros(len(decodes), dtype=np.int64)
         for row in np.flatnonzero(decodes & (most > 0)).tolist():
             drafts[row] = guess(self._running[row], int(most[row]))

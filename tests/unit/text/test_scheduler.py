@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
 from graphpass.text.request import Request
-from graphpass.text.scheduler import Scheduler, StepPlan
+from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
 
 PAGE_SIZE, VOCABULARY = 4, 50
 
@@ -40,12 +40,14 @@ class CheckedPages:
 def make_scheduler(num_pages: int = 16, *, reqs: int = 3, tokens: int = 8, length: int = 24) -> Scheduler:
     return Scheduler(
         CheckedPages(num_pages),
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        max_num_reqs=reqs,
-        max_num_tokens=tokens,
-        max_seq_len=length,
-        vocab_size=VOCABULARY,
+        ScheduleLimits(
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            max_num_reqs=reqs,
+            max_num_tokens=tokens,
+            max_seq_len=length,
+            vocab_size=VOCABULARY,
+        ),
     )
 
 
@@ -169,7 +171,9 @@ def test_requests_are_taken_out_wherever_they_are() -> None:
 def test_waiting_for_foreign_pages_is_an_error() -> None:
     pages = CheckedPages(4)
     pages.allocate(3)
-    scheduler = Scheduler(pages, num_pages=4, page_size=4, max_num_reqs=1, max_num_tokens=4, max_seq_len=16)
+    scheduler = Scheduler(
+        pages, ScheduleLimits(num_pages=4, page_size=4, max_num_reqs=1, max_num_tokens=4, max_seq_len=16)
+    )
     scheduler.add(make_request("request 0", 4, 4))
     with pytest.raises(OutOfPagesError, match="request 0 waits for pages") as caught:
         scheduler.plan()
@@ -275,11 +279,13 @@ class Model:
         self.pages = CheckedPages(num_pages)
         self.scheduler = Scheduler(
             self.pages,
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            max_num_reqs=reqs,
-            max_num_tokens=tokens,
-            max_seq_len=24,
+            ScheduleLimits(
+                num_pages=num_pages,
+                page_size=PAGE_SIZE,
+                max_num_reqs=reqs,
+                max_num_tokens=tokens,
+                max_seq_len=24,
+            ),
         )
         self.limits = (reqs, tokens)
         self.arrivals = arrivals

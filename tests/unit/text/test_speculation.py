@@ -22,7 +22,7 @@ from graphpass.engine.batch import Batch
 from graphpass.errors import OptionError
 from graphpass.text.generation import Generation
 from graphpass.text.request import Ints, Request
-from graphpass.text.scheduler import Scheduler, StepPlan
+from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
 from tests.unit.text.generated import generate
 from tests.unit.text.test_generation import (
     MAX_LENGTH,
@@ -368,7 +368,7 @@ def test_steps_with_drafts_do_not_run_ahead() -> None:
 def test_the_budget_holds_all_drafts(draft_tokens: Any, words: str) -> None:
     sizes = {"num_pages": 4, "page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
     with pytest.raises(OptionError, match=words):
-        Scheduler(CheckedPages(4), **sizes, draft_tokens=draft_tokens)
+        ScheduleLimits(**sizes, draft_tokens=draft_tokens)
 
 
 # -- the scheduler's part --------------------------------------------------------------------------------------------
@@ -386,12 +386,14 @@ def test_plans_with_drafts(
     """No row is longer than it may be, positions follow what was accepted, and full rows are uniform decodes."""
     scheduler = Scheduler(
         CheckedPages(40),
-        num_pages=40,
-        page_size=4,
-        max_num_reqs=4,
-        max_num_tokens=4 * (1 + draft_tokens),
-        max_seq_len=36,
-        draft_tokens=draft_tokens,
+        ScheduleLimits(
+            num_pages=40,
+            page_size=4,
+            max_num_reqs=4,
+            max_num_tokens=4 * (1 + draft_tokens),
+            max_seq_len=36,
+            draft_tokens=draft_tokens,
+        ),
     )
     known = {}
     for index, (num_prompt, max_new) in enumerate(prompts):
