@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.entry import GraphEntry
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.regioncalls import Observed, RegionCalls
@@ -139,31 +140,27 @@ class EagerRun:
     @classmethod
     def of(
         cls,
-        name: str,
+        entry: GraphEntry,
         runnable: Callable[..., Any],
         leaves: Sequence[Any],
-        spec: Any,
-        *,
-        written: Sequence[int],
-        names: Mapping[int, str],
         context: ForwardContext,
         device: torch.device,
     ) -> EagerRun:
-        """Run ``runnable`` on copies, and leave the random number generators as they are.
+        """Run the region of ``entry`` on copies of ``leaves``, and leave the random number generators as they are.
 
         Raises:
             MismatchError: a compiled region does not return what it returns as it was traced.
         """
-        key = f"{context.runtime_mode} {context.batch_descriptor}"
+        name, key, written = str(entry.region), f"{context.runtime_mode} {context.batch_descriptor}", entry.written
         touched = {storage_id(leaves[position]) for position in written}
         copies = clone_pool_tensors(leaves, touched - {0})
         inside = RegionCalls(_plainly, observed=[], before=_CompilerCheck(key, device))
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         with restoring([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
-            args, kwargs = trees.unflatten(copies, spec)
+            args, kwargs = trees.unflatten(copies, entry.spec)
             outputs = trees.flatten(inside.call(name, runnable, args, kwargs))[0]
         assert inside.observed is not None
-        return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), names, tuple(written))
+        return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), entry.plan.checks.names, written)
 
     def compare(self, outputs: Sequence[Any], leaves: Sequence[Any], observed: Sequence[Observed]) -> None:
         """Compare with what a replay returned and left.

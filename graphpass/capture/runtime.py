@@ -155,13 +155,7 @@ class GraphRuntime:
     def report(self) -> Report:
         """Regions with their reasons, keys with their counts, notes, bytes; ``print`` it."""
         return report_of(
-            self.callables(),
-            self.counts(),
-            self._notes,
-            self.traffic,
-            pool_bytes=self.pool_bytes(),
-            buffer_bytes=self.buffer_bytes(),
-            suggested_sizes=self.suggested_sizes(),
+            self.callables(), self.counts(), self._notes, self.traffic, self.stats(), self.suggested_sizes()
         )
 
     def close(self) -> None:

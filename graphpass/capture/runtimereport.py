@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from graphpass.capture.records import CallableRecord, CallTraffic, Counts, RegionId, RegionReason, RegionRecord
+from graphpass.capture.records import (
+    CallableRecord,
+    CallTraffic,
+    Counts,
+    RegionId,
+    RegionReason,
+    RegionRecord,
+    RuntimeStats,
+)
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Report, Table
@@ -22,9 +30,7 @@ def report_of(
     counts: Mapping[tuple[str, CUDAGraphMode, BatchDescriptor], Counts],
     notes: Mapping[str, int],
     traffic: CallTraffic,
-    *,
-    pool_bytes: int,
-    buffer_bytes: int,
+    stats: RuntimeStats,
     suggested_sizes: Sequence[int],
 ) -> Report:
     """Tables of regions, padding, keys, calls, notes, and memory with suggested sizes, in this order."""
@@ -54,7 +60,7 @@ def report_of(
     memory = Table(
         "Memory and sizes",
         ("pool bytes", "buffer bytes", "suggested capture sizes"),
-        ((str(pool_bytes), str(buffer_bytes), sizes),),
+        ((str(stats.pool_bytes), str(stats.buffer_bytes), sizes),),
     )
     noted = Table("Notes", ("times", "what"), tuple((str(times), text) for text, times in notes.items()))
     return Report((regions, padding, keys, traffic.table(), noted, memory))

@@ -254,16 +254,8 @@ class CUDAGraphWrapper:
         return entry.build_result(outputs)
 
     def _run_eagerly(self, context: ForwardContext, entry: GraphEntry, leaves: Sequence[Any]) -> EagerRun:
-        return EagerRun.of(
-            self.name,
-            self._runnable,
-            leaves,
-            entry.spec,
-            written=entry.written,
-            names=entry.plan.checks.names,
-            context=context,
-            device=self._runtime.lease.device_for(leaves).device,
-        )
+        device = self._runtime.lease.device_for(leaves).device
+        return EagerRun.of(entry, self._runnable, leaves, context, device)
 
     def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
         """The entry that serves these arguments; None if one must be captured."""

@@ -146,9 +146,7 @@ def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    query_bounds: torch.Tensor,
-    key_starts: torch.Tensor,
-    key_lengths: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     max_query_len: int,
     *,
     scale: float,
@@ -162,17 +160,18 @@ def flash_attention(
         query: [tokens, heads, head_dim], half precision, on a GPU.
         key: like ``query``.
         value: like ``query``.
-        query_bounds: row of each sequence's first query, and the end of the last sequence, int32 [sequences + 1].
-        key_starts: row of each sequence's first key, int32 [sequences + 1]; the last entry is not used.
-        key_lengths: number of keys of each sequence, int32 [sequences].
+        bounds: the row of each sequence's first query and the end of the last sequence, int32 [sequences + 1]; the row
+            of each sequence's first key, int32 [sequences + 1], whose last entry is not used; the number of keys of
+            each sequence, int32 [sequences].
         max_query_len: upper bound on the queries of a sequence.
         scale: factor of the scores.
 
     Returns:
         Shaped like ``query``.
     """
-    bounds = (query_bounds, key_starts, max_query_len, key.shape[0])
+    query_bounds, key_starts, key_lengths = bounds
+    limits = (max_query_len, key.shape[0])
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, *bounds, 0.0, False, False, scale=scale, seqused_k=key_lengths
+        query, key, value, query_bounds, key_starts, *limits, 0.0, False, False, scale=scale, seqused_k=key_lengths
     )[0]
     return attended

@@ -54,8 +54,16 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def flash_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flash_attention(*tensors: torch.Tensor, scale: float) -> torch.Tensor:
-        attended: torch.Tensor = attend_in_pieces(*tensors, scale)
+    def flash_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        max_query_len: int,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        attended: torch.Tensor = attend_in_pieces(query, key, value, *bounds, max_query_len, scale)
         return attended
 
     monkeypatch.setattr(att, "why_not_flash", lambda *_: None)
