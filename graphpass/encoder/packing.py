@@ -140,12 +140,11 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
         The batches in the order of item sizes, then an eager batch for each item that is too large for every rung.
     """
     peaks = _or_none(peaks, sizes)
-    fitting, unfit = _in_order(sizes, peaks, table)
-    ordered, ordered_peaks = sizes[:, fitting], peaks[:, fitting]
-    ends = greedy_ends(table.farthest(ordered, ordered_peaks))
-    smallest = table.smallest(*totals(ordered, ordered_peaks, ends)).tolist()
-    batches = [PlannedBatch(items, rung) for items, rung in zip(_groups(fitting, ends), smallest, strict=True)]
-    return batches + [PlannedBatch((item,), None) for item in unfit.tolist()]
+    ordered = _Ordered.of(sizes, peaks, table)
+    ends = greedy_ends(table.farthest(ordered.sizes, ordered.peaks))
+    smallest = table.smallest(*totals(ordered.sizes, ordered.peaks, ends)).tolist()
+    batches = [PlannedBatch(items, rung) for items, rung in zip(_groups(ordered.items, ends), smallest, strict=True)]
+    return batches + [PlannedBatch((item,), None) for item in ordered.unfit.tolist()]
 
 
 def plan_cheaply(
@@ -167,15 +166,14 @@ def plan_cheaply(
         costs, chosen = table.cheapest(sizes, peaks)
         replays = chosen[0] != NO_RUNG and costs[0] <= eager(sizes[0])[0]
         return [PlannedBatch((0,), int(chosen[0]) if replays else None)]
-    fitting, unfit = _in_order(sizes, peaks, table)
-    ordered, ordered_peaks = sizes[:, fitting], peaks[:, fitting]
+    ordered = _Ordered.of(sizes, peaks, table)
     calls = _EagerCalls(sizes[0], eager, max_eager_tokens)
     cuts = (
-        cheapest_cuts(ordered, ordered_peaks, table, calls.costs, max_eager_tokens),
-        greedy_ends(table.farthest(ordered, ordered_peaks)),
+        cheapest_cuts(ordered.sizes, ordered.peaks, table, calls.costs, max_eager_tokens),
+        greedy_ends(table.farthest(ordered.sizes, ordered.peaks)),
     )
-    plans = [_priced(fitting, unfit, ordered, ordered_peaks, ends, table, calls) for ends in cuts]
-    plans.append(calls.plan(np.concatenate((fitting, unfit))))
+    plans = [_priced(ordered, ends, table, calls) for ends in cuts]
+    plans.append(calls.plan(np.concatenate((ordered.items, ordered.unfit))))
     return min(plans, key=lambda plan: plan.cost).batches()
 
 
@@ -206,20 +204,34 @@ class _Plan:
         return list(map(PlannedBatch, _groups(self.items, self.ends), rungs))
 
 
-def _priced(
-    items: npt.NDArray[np.intp],
-    unfit: npt.NDArray[np.intp],
-    sizes: Sizes,
-    peaks: Sizes,
-    ends: npt.NDArray[np.int64],
-    table: RungTable,
-    calls: _EagerCalls,
-) -> _Plan:
-    """The plan of the batches of ``items`` that end at ``ends``, each as the cheaper of replay and eager call.
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """Items sorted by size.
 
-    ``unfit`` items, which are too large for every rung, run eagerly.
+    Attributes:
+        items: indices of the items that fit a rung.
+        unfit: indices of the items that are too large for every rung; they run eagerly.
+        sizes: [dimension, item] of ``items``, in their order.
+        peaks: the same.
     """
-    sums, highest = totals(sizes, peaks, ends)
+
+    items: npt.NDArray[np.intp]
+    unfit: npt.NDArray[np.intp]
+    sizes: Sizes
+    peaks: Sizes
+
+    @classmethod
+    def of(cls, sizes: Sizes, peaks: Sizes, table: RungTable) -> _Ordered:
+        order = np.argsort(sizes[0], kind="stable")
+        fits = (table.smallest(sizes, peaks) != NO_RUNG)[order]
+        items = order[fits]
+        return cls(items, order[~fits], sizes[:, items], peaks[:, items])
+
+
+def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, calls: _EagerCalls) -> _Plan:
+    """The plan of the batches of items that end at ``ends``, each as the cheaper of replay and eager call."""
+    items, unfit = ordered.items, ordered.unfit
+    sums, highest = totals(ordered.sizes, ordered.peaks, ends)
     costs, rungs = table.cheapest(sums, highest)
     replays = costs <= calls.costs(sums[0])
     lengths = np.diff(ends, prepend=0)
@@ -286,13 +298,6 @@ def _tokens_of(batches: Sequence[PlannedBatch], tokens: npt.NDArray[np.int64]) -
     items = list(itertools.chain.from_iterable([batch.items for batch in batches]))
     ends = np.cumsum([len(batch.items) for batch in batches], dtype=np.int64)
     return cast("list[int]", _sums(tokens[items], ends).tolist())
-
-
-def _in_order(sizes: Sizes, peaks: Sizes, table: RungTable) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Indices of the items that fit a rung, and of the items that fit none, both sorted by size."""
-    order = np.argsort(sizes[0], kind="stable")
-    fits = (table.smallest(sizes, peaks) != NO_RUNG)[order]
-    return order[fits], order[~fits]
 
 
 def _groups(order: npt.NDArray[np.intp], ends: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
