@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,10 +35,35 @@ from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput, layout_inputs
 
-__all__ = ["GraphedCallable"]
+__all__ = ["CompiledGraph", "GraphedCallable"]
 
 _log = logging.getLogger("graphpass")
 _RUNS_BEFORE_ADVICE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """A graph that was partitioned and compiled.
+
+    Attributes:
+        name: the callable's name in its runtime.
+        partition: regions and stitched code.
+        compiled: region name -> compiled region, for the captured ones.
+        traces: region name -> its aten graph, for proofs.
+        taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
+        ends_early: why the graph ends before the model does (a graph break), or None.
+        returns_flat: whether the graph returns a tuple or list of values that are not containers.
+        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
+    """
+
+    name: str
+    partition: Partition
+    compiled: Mapping[str, CompiledRegion]
+    traces: Mapping[str, RegionTrace]
+    taken: Sequence[int]
+    ends_early: str | None
+    returns_flat: bool
+    side_effects: tuple[sideeffects.SideEffect, ...]
 
 
 class GraphedCallable:
@@ -48,46 +73,31 @@ class GraphedCallable:
     of wrapper that the context's runtime mode names captures or replays; the other kind calls through.
 
     Args:
-        name: the callable's name in its runtime.
-        partition: regions and stitched code.
-        compiled: region name -> compiled region, for the captured ones.
+        graph: the graph.
         runtime: owner of graphs and statistics.
         settings: the backend's options.
-        ends_early: why the graph ends before the model does (a graph break), or None.
-        returns_flat: whether the graph returns a tuple or list of values that are not containers.
-        taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
-        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
-        traces: region name -> its aten graph, for proofs.
         auto: sizes and rules of the graph's own dispatcher; None if only a forward context dispatches.
     """
 
     def __init__(
         self,
-        name: str,
-        partition: Partition,
-        compiled: Mapping[str, CompiledRegion],
+        graph: CompiledGraph,
         runtime: GraphRuntime,
         settings: Settings,
-        *,
-        taken: Sequence[int],
-        ends_early: str | None,
-        returns_flat: bool,
-        side_effects: tuple[sideeffects.SideEffect, ...],
-        traces: Mapping[str, RegionTrace],
         auto: tuple[GraphSizes, AutoRules] | None,
     ) -> None:
-        self.name = name
-        self.side_effects = side_effects
-        self.traces = traces
-        self.ends_early = ends_early
-        self.returns_flat = returns_flat
-        self.partition = partition
+        self.name = name = graph.name
+        self.side_effects = graph.side_effects
+        self.traces = graph.traces
+        self.ends_early = graph.ends_early
+        self.returns_flat = graph.returns_flat
+        self.partition = partition = graph.partition
         self.runtime = runtime
-        self._taken = tuple(taken)
+        self._taken = tuple(graph.taken)
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
-        self._compiled = dict(compiled)
-        self._callees = _wrapped_regions(name, partition, compiled, runtime, settings.policy)
+        self._compiled = dict(graph.compiled)
+        self._callees = _wrapped_regions(name, partition, graph.compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
         self._staged = tuple(

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from cgpass.autorules import dispatched
-from cgpass.callable import GraphedCallable
+from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keysizes import KeySizes
 from cgpass.recorded import padding_rows, region_records, size_records
 from cgpass.retraces import Retraces, TraceKey
@@ -107,19 +107,17 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
         )
     )
     _note_problems(name, sizes, runtime)
-    made = GraphedCallable(
-        name,
-        parts,
-        compiled.by_name,
-        runtime,
-        settings,
+    graph = CompiledGraph(
+        name=name,
+        partition=parts,
+        compiled=compiled.by_name,
+        traces=traces,
         taken=traced.taken,
         ends_early=traced.ends_early,
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,
-        traces=traces,
-        auto=auto,
     )
+    made = GraphedCallable(graph, runtime, settings, auto)
     retraces.add(traced.key, made)
     return made
 
