@@ -19,6 +19,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 400, 300, 60
 MAX_TEST_LINES = 500
+MAX_ARGUMENTS = 6
+# Their callers fix these signatures: transformers calls attention functions, torch calls the implementations of ops.
+FOREIGN_SIGNATURES = {
+    "graphpass/encoder/adapters/patches.py::_product",
+    "graphpass/encoder/attention.py::_equal_of_layer",
+    "graphpass/encoder/attention.py::_packed_of_layer",
+    "graphpass/text/paged/huggingface.py::_hugging_face_attention",
+    "graphpass/text/paged/op.py::_paged_attention",
+}
 # Public API of named tuples in spite of the underscore.
 TUPLE_METHODS = {"_asdict", "_fields", "_make", "_replace"}
 # Torch's own, also where a class of ours has a field of that name.
@@ -270,6 +279,24 @@ def nodes_too_long(source: Path) -> dict[str, int]:
     return found
 
 
+def arguments_of(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, int]]:
+    """For each function its qualified name, and the number of arguments that a caller cannot leave to their names.
+
+    These are the positional arguments without ``self`` or ``cls``, and the keyword-only arguments without default.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{inside}.{node.name}" if inside else node.name
+            if not isinstance(node, ast.ClassDef):
+                is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+                of_object = isinstance(tree, ast.ClassDef) and not is_static
+                required = sum(default is None for default in node.args.kw_defaults)
+                yield name, len(node.args.posonlyargs) + len(node.args.args) - of_object + required
+            yield from arguments_of(node, name)
+        else:
+            yield from arguments_of(node, inside)
+
+
 def names_made(tree: ast.Module) -> Iterator[str]:
     """Names that the module defines: functions, classes, variables, fields, attributes it assigns, slots."""
     for node in ast.walk(tree):
@@ -382,6 +409,24 @@ def test_a_file_is_finished(source: Path) -> None:
 
 def test_files_classes_and_functions_are_short() -> None:
     assert {name: lines for source in SOURCES for name, lines in nodes_too_long(source).items()} == {}
+
+
+def test_functions_have_few_arguments() -> None:
+    """More than six arguments are a record. Optional keyword-only arguments do not count: a call names what it sets."""
+    counts = {f"{name_of(s)}::{name}": count for s in SOURCES for name, count in arguments_of(parsed(s))}
+    assert {name for name, count in counts.items() if count > MAX_ARGUMENTS} == FOREIGN_SIGNATURES
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("def f(a, /, b, c=1, *args, d, e=2, **kwargs): ...", {"f": 4}),
+        ("class C:\n    def f(self, a): ...\n    @staticmethod\n    def g(a): ...", {"C.f": 1, "C.g": 1}),
+        ("if True:\n    def f(a):\n        def g(b, c): ...", {"f": 1, "f.g": 2}),
+    ],
+)
+def test_arguments_are_counted(text: str, counts: dict[str, int]) -> None:
+    assert dict(arguments_of(ast.parse(text))) == counts
 
 
 def test_each_guarantee_is_linked_to_tests_that_exist() -> None:
