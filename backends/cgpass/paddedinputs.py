@@ -16,8 +16,7 @@ import torch
 
 from cgpass.graphsizes import Expression, InputLayout, Sizes, symbols_in, value_at
 from graphpass.compat import memory
-from graphpass.errors import ShapeError
-from graphpass.padrules import PadRule
+from graphpass.padrules import PaddingParts, PadRule, fill_by_function, fill_parts, padding_parts
 
 __all__ = ["PaddedInput", "PaddedMemory", "dense_strides", "layout_numbers"]
 
@@ -40,28 +39,21 @@ class PaddedInput:
     rule: PadRule
     is_written: bool
     _rows: tuple[int, torch.Tensor] | None
-    _rests: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
+    _parts: PaddingParts
 
     @classmethod
     def of(
         cls, position: int, buffer: torch.Tensor, real_shape: Sequence[int], rule: PadRule, *, is_written: bool
     ) -> PaddedInput:
         """A padded input in ``buffer``, whose entries beyond ``real_shape`` are padding."""
-        dims = [dim for dim, size in enumerate(real_shape) if size != buffer.shape[dim]]
-        real = _narrowed(buffer, dims, real_shape)
-        rows = None
-        rests: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        if rule == "repeat" and len(dims) == 1:
-            last = real_shape[dims[0]] - 1
-            index = torch.arange(buffer.shape[dims[0]], device=buffer.device).clamp_(max=last)
-            rows = (dims[0], index)
-        elif not callable(rule):
-            for number, dim in enumerate(dims):  # dimension by dimension; each step covers the entries filled so far
-                part = _narrowed(buffer, dims[number + 1 :] if rule == "repeat" else (), real_shape)
-                rest = part.narrow(dim, real_shape[dim], buffer.shape[dim] - real_shape[dim])
-                last_slice = part.narrow(dim, real_shape[dim] - 1, 1).expand_as(rest) if rule == "repeat" else None
-                rests.append((rest, last_slice))
-        return cls(position, buffer, real, rule, is_written, rows, tuple(rests))
+        real, rows = buffer, None
+        real_sizes = {dim: size for dim, size in enumerate(real_shape) if size != buffer.shape[dim]}
+        for dim, size in real_sizes.items():
+            real = real.narrow(dim, 0, size)
+            if rule == "repeat" and len(real_sizes) == 1:
+                rows = (dim, torch.arange(buffer.shape[dim], device=buffer.device).clamp_(max=size - 1))
+        parts = () if callable(rule) else padding_parts(buffer, real_sizes, rule)
+        return cls(position, buffer, real, rule, is_written, rows, parts)
 
     def fill(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the real part, and fill the padding.
@@ -69,39 +61,13 @@ class PaddedInput:
         Raises:
             ShapeError: a padding function returned another shape.
         """
-        if self._rows is not None:
+        if self._rows is not None:  # real part and padding in one launch
             torch.index_select(value, *self._rows, out=self.buffer)
         elif callable(self.rule):
-            self.buffer.copy_(self._padded_by_function(value))
+            fill_by_function(self.buffer, value, self.rule, name=f"input {self.position}")
         else:
             self.real.copy_(value)
-            self.fill_padding()
-
-    def fill_padding(self) -> None:
-        """Fill the padding by the rule, from the entries of the real part."""
-        for rest, last_slice in self._rests:
-            if last_slice is None:
-                rest.fill_(self.rule)  # type: ignore[arg-type]
-            else:
-                rest.copy_(last_slice)
-
-    def _padded_by_function(self, value: torch.Tensor) -> torch.Tensor:
-        assert callable(self.rule)
-        padded = self.rule(value, tuple(self.buffer.shape))
-        if not isinstance(padded, torch.Tensor) or padded.shape != self.buffer.shape:
-            raise ShapeError(
-                "a padding function returned another shape",
-                expected=str(tuple(self.buffer.shape)),
-                found=str(tuple(padded.shape)) if isinstance(padded, torch.Tensor) else repr(padded),
-                remedy="return a tensor of the padded shape that it is called with",
-            )
-        return padded
-
-
-def _narrowed(buffer: torch.Tensor, dims: Sequence[int], real_shape: Sequence[int]) -> torch.Tensor:
-    for dim in dims:
-        buffer = buffer.narrow(dim, 0, real_shape[dim])
-    return buffer
+            fill_parts(self._parts)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 from graphpass.capture.layout import storage_id
 from graphpass.compat import memory
 from graphpass.errors import ShapeError
-from graphpass.padrules import PadRule
+from graphpass.padrules import PadRule, fill_by_function, fill_parts, padding_parts
 
 __all__ = ["PaddedBuffer", "PaddedBuffers", "by_tensor", "versions_of", "written_since"]
 
@@ -79,32 +79,11 @@ class PaddedBuffer:
         Raises:
             ShapeError: a padding function returned another shape.
         """
-        if self.rule is None or all(self.tensor.shape[dim] == sizes[field] for dim, field in self.dims.items()):
-            return
-        if callable(self.rule):
-            padded = self.rule(self.real(sizes), tuple(self.tensor.shape))
-            if padded.shape != self.tensor.shape:
-                raise ShapeError(
-                    f"the padding function of input {self.name!r} returned another shape",
-                    expected=str(tuple(self.tensor.shape)),
-                    found=str(tuple(padded.shape)),
-                    remedy="return a tensor of the shape in the function's second argument",
-                )
-            self.tensor.copy_(padded)
-            return
-        inside = self.tensor
-        for dim, field in self.dims.items():
-            real, padded_size = sizes[field], self.tensor.shape[dim]
-            if real == padded_size:
-                continue
-            rest = inside.narrow(dim, real, padded_size - real)
-            if self.rule != "repeat":
-                rest.fill_(self.rule)
-                inside = inside.narrow(dim, 0, real)
-            elif real:
-                rest.copy_(inside.narrow(dim, real - 1, 1).expand_as(rest))
-            else:
-                rest.zero_()
+        real_sizes = {dim: sizes[field] for dim, field in self.dims.items()}
+        if not callable(self.rule):
+            fill_parts(() if self.rule is None else padding_parts(self.tensor, real_sizes, self.rule))
+        elif any(self.tensor.shape[dim] != size for dim, size in real_sizes.items()):
+            fill_by_function(self.tensor, self.real(sizes), self.rule, name=f"input {self.name!r}")
 
 
 class PaddedBuffers:
