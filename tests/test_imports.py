@@ -86,7 +86,7 @@ def test_type_checkers_see_what_is_loaded_lazily() -> None:
     assert sorted(graphpass._MODULE_OF) == sorted(graphpass.__all__)
 
 
-def test_submodules_load_when_first_asked_for() -> None:
+def test_submodules_load_at_first_use() -> None:
     modules = loaded_by("import graphpass; graphpass.errors.CaptureError")
     assert own(modules) == ["graphpass", "graphpass.errors"]
 

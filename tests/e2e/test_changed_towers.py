@@ -57,7 +57,7 @@ def with_own_attention(attention: Any) -> type[torch.nn.Module]:
 
 
 @GRIDS
-def test_attention_of_its_own_is_told_the_bounds_of_sequences(stock: Tower) -> None:
+def test_custom_attention_receives_the_bounds_of_sequences(stock: Tower) -> None:
     tower = stock.build(CPU)
     for block in tower.blocks:
         block.attn.__class__ = with_own_attention(block.attn)

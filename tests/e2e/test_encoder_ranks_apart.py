@@ -134,7 +134,7 @@ def test_a_rank_that_fails_leaves_none_waiting_and_none_wrong(tmp_path: Path) ->
         assert_same(result, expected)
 
 
-def test_ranks_with_other_items_are_told(tmp_path: Path) -> None:
+def test_ranks_with_other_items_encode_alone_and_report_it(tmp_path: Path) -> None:
     expected = toy.one_by_one(toy.ToyEncoder(), toy.images((8,) * NUM_RANKS))
     for text, result in by_rank(tmp_path, given_other_items):
         assert "the ranks encode other items" in text

@@ -244,7 +244,7 @@ def test_layers_of_one_structure_are_compiled_once(name: str) -> None:
         assert runtime.compiled() == 3
 
 
-def test_the_mask_is_found_to_share_the_declared_dimensions() -> None:
+def test_the_mask_shares_the_declared_dimensions() -> None:
     """Stock models gather the mask by row and column, so nothing in the graph says that it has the tokens' shape."""
     stock = STOCK["bert"]
     model = stock.build(CPU, 1)

@@ -66,7 +66,7 @@ def test_photographs(stock: Tower, counts: Sequence[int]) -> None:
 
 
 @EACH_TOWER
-def test_what_the_processor_returns_is_taken_as_it_is(stock: Tower) -> None:
+def test_the_output_of_the_processor_is_accepted_unchanged(stock: Tower) -> None:
     """Its own mapping, which is no dict."""
     tower = stock.build(CPU, **CONFIGS[stock.family])
     manager, processor = captured(stock, tower), processor_of(stock, tower, max_pixels=128 * 128)

@@ -121,7 +121,7 @@ def test_compare_names_the_region(cuda: torch.device, compiler: str, mode: Any) 
             call(fast, x, mode=mode)
 
 
-def test_a_view_that_is_held_is_named_and_overwritten(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_view_that_is_alive_is_reported_and_overwritten(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with gp.GraphRuntime() as runtime, caplog.at_level(logging.WARNING, "graphpass"):
         wrapper = wrap(lambda x: x + 1, runtime, outputs="view", debug=True)
         x = torch.zeros(8, device=cuda)

@@ -218,7 +218,7 @@ def test_close_gives_the_pool_back_and_it_can_be_captured_again(cuda: torch.devi
                 run(manager, rows(3))
 
 
-def test_replaced_weights_are_found(cuda: torch.device) -> None:
+def test_replaced_weights_are_noticed(cuda: torch.device) -> None:
     model = Rows().eval().to(cuda)
     with managed(model, "FULL_AND_PIECEWISE") as manager:
         manager.capture()

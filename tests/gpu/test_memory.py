@@ -180,7 +180,7 @@ def test_results_are_right_before_and_after_an_estimate(no_segment_left: None) -
 
 @MODELS
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95, 1.0])
-def test_a_limit_is_kept(make: Callable[[], CudaGraphManager], share: float, no_segment_left: None) -> None:
+def test_the_pool_obeys_the_limit(make: Callable[[], CudaGraphManager], share: float, no_segment_left: None) -> None:
     manager = make()
     manager.capture()
     num_keys, whole = len(manager.stats().keys), manager.runtime.pool_bytes()

@@ -40,7 +40,7 @@ HEADER = "Guarantee: 7.2\nRemoves: a check.\nTest: tests/test_x.py::test_x\n"
 DIFF = "--- a/code.py\n+++ b/code.py\n@@ -2,3 +2,2 @@\n first\n-check\n last\n"
 
 
-def test_a_hunk_is_found_wherever_it_moved(tmp_path: Path) -> None:
+def test_a_hunk_applies_wherever_its_text_is(tmp_path: Path) -> None:
     mutation = Mutation.read(write(tmp_path, HEADER + DIFF))
     for above in ("", "new\n" * 7):
         (tmp_path / "code.py").write_text(f"{above}first\ncheck\nlast\n", encoding="utf-8")

@@ -40,7 +40,7 @@ def test_defaults() -> None:
     assert not is_forward_context_available()
 
 
-def test_everything_given_is_carried() -> None:
+def test_a_context_has_every_argument() -> None:
     given = {name: object() for name in ("num_tokens_across_dp", "slot_mapping", "is_padding", "extra")}
     metadata = object()
     with set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=KEY, num_tokens=5, **given) as context:

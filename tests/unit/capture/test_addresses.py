@@ -201,7 +201,7 @@ def test_what_keeps_moving_is_staged(rig: Any) -> None:
     assert rig.counts(wrapper).captured == 5
 
 
-def test_a_moved_input_is_refused_by_name_where_asked(rig: Any) -> None:
+def test_a_moved_input_is_refused_by_name_under_on_moved_input_error(rig: Any) -> None:
     wrapper = rig.wrap(
         lambda x, w: x * w, static_inputs=[1], input_names=("x", "positions"), on_moved_input="error", name="g0.full"
     )
@@ -286,7 +286,7 @@ def test_a_view_of_a_parameter_does_not_keep_it(rig: Any) -> None:
     assert wrapper.captured() == []
 
 
-def test_other_static_inputs_are_held(rig: Any) -> None:
+def test_an_entry_keeps_other_static_inputs_alive(rig: Any) -> None:
     wrapper = rig.wrap(lambda x, w: x * w, static_inputs=[1], lazy=True)
     weight = torch.full((1000,), 2.0)
     x = torch.ones(1000)

@@ -129,7 +129,7 @@ def test_what_is_not_read_may_change(rig: Any) -> None:
     assert torch.equal(rig.call(wrapper, X, **at(Metadata(4, s.clone(), unread=2))), X * 4)
 
 
-def test_an_address_is_not_taken_for_another_tensor(rig: Any) -> None:
+def test_the_address_of_a_captured_tensor_is_not_reused(rig: Any) -> None:
     wrapper = rig.wrap(region_reading(lambda m, x: x[m.slots]))
     rig.capture(wrapper, X, **at(Metadata(4, slots())))
     for _ in range(8):  # what was captured is held, so none of these lies at its address
@@ -164,7 +164,7 @@ def test_the_count_inside_a_graph_is_the_key_s(rig: Any) -> None:
         assert torch.equal(rig.call(wrapper, X, at_context={"num_tokens": real}), X + 1)
 
 
-def test_debug_reads_anew(rig: Any) -> None:
+def test_debug_reads_the_context_of_each_call(rig: Any) -> None:
     wrapper = rig.wrap(region_reading(lambda m, x: x * m.max_len), debug=True)
     rig.capture(wrapper, X, **at(Metadata(4, slots())))
     assert torch.equal(rig.call(wrapper, X, **at(Metadata(6, slots()))), X * 6)

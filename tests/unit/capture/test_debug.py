@@ -59,7 +59,7 @@ def test_what_a_graph_would_bake_in_is_refused(rig: Any, found: str) -> None:
         rig.call(wrapper, X)
 
 
-def test_parameters_are_held_weakly(rig: Any) -> None:
+def test_debug_does_not_keep_parameters_alive(rig: Any) -> None:
     linear = torch.nn.Linear(8, 8)
     wrapper = rig.wrap(lambda x, w: x @ w, debug=True, static_inputs=[1])
     with torch.no_grad():
@@ -86,7 +86,7 @@ def views(rig: Any) -> Any:
     return wrapper
 
 
-def test_a_view_held_over_two_replays_is_named(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_view_alive_after_two_replays_is_reported(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrapper = views(rig)
     with caplog.at_level(logging.WARNING, "graphpass"):
         kept = rig.call(wrapper, X)[1][2:]  # a view of the view

@@ -103,7 +103,7 @@ def test_the_error_says_where_what_and_how_many_bytes(rig: Any) -> None:
     assert isinstance(failure.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_the_bytes_of_a_failed_capture_are_given_back(rig: Any) -> None:
+def test_the_bytes_of_a_failed_capture_are_freed(rig: Any) -> None:
     region = Fails(None)
     wrapper = rig.wrap(region, mutated_inputs=[1])
     rig.capture(wrapper, X, torch.ones(8))

@@ -80,7 +80,7 @@ def test_strides_at_replay_may_differ_where_the_graph_reads_a_buffer(rig: Any) -
     assert rig.counts(wrapper).captured == 1
 
 
-def test_strides_are_held_to_where_an_output_is_a_view_of_the_input(rig: Any) -> None:
+def test_strides_must_match_where_an_output_is_a_view_of_the_input(rig: Any) -> None:
     wrapper = rig.wrap(lambda x: x[1:], input_names=("x",))
     rig.capture(wrapper, X)
     other = X + 1

@@ -292,7 +292,7 @@ def test_the_first_call_chooses_the_device(rig: Any) -> None:
     assert torch.equal(rig.capture(rig.wrap(plus_one), X), X + 1)
 
 
-def test_a_device_can_be_asked_for() -> None:
+def test_a_runtime_can_name_its_device() -> None:
     with GraphRuntime(device="cpu") as runtime:
         assert runtime.lease.device_for([]).device == torch.device("cpu")
     with pytest.raises(DeviceError, match="meta"):

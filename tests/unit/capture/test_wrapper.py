@@ -144,7 +144,7 @@ def test_the_order_of_keywords_makes_no_other_graph(rig: Any, call_order: tuple[
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "half"])
-def test_only_a_runtime_mode_that_captures_is_taken(rig: Any, mode: str) -> None:
+def test_only_a_runtime_mode_that_captures_is_accepted(rig: Any, mode: str) -> None:
     with pytest.raises(OptionError, match=mode):
         rig.wrap(plus_one, mode)
     with pytest.raises(ValueError, match=mode):

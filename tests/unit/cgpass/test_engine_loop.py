@@ -202,7 +202,7 @@ def test_captures_that_nobody_directed_are_information(caplog: pytest.LogCapture
     assert engine.rt.stats().replayed == 2
 
 
-def test_graphs_that_differ_in_a_number_are_not_taken_for_one() -> None:
+def test_graphs_that_differ_in_a_number_are_two_graphs() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -69,7 +69,7 @@ def test_a_bad_option_is_refused_early_and_by_the_backend(given: dict[str, Any],
         assert error.expected
 
 
-def test_good_options_come_back_as_given() -> None:
+def test_valid_options_are_returned_unchanged() -> None:
     given: dict[str, Any] = {"mode": "full", "capture_sizes": (4, 2), "dynamic_dims": {"x": 0}, "outputs": "view"}
     assert cgpass.options(**given) == given
 

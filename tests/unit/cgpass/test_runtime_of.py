@@ -56,7 +56,7 @@ MAKERS = pytest.mark.parametrize("make", [compiled_module, compiled_function, co
 
 
 @MAKERS
-def test_a_runtime_that_was_given_is_found_before_the_first_call(make: Callable[..., Any]) -> None:
+def test_runtime_of_returns_the_runtime_option_before_the_first_call(make: Callable[..., Any]) -> None:
     runtime = GraphRuntime()
     compiled = make(compiler="eager", runtime=runtime)
     assert runtime_of(compiled) is runtime
@@ -67,7 +67,7 @@ def test_a_runtime_that_was_given_is_found_before_the_first_call(make: Callable[
 
 
 @MAKERS
-def test_a_runtime_of_its_own_is_found_after_the_first_call(make: Callable[..., Any], at_key: Run) -> None:
+def test_runtime_of_returns_a_private_runtime_after_the_first_call(make: Callable[..., Any], at_key: Run) -> None:
     compiled = make(compiler="eager")
     with pytest.raises(OptionError, match="no graphpass runtime") as raised:
         runtime_of(compiled)
@@ -165,7 +165,7 @@ def test_the_runtime_and_its_parameters_go_with_the_model(at_key: Run) -> None:
 
 
 @pytest.mark.parametrize("first", ["cgpass", "torch"])
-def test_the_backend_is_found_whatever_was_imported_first(first: str) -> None:
+def test_the_backend_is_registered_whatever_was_imported_first(first: str) -> None:
     code = (
         f"import {first}, torch\n"
         "print(torch.compile(lambda x: x + 1, backend='cgpass', options={'compiler': 'eager'})(torch.ones(2)).tolist())"

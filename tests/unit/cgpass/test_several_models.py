@@ -169,7 +169,7 @@ def test_after_a_reset_the_old_callables_go_and_the_runtime_captures_again(
     assert rt.stats().callables == 2
 
 
-def test_after_a_reset_a_runtime_of_its_own_is_found_again(at_key: Run) -> None:
+def test_runtime_of_works_again_after_a_reset(at_key: Run) -> None:
     model = Attended()
     compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
     with torch.no_grad():

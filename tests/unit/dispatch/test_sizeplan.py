@@ -151,7 +151,7 @@ def test_a_larger_size_that_costs_less_is_used(costs: dict[int, int], sizes: tup
     assert (plan.sizes, plan.waste) == (sizes, spared)
 
 
-def test_the_cost_is_asked_once_a_size() -> None:
+def test_the_cost_function_is_called_once_a_size() -> None:
     asked: Counter[int] = Counter()
 
     def cost(size: int) -> float:

@@ -30,7 +30,7 @@ def test_what_is_missing_is_inferred() -> None:
     assert [key.tokens for key in keys] == sorted((key.tokens for key in keys), reverse=True)
 
 
-def test_what_is_given_stays() -> None:
+def test_options_that_are_set_stay() -> None:
     options = EncoderOptions(token_budgets=[8, 64, 16], max_items_per_batch=5, max_frames_per_batch=7)
     keys = keys_of(options, config(max_frames=9), (1, 64))
     assert [(key.tokens, key.items, key.frames) for key in keys] == [(64, 5, 7), (16, 5, 7), (8, 5, 7)]

@@ -96,7 +96,7 @@ def test_piecewise_keys_are_captured_without_metadata_of_a_key() -> None:
     assert {region for region, _, _ in manager.runtime.counts()} == {"g0.r0", "g0.r2"}
 
 
-def test_seconds_and_bytes_of_each_key_are_kept() -> None:
+def test_stats_have_seconds_and_bytes_of_each_key() -> None:
     manager = captured(Rows().eval(), runtime=GrowingRuntime())
     assert [key.captured.pool_bytes for key in manager.stats().keys] == [100, 100, 100]
     assert all(key.captured.seconds > 0 for key in manager.stats().keys)

@@ -16,7 +16,7 @@ from tests.unit.engine.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.engine.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run
 
 
-def test_weights_replaced_in_every_way_are_found() -> None:
+def test_weights_replaced_in_every_way_are_noticed() -> None:
     model = Rows().eval()
     manager = captured(model)
     assert_right(manager, model)
@@ -86,7 +86,7 @@ def test_layouts_are_compared_and_not_modes() -> None:
         layouts.refuse_change()
 
 
-def test_weights_loaded_by_assignment_are_found() -> None:
+def test_weights_loaded_by_assignment_are_noticed() -> None:
     model = Rows().eval()
     manager = captured(model)
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
@@ -106,7 +106,7 @@ def test_new_weights_after_many_replacements_are_right_in_place_too(mode: str) -
     assert_right(manager, model)
 
 
-def test_moved_weights_are_refused_by_name_where_that_was_asked_for() -> None:
+def test_moved_weights_are_refused_by_name_under_on_moved_input_error() -> None:
     model = Rows().eval()
     manager = captured(model, on_moved_input="error")
     old = model.inner.weight
@@ -147,7 +147,7 @@ class Changes(Rows):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_an_exchanged_submodule_without_parameters_is_found(mode: str) -> None:
+def test_an_exchanged_submodule_without_parameters_is_noticed(mode: str) -> None:
     model = Changes().eval()
     manager = captured(model, mode)
     assert_right(manager, model)

@@ -206,7 +206,7 @@ class Breaks(nn.Module):
 
 @pytest.mark.parametrize("mixes_first", [True, False])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_each_graph_is_asked(mode: str, mixes_first: bool) -> None:
+def test_each_graph_is_checked(mode: str, mixes_first: bool) -> None:
     manager = made(Breaks(mixes_first), mode)
     with pytest.raises(CaptureError, match="mean" if mixes_first else "sum"):
         manager.capture()
@@ -245,7 +245,7 @@ def test_a_tensor_of_the_model_may_enter_a_later_graph() -> None:
     assert_right(captured(Keeps()), Keeps())
 
 
-def test_a_graph_that_only_some_sizes_have_is_asked() -> None:
+def test_a_graph_that_only_some_sizes_have_is_checked() -> None:
     manager = made(lambda x: x - x.mean(0) if x.shape[0] < 4 else x * 2)
     with pytest.raises(CaptureError, match="mean"):
         manager.capture()

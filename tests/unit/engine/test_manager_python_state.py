@@ -334,7 +334,7 @@ def test_a_tensor_that_outlives_its_call_is_refused(change: Callable[[Any, torch
     assert model.seen == []
 
 
-def test_a_tensor_of_the_model_itself_may_be_kept() -> None:
+def test_a_tensor_of_the_model_itself_may_be_stored() -> None:
     def change(model: Keeps, _: torch.Tensor) -> None:
         model.active = model.child.weight
 

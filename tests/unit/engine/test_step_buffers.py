@@ -58,7 +58,7 @@ def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
     assert buffers.num_bytes() == 4 * (LARGEST + 2) * WIDTH + 8 * 3 * (LARGEST + 2) + 2
 
 
-def test_what_the_model_is_given_is_the_start_of_the_buffers_at_any_size() -> None:
+def test_the_model_reads_the_start_of_the_buffers_at_any_size() -> None:
     buffers = StepBuffers([X], CPU)
     buffers.tensors["x"].copy_(torch.randn(LARGEST, WIDTH))
     for size in range(1, LARGEST + 1):
@@ -98,7 +98,7 @@ def test_repeated_rows_follow_the_last_real_one() -> None:
             assert torch.equal(given, torch.cat([x, x[-1:].expand(padded - real, WIDTH)]))
 
 
-def test_a_function_is_given_the_real_rows_and_the_padded_shape() -> None:
+def test_a_padding_function_receives_the_real_rows_and_the_padded_shape() -> None:
     calls = []
 
     def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_which_tokens_are_padding() -> None:
         assert buffers.is_padding(LARGEST).tolist() == [n >= real for n in range(LARGEST)]
 
 
-def test_kept_puts_everything_back() -> None:
+def test_restoring_restores_the_buffers() -> None:
     buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=1)], CPU)
     x = torch.randn(5, WIDTH)
     filled(buffers, {"x": x}, 5, 8)
@@ -220,7 +220,7 @@ def test_a_padding_value_that_the_dtype_cannot_hold_is_refused_by_name(padding: 
     assert raised.value.found == repr(padding)
 
 
-def test_output_buffers_are_cut_stored_and_kept() -> None:
+def test_output_buffers_store_and_cut_results() -> None:
     leaves = [torch.ones(3, 2), None, torch.ones(4)]
     outputs = OutputBuffers.like(leaves, [{0: "num_tokens"}, {}, {}], {"num_tokens": LARGEST})
     assert [None if b is None else tuple(b.shape) for b in outputs.buffers] == [(LARGEST, 2), None, (4,)]

@@ -196,7 +196,7 @@ def test_ambient_state(ambient: Callable[[], Any]) -> None:
     assert replays(fast) > 0
 
 
-def test_graphs_go_with_a_replaced_weight_and_the_model_is_not_kept_alive() -> None:
+def test_graphs_go_with_a_replaced_weight_and_the_model_is_freed() -> None:
     model = Changing().eval()
     fast = graphed(model)
     for step in range(6):

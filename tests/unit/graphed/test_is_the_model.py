@@ -195,7 +195,7 @@ def test_a_copy_is_graphed_and_has_no_graphs(copied: Callable[[Any], Any]) -> No
     assert fast.factor == 2.0
 
 
-def test_a_copy_of_a_runtime_that_was_given_is_another_one() -> None:
+def test_a_copied_model_has_another_runtime_than_its_runtime_option() -> None:
     runtime = gp.GraphRuntime()
     fast = graphed(Net(), runtime=runtime)
     assert copy.deepcopy(fast).runtime is not runtime

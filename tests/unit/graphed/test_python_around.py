@@ -385,7 +385,7 @@ def test_what_python_between_graphs_writes_reaches_the_caller() -> None:
     outputs_of(model, SIZES)
 
 
-def test_results_that_were_kept_do_not_change() -> None:
+def test_earlier_results_do_not_change() -> None:
     fast = graphed(lambda x: (x.cos(), x, x[:, :2]))
     given = [x_of(n) for n in SIZES * 2]
     kept = [fast(x) for x in given]

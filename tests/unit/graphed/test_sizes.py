@@ -143,7 +143,7 @@ def test_close_and_capture_again() -> None:
     assert replays(fast) == before + 1
 
 
-def test_a_runtime_can_be_given() -> None:
+def test_the_runtime_option_is_used() -> None:
     runtime = GraphRuntime()
     fast = graphed(Rows(), [4], {"x": 0}, runtime=runtime)
     assert fast.runtime is runtime

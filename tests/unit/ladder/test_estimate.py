@@ -58,7 +58,7 @@ def test_at_most_three_keys_a_mode_and_one_in_six(keys: list[Key], sizes: dict[s
 
 
 @given(st.sets(st.integers(1, 4096), max_size=80), st.sets(st.integers(1, 512), max_size=80))
-def test_the_largest_of_every_group_is_asked_and_few_others(tokens: set[int], requests: set[int]) -> None:
+def test_the_largest_of_every_group_is_sampled_and_few_others(tokens: set[int], requests: set[int]) -> None:
     keys = mixed(*tokens) + decode(*requests)
     chosen = keys_to_sample(keys_by_group(keys))
     assert [keys[0] for keys in chosen.values()] == [group[0] for group in (mixed(*tokens), decode(*requests)) if group]

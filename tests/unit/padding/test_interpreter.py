@@ -160,7 +160,7 @@ def test_an_unknown_operator_is_refused_where_it_meets_padding() -> None:
     assert Traced(lambda x, w: x @ torch.linalg.inv(w), torch.eye(FEATURES)).verdicts() == BOTH
 
 
-def test_softmax_taken_apart_is_softmax() -> None:
+def test_a_decomposed_softmax_is_recognized() -> None:
     def softmax(x: Tensor, mask: Tensor) -> Tensor:
         scores = x.sum(-1) + (1 - mask) * -1e5
         powers = (scores - scores.amax([1], True)).exp()

@@ -85,7 +85,7 @@ def test_tensor_indexing_stays_where_it_is(dynamo_split: Split) -> None:
     assert operator.getitem in targets(split, 2)
 
 
-def test_an_item_taken_late_moves_to_its_producer() -> None:
+def test_a_late_getitem_moves_to_its_producer() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     halves = graph.call_function(torch.chunk, (graph.call_function(torch.sin, (x,)), 2))

@@ -144,7 +144,7 @@ def test_steps_grow_linearly(graph_of: Callable[[int], fx.GraphModule]) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [2, 8])
-def test_every_node_is_asked_once(num_layers: int) -> None:
+def test_rules_see_every_node_once(num_layers: int) -> None:
     asked: Counter[str] = Counter()
 
     def rule(node: fx.Node) -> SplitReason | None:

@@ -74,7 +74,7 @@ def test_guesses_are_those_of_a_search(
         size = min(size + more, len(text))
 
 
-def test_requests_do_not_mix_and_may_begin_anew() -> None:
+def test_requests_do_not_mix_and_may_start_again() -> None:
     drafter = NgramDrafter()
     first, second = Request.of("a", [1], 1), Request.of("b", [1], 1)
     assert proposed(drafter, first, [1, 2, 1], 1) == [2]

@@ -116,7 +116,7 @@ def test_requests_come_and_go(steps: list[list[int]], uniform: int, endings: lis
     assert not paged.cache.tensor[:, :, 0].any()
 
 
-def test_keys_share_what_each_step_computes_anew() -> None:
+def test_keys_share_what_each_step_computes_again() -> None:
     paged = Paged(GROUPED)
     step = PagedRequests([1], [1], [[2]])
     large, small = (paged.attention.build(step, uniform_key(n)) for n in (6, 2))
@@ -365,7 +365,7 @@ def test_without_its_metadata_the_op_says_what_to_pass(metadata: object) -> None
         torch.ops.graphpass.paged_attention(*tensors, 0, 1.0, -1)
 
 
-def test_pages_are_taken_and_given_back() -> None:
+def test_pages_are_allocated_and_freed() -> None:
     allocator = PageAllocator(3)
     first = allocator.allocate(2)
     assert (first, allocator.num_free) == ([2, 3], 1)

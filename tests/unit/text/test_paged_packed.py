@@ -80,7 +80,7 @@ def test_packed_keys(heads: Heads, function: Any, stand_in: Callable[[Any], None
             assert_right(run(paged, tensors, metadata, num_rows), tensors)
 
 
-def test_torch_that_cannot_is_not_asked(stand_in: Callable[[Any], None]) -> None:
+def test_varlen_attention_without_scale_is_not_used(stand_in: Callable[[Any], None]) -> None:
     stand_in(varlen_without_scale)
     assert causal_varlen((-1,)) is None
 

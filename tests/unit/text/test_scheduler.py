@@ -155,7 +155,7 @@ def test_an_early_end_gives_pages_and_slot_back() -> None:
     assert rows_of(plan) == [("b", 4, 4)]
 
 
-def test_requests_are_taken_out_wherever_they_are() -> None:
+def test_requests_can_be_removed_in_every_state() -> None:
     scheduler = make_scheduler(reqs=1)
     running, waiting = make_request("a", 4, 8), make_request("b", 4, 8)
     scheduler.add(running)

@@ -1,4 +1,4 @@
-"""Wrong answers that regions, plans and shared memory once gave silently, one test for each."""
+"""Views and shared memory across regions and plans: results equal those of eager calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def agree_in_turn(model: Any, fast: Any, mode: str, calls: list[Callable[[], tup
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_view_of_an_input_that_a_replay_hands_on_is_read_anew(compiler: str, writes: bool) -> None:
+def test_a_view_of_an_input_between_regions_is_read_in_each_replay(compiler: str, writes: bool) -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> Any:
         t = y + 1
         v = x[1:]
@@ -101,12 +101,12 @@ def test_rows_of_a_strided_matrix_overlap(mode: str) -> None:
     ],
     ids=["columns", "crossing columns", "rows", "every other row", "shifted rows", "transposed", "empty"],
 )
-def test_overlap_is_found_and_blocks_of_columns_are_apart(views: Any, overlap: bool) -> None:
+def test_overlapping_views_share_memory_and_blocks_of_columns_do_not(views: Any, overlap: bool) -> None:
     args = list(views(torch.zeros(8, 8)))
     assert WrittenInputs(tensors=(0, 1), written=frozenset({0})).overlap(args) is overlap
 
 
-def test_overlap_is_found_in_memory_that_two_storages_hold() -> None:
+def test_views_of_two_storages_over_one_memory_overlap() -> None:
     """As outputs in a graph pool are handed out: each in a storage of its own over the same memory."""
     array = torch.zeros(8).numpy()
     args = [torch.from_numpy(array), torch.from_numpy(array)]
@@ -225,7 +225,7 @@ UNPADDED: list[tuple[str, Any, Any, Any]] = [
 @pytest.mark.parametrize(
     ("model", "first", "other"), [case[1:] for case in UNPADDED], ids=[case[0] for case in UNPADDED]
 )
-def test_what_the_first_data_do_not_show_is_not_taken_for_padded(model: Any, first: Any, other: Any) -> None:
+def test_sizes_whose_padding_matters_only_for_later_data_are_not_padded(model: Any, first: Any, other: Any) -> None:
     fast = gp.graphed(model, [4, 8, 16], {"x": 0}, compiler="eager")
     fast.capture(first, other)
     for x in (first, torch.full((6, 3), 10.0)):
