@@ -27,6 +27,8 @@ __all__ = [
     "SizesSeen",
 ]
 
+_log = logging.getLogger("graphpass")
+
 
 @dataclass(frozen=True, slots=True)
 class RegionId:
@@ -173,9 +175,6 @@ class RuntimeStats:
     pool_bytes: int
     buffer_bytes: int
     sizes: Mapping[int, int] = field(default_factory=dict)
-
-
-_log = logging.getLogger("graphpass")
 
 
 @dataclass(frozen=True, slots=True)
