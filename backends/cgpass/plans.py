@@ -22,7 +22,7 @@ from graphpass.regions.regions import Region
 from graphpass.regions.split import Partition
 from graphpass.regions.splitrules import reshapes_in_place
 
-__all__ = ["PlannedReplay", "ReplayPlans", "plan_of_regions"]
+__all__ = ["PlannedCallable", "PlannedReplay", "ReplayPlans", "plan_of_regions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +63,55 @@ class PlannedReplay:
         return replay
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedCallable:
+    """What all plans of a callable share.
+
+    Attributes:
+        name: the callable.
+        steps: (region, ``replay`` or ``eager``), in order.
+        bind: builds the stitched code from region name -> callee, for the captured regions.
+        static: positions of the arguments declared static, whether a graph baked them in or not.
+        reuses_outputs: see :meth:`PlannedReplay.callee`.
+    """
+
+    name: str
+    steps: tuple[tuple[str, str], ...]
+    bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]]
+    static: frozenset[int]
+    reuses_outputs: bool
+
+
 def plan_of_regions(
-    name: str,
-    steps: Sequence[tuple[str, str]],
-    bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]],
-    replays: Mapping[str, PlannedReplay],
-    *,
-    args: Sequence[Any],
-    static: Collection[int],
-    reuses_outputs: bool,
+    callable_: PlannedCallable, replays: Mapping[str, PlannedReplay], args: Sequence[Any]
 ) -> ReplayPlan:
     """The plan of a callable for calls like ``args``.
 
     Args:
-        name: the callable.
-        steps: (region, ``replay`` or ``eager``), in order.
-        bind: builds the stitched code from region name -> callee, for the captured regions.
+        callable_: the callable.
         replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
         args: flat arguments of the call that was captured.
-        static: positions of the arguments declared static, whether a graph baked them in or not.
-        reuses_outputs: see :meth:`PlannedReplay.callee`.
     """
     plans = [planned.entry.plan for planned in replays.values()]
     baked = {storage for plan in plans for storage in plan.statics.storages}
     tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
-    fixed = [position for position in tensors if position in static or storage_id(args[position]) in baked]
+    fixed = [position for position in tensors if position in callable_.static or storage_id(args[position]) in baked]
     dynamic = tuple(position for position in tensors if position not in set(fixed))
     pattern = alias_pattern(args, dynamic)
     if pattern:  # inputs that share memory are copied together, region by region
         replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
     checks = [planned.entry.plan.checks.at(planned.arguments) for planned in replays.values()]
     staging = [planned.entry.plan.staging.at(planned.arguments) for planned in replays.values()]
-    stitched = bind({region: planned.callee(reuses_outputs=reuses_outputs) for region, planned in replays.items()})
+    reuses = callable_.reuses_outputs
+    stitched = callable_.bind({region: planned.callee(reuses_outputs=reuses) for region, planned in replays.items()})
     return ReplayPlan(
-        name=name,
-        steps=tuple(steps),
+        name=callable_.name,
+        steps=callable_.steps,
         statics=StaticSet.of(args, fixed),
         dynamic_positions=dynamic,
         pattern=pattern,
         reads=joined([plan.reads for plan in plans]),
-        checks=checks[0].joined(checks[1:]) if checks else InputChecks(name, None),
+        checks=checks[0].joined(checks[1:]) if checks else InputChecks(callable_.name, None),
         staging=reduce(Staging.joined, staging, Staging()),
         tallies=tuple(tally for plan in plans for tally in plan.tallies),
         pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
@@ -130,18 +139,18 @@ class ReplayPlans:
         runtime: GraphRuntime,
         static: Sequence[int],
     ) -> None:
-        self._name = name
         self._partition = partition
-        self._callees = callees
         self._runtime = runtime
-        self._static = static
         # With the generation of the lease: after a graph is dropped, no plan that may contain it is valid.
         self._plans: dict[BatchDescriptor, list[tuple[int, ReplayPlan]]] = {}
-        self._reuses_outputs = not any(
-            reshapes_in_place(node)
-            for region in partition.regions
-            if region.kind == "eager"
-            for node in region.graph_module.graph.nodes
+        eager = [region for region in partition.regions if region.kind == "eager"]
+        unplanned = {**callees, **{region.name: region.graph_module.forward for region in eager}}
+        self._callable = PlannedCallable(
+            name=name,
+            steps=tuple((r.name, "replay" if r.kind == "captured" else "eager") for r in partition.regions),
+            bind=lambda planned: partition.bind({**unplanned, **planned}),
+            static=frozenset(static),
+            reuses_outputs=not any(reshapes_in_place(node) for r in eager for node in r.graph_module.graph.nodes),
         )
 
     def serving(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
@@ -160,20 +169,11 @@ class ReplayPlans:
             args: the call's flat arguments.
             replayed: the entries that replayed in the call.
         """
-        entries = {entry.region.region: entry for entry in replayed if entry.region.callable == self._name}
+        entries = {entry.region.region: entry for entry in replayed if entry.region.callable == self._callable.name}
         captured = [region for region in self._partition.regions if region.kind == "captured"]
         if any(region.name not in entries for region in captured):
             return None
-        eager = {r.name: r.graph_module.forward for r in self._partition.regions if r.kind == "eager"}
-        plan = plan_of_regions(
-            self._name,
-            [(r.name, "replay" if r.kind == "captured" else "eager") for r in self._partition.regions],
-            lambda callees: self._partition.bind({**self._callees, **eager, **callees}),
-            self._planned(captured, entries),
-            args=args,
-            static=self._static,
-            reuses_outputs=self._reuses_outputs,
-        )
+        plan = plan_of_regions(self._callable, self._planned(captured, entries), args)
         generation = self._runtime.lease.generation
         valid = [pair for pair in self._plans.get(descriptor, []) if pair[0] == generation]
         self._plans[descriptor] = [*valid[1 - MAX_STATIC_SETS :], (generation, plan)]
@@ -186,7 +186,7 @@ class ReplayPlans:
         that depends on this calls its wrapper instead, and so does each region that reads an output of such a region.
         """
         written = set(self._partition.mutated_inputs)
-        arguments = {given.name: p for p, given in enumerate(self._partition.inputs) if p not in written}
+        arguments = {value.name: p for p, value in enumerate(self._partition.inputs) if p not in written}
         replayed: set[str] = set()
         looked_up: set[str] = set()
         planned = {}

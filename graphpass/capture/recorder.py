@@ -12,16 +12,16 @@ import torch
 
 from graphpass.capture.arguments import Call
 from graphpass.capture.checks import InputChecks
-from graphpass.capture.contextreads import ReadLog
+from graphpass.capture.contextreads import ContextReads, ReadLog
 from graphpass.capture.debug import EagerGraph
-from graphpass.capture.device import GraphDevice
+from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId, RunningCounts
-from graphpass.capture.regioncalls import RegionCalls
-from graphpass.capture.replayplan import ReplayPlan, StaticSet
+from graphpass.capture.regioncalls import Observed, RegionCalls
+from graphpass.capture.replayplan import ReplayPlan, StaticSet, launch_of
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.capture.staging import BufferArena, Staging
@@ -47,6 +47,27 @@ class _Sources:
     pool: tuple[tuple[int, int], ...]
     staged: tuple[int, ...]
     constants: tuple[tuple[int, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """A recorded graph, and what its replays need.
+
+    Attributes:
+        graph: the graph.
+        staging: buffers of its inputs.
+        outputs: how to build its outputs.
+        reads: the values that it read from the forward context.
+        observed: under ``compare``, the results of the regions inside.
+        returned_spec: structure of the region's result.
+    """
+
+    graph: Graph
+    staging: Staging
+    outputs: OutputPlan
+    reads: ContextReads
+    observed: tuple[Observed, ...]
+    returned_spec: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,27 +152,38 @@ class Recorder:
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
         self.runtime.lease.make_stale(built.pool_outputs)
         tally.captured += 1
-        entry = GraphEntry(
+        recording = _Recording(graph, staging, built, log.reads(), tuple(observed), body.returned_spec)
+        return self._entry(recording, sources, context, tally), outputs
+
+    def _entry(
+        self, recording: _Recording, sources: _Sources, context: ForwardContext, tally: RunningCounts
+    ) -> GraphEntry:
+        staging, outputs = recording.staging, recording.outputs
+        plan = ReplayPlan(
+            name=self.name,
+            steps=((self.region.region, "replay"),),
+            statics=StaticSet.of(self.call.leaves, sources.static),
+            dynamic_positions=staging.positions,
+            pattern=staging.pattern,
+            reads=recording.reads,
+            checks=self._checks(context, sources, outputs),
+            staging=staging,
+            tallies=((tally, len(staging.positions)),),
+            pool_storages=outputs.pool_storages,
+            pool_outputs=outputs.pool_outputs,
+            launch=launch_of(recording.graph, staging, outputs),
+        )
+        return GraphEntry(
             region=self.region,
             spec=self.call.spec,
-            build_result=trees.builder_of(body.returned_spec),
-            graph=graph,
-            plan=ReplayPlan.of_graph(
-                graph,
-                self.region,
-                StaticSet.of(leaves, sources.static),
-                staging,
-                built,
-                checks=self._checks(context, sources, built),
-                reads=log.reads(),
-                tally=tally,
-            ),
-            outputs=built,
-            observed=tuple(observed),
-            written=tuple(sorted(mutated_positions)),
+            build_result=trees.builder_of(recording.returned_spec),
+            graph=recording.graph,
+            plan=plan,
+            outputs=outputs,
+            observed=recording.observed,
+            written=tuple(sorted(self.call.mutated)),
             owner_ids=self.call.owner_ids(),
         )
-        return entry, outputs
 
     def _checks(self, context: ForwardContext, sources: _Sources, outputs: OutputPlan) -> InputChecks:
         """The checks that later calls must pass: constants, layouts of static inputs, addresses of pool inputs."""

@@ -20,12 +20,12 @@ from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import PoolLease
-from graphpass.capture.records import RegionId, RunningCounts
+from graphpass.capture.records import RunningCounts
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.compat import memory
 from graphpass.context import ForwardContext
 
-__all__ = ["ReplayPlan", "StaticSet", "without_grad"]
+__all__ = ["ReplayPlan", "StaticSet", "launch_of", "without_grad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,35 +93,6 @@ class ReplayPlan:
     pool_outputs: tuple[torch.Tensor, ...]
     launch: Callable[[Sequence[Any]], Any]
 
-    @classmethod
-    def of_graph(
-        cls,
-        graph: Graph,
-        region: RegionId,
-        statics: StaticSet,
-        staging: Staging,
-        outputs: OutputPlan,
-        *,
-        checks: InputChecks,
-        reads: ContextReads,
-        tally: RunningCounts,
-    ) -> ReplayPlan:
-        """The plan of one graph, whose arguments are the region's."""
-        return cls(
-            name=str(region),
-            steps=((region.region, "replay"),),
-            statics=statics,
-            dynamic_positions=staging.positions,
-            pattern=staging.pattern,
-            reads=reads,
-            checks=checks,
-            staging=staging,
-            tallies=((tally, len(staging.positions)),),
-            pool_storages=outputs.pool_storages,
-            pool_outputs=outputs.pool_outputs,
-            launch=_launch_of(graph, staging, outputs),
-        )
-
     def serves(self, args: list[Any]) -> bool:
         """Whether the graphs were captured for these static inputs and this alias pattern."""
         statics = self.statics
@@ -167,7 +138,7 @@ class ReplayPlan:
         return self.launch(args)
 
 
-def _launch_of(graph: Graph, staging: Staging, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:
+def launch_of(graph: Graph, staging: Staging, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:
     """The function that replays one graph and returns its flat outputs; it takes the region's arguments."""
     replay = graph.replay
     if staging.mutates or outputs.viewed_positions:

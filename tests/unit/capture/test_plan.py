@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cgpass.plans import PlannedReplay, plan_of_regions
+from cgpass.plans import PlannedCallable, PlannedReplay, plan_of_regions
 from graphpass.capture import Counts
 from graphpass.capture.entry import GraphEntry
 from graphpass.capture.replayplan import ReplayPlan
@@ -32,15 +32,8 @@ def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles:
 def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = ()) -> ReplayPlan:
     """A plan of one region whose inputs are the callable's; ``arguments`` are those it may settle by itself."""
     replay = PlannedReplay(entry, {position: position for position in arguments}, ())
-    return plan_of_regions(
-        "g0",
-        [("r0", "replay")],
-        lambda callees: callees["r0"],
-        {"r0": replay},
-        args=args,
-        static=(),
-        reuses_outputs=True,
-    )
+    callable_ = PlannedCallable("g0", (("r0", "replay"),), lambda callees: callees["r0"], frozenset(), True)
+    return plan_of_regions(callable_, {"r0": replay}, args)
 
 
 def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:

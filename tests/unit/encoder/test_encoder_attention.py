@@ -100,14 +100,13 @@ def by_the_table(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ends: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     longest: int,
     *,
     scale: float,
 ) -> torch.Tensor:
     """What the kernel does, a piece at a time."""
+    ends, starts, lengths = bounds
     found = torch.full_like(query, torch.nan)
     for begin, end, start, length in zip(*(part.tolist() for part in (ends, ends[1:], starts, lengths)), strict=False):
         assert end - begin <= longest
@@ -117,10 +116,18 @@ def by_the_table(
     return found
 
 
-def to_own_rows(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
+def to_own_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    longest: int,
+    *,
+    scale: float,
+) -> torch.Tensor:
     """A kernel for which keys of a sequence end where those of the next begin."""
-    query, key, value, ends, starts, _, longest = tensors
-    return by_the_table(query, key, value, ends, starts, torch.diff(starts), longest, **options)  # type: ignore[arg-type]
+    ends, starts, _ = bounds
+    return by_the_table(query, key, value, (ends, starts, torch.diff(starts)), longest, scale=scale)
 
 
 def refuses(*_: object, **__: object) -> torch.Tensor:
