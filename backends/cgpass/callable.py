@@ -13,7 +13,6 @@ import torch
 
 from cgpass.auto import AutoDispatcher
 from cgpass.calls import AutoRules
-from cgpass.eagerregion import EagerRegion
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.plans import ReplayPlans
@@ -321,6 +320,26 @@ def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
     return trees.unflatten(flat, trees.flatten(outputs)[1])
 
 
+class _EagerRegion:
+    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls.
+
+    Args:
+        name: the region's name in its runtime.
+        run: its code.
+    """
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self.name = name
+        self.run = run
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        context = current_context()
+        if context is None or context.capture is None:
+            return self.run(*args)
+        return context.capture.call(self.name, self.run, args, {})
+
+
 def _wrapped_regions(
     name: str,
     partition: Partition,
@@ -335,7 +354,7 @@ def _wrapped_regions(
     callees: dict[str, Callable[..., Any]] = {}
     for region in partition.regions:
         if region.kind == "eager":
-            callees[region.name] = EagerRegion(f"{name}.{region.name}", region.graph_module.forward)
+            callees[region.name] = _EagerRegion(f"{name}.{region.name}", region.graph_module.forward)
             continue
         static = [p for p, value in enumerate(region.inputs) if value in given and given[value].is_static]
         callees[region.name] = CUDAGraphWrapper(
