@@ -446,6 +446,15 @@ def test_each_note_is_cited_by_the_code_and_each_citation_has_a_note() -> None:
     assert notes == cited
 
 
+@pytest.mark.parametrize("folder", ["capture", "engine", "regions/padding"])
+def test_the_tree_page_lists_each_file(folder: str) -> None:
+    page = (ROOT / "docs/design/tree.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {folder}\n")[2].partition("\n## ")[0]
+    listed = [name for row in re.findall(r"^\| (.+?) \|", section, re.M) for name in re.findall(r"`(\w+\.py)`", row)]
+    files = {path.name for path in (ROOT / "graphpass" / folder).glob("*.py")} - {"__init__.py"}
+    assert sorted(listed) == sorted(files)
+
+
 def python_blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
