@@ -20,9 +20,11 @@ from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.text.drafting import Drafter
+from graphpass.text.experts.huggingface import compute_experts_by_token
 from graphpass.text.generation import complete, requests_of
 from graphpass.text.lora.adapters import LoraAdapters, lora_keys
 from graphpass.text.paged.attention import PagedAttention
+from graphpass.text.rope import fix_frequencies
 from graphpass.text.scheduler import check_budget
 from graphpass.text.servedmodel import ServedModel, refuse_stateful
 
@@ -117,9 +119,10 @@ class CausalLMConfig:
 class CausalLM:
     """A Hugging Face causal LM that generates text over a paged KV cache; steps that fit a key replay its graph.
 
-    Until :meth:`close` the model's attention implementation is ``graphpass_paged``, on copies of its configs; the rest
-    of the model, and other models with the same config object, are unchanged. To serve requests that arrive while
-    others run, use :class:`Generation` with :attr:`manager`.
+    Until :meth:`close` the model's attention implementation is ``graphpass_paged`` and that of its experts
+    ``graphpass_experts``, on copies of its configs, and rotary frequencies that change with the length of texts are
+    fixed; the rest of the model, and other models with the same config object, are unchanged. To serve requests that
+    arrive while others run, use :class:`Generation` with :attr:`manager`.
 
     Args:
         model: a causal LM similar to Llama (Llama, Qwen3, Mistral, ...), on its device, in eval mode.
@@ -132,8 +135,9 @@ class CausalLM:
         manager: runs the steps. :class:`CausalLM` owns it, its buffers and the KV cache.
 
     Raises:
-        OptionError: a size or an option is not valid, the adapters were created for another model, or the model has
-            layers that carry a state from token to token.
+        OptionError: a size or an option is not valid, the adapters were created for another model, the model has
+            layers that carry a state from token to token, its experts cannot be computed token by token, or its rotary
+            frequencies change below ``max_seq_len``.
     """
 
     def __init__(
@@ -154,7 +158,10 @@ class CausalLM:
     def _manager_of(
         self, model: torch.nn.Module, adapters: LoraAdapters | None, compiler: str | None, options: dict[str, Any]
     ) -> CudaGraphManager:
-        config, attention = self.config, _attention_of(model, self.config)
+        config = self.config
+        fix_frequencies(model, config.max_seq_len)
+        compute_experts_by_token(model)
+        attention = _attention_of(model, config)
         dispatcher = _dispatcher(config, lora_keys(adapters, model, config.lora))
         wrapped: torch.nn.Module = NextToken(model)
         inputs = _input_specs(config)

@@ -1,10 +1,10 @@
-"""Padding rules of the ops that text models call: paged attention, and LoRA adapters per token."""
+"""Padding rules of the ops that text models call: paged attention, LoRA adapters per token, experts per token."""
 
 from __future__ import annotations
 
 from graphpass.regions.padding import OpCall, PaddedValue
 
-__all__ = ["add_lora_by_row", "paged_attention_by_row"]
+__all__ = ["add_lora_by_row", "expert_linear_by_row", "paged_attention_by_row"]
 
 SCRATCH_SLOTS = "padded tokens of paged attention write to scratch slots alone"
 
@@ -32,3 +32,15 @@ def add_lora_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
         call.unpadded(tensor, [tensor.rank - 1], "multiplies matrices over")
         call.unify(tuple(size for of_dim in tensor.factors[:-1] for size in of_dim), slots.factors[0])
     return (PaddedValue(out.factors),)
+
+
+def expert_linear_by_row(call: OpCall) -> PaddedValue:
+    """Padding rule of ``expert_linear``: a row depends on its input and on the numbers of its token's experts."""
+    x, experts, weight, bias = call.tensor("x"), call.tensor("experts"), call.tensor("weight"), call.argument("bias")
+    for tensor in (weight, bias):
+        if isinstance(tensor, PaddedValue):
+            call.unpadded(tensor, range(tensor.rank), "multiplies by weights along")
+    for tensor in (x, experts):
+        call.unpadded(tensor, range(1, tensor.rank), "multiplies matrices over")
+    rows = call.unify(x.factors[0], experts.factors[0])
+    return PaddedValue((rows, *call.fresh().factors[1:]))

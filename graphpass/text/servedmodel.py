@@ -56,8 +56,8 @@ class ServedModel:
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
-        """Record the attributes of modules that the body sets. If it fails, the model is given back."""
-        before = {module: dict(vars(module)) for module in self._shared.model.modules()}
+        """Record the attributes and buffers of modules that the body sets. If it fails, the model is given back."""
+        before = {module: _attributes(module) for module in self._shared.model.modules()}
         try:
             yield
         except BaseException:
@@ -87,7 +87,7 @@ class ServedModel:
         self._shared.users -= 1
         if self._shared.users == 0:
             for change in reversed(self._shared.changes):
-                if vars(change.module).get(change.name) is change.own:
+                if _attributes(change.module).get(change.name) is change.own:
                     setattr(change.module, change.name, change.former)
 
 
@@ -130,6 +130,11 @@ def _changes_since(before: dict[torch.nn.Module, dict[str, Any]]) -> list[_Chang
     return [
         _Change(module, name, former[name], value)
         for module, former in before.items()
-        for name, value in vars(module).items()
+        for name, value in _attributes(module).items()
         if name in former and former[name] is not value
     ]
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes and buffers of a module."""
+    return {**vars(module), **dict(module.named_buffers(recurse=False))}

@@ -11,6 +11,7 @@ from torch import Tensor
 from graphpass import zero_padding
 from graphpass.errors import ContextError
 from graphpass.regions import Verdict
+from graphpass.text.experts.op import EXPERT_LINEAR
 from graphpass.text.lora.op import ADD_LORA
 from graphpass.text.paged.op import PAGED_ATTENTION
 from tests.unit.padding.test_compose import Prover, text_of, verdicts
@@ -84,3 +85,29 @@ def test_a_token_gets_its_own_adapter(splitting_ops: tuple[str, ...]) -> None:
     slots = torch.zeros(6, dtype=torch.int64)
     proof = Prover(splitting_ops, fields={"slots.0": "x.0"}).prove(adapted, X, slots, dims=(0,))
     assert verdicts(proof) == {"x.0": PROVED}
+
+
+@pytest.mark.parametrize("splitting_ops", [(), (EXPERT_LINEAR,)])
+def test_a_token_gets_its_own_experts(splitting_ops: tuple[str, ...]) -> None:
+    linear, weight, bias = torch.ops.graphpass.expert_linear, torch.randn(3, 4, 4), torch.randn(3, 4)
+
+    def routed(x: Tensor) -> Tensor:
+        scores, chosen = (x @ weight[0, :, :3]).topk(2)
+        inner = linear(x, chosen, weight, bias, False).flatten(0, 1).relu().view(-1, 2, 4)
+        return (linear(inner, chosen, weight, None, True) * scores.unsqueeze(-1)).sum(1)
+
+    def sums(x: Tensor) -> Tensor:
+        return routed(x).sum(0)
+
+    def sorted_experts(x: Tensor) -> Tensor:
+        return linear(x, x[:, :2].long().sort(0).values, weight, None, False)
+
+    def tokens_as_experts(x: Tensor) -> Tensor:
+        return linear(
+            torch.ones(2, 4), torch.ones(2, 2, dtype=torch.int64), x.unsqueeze(-1).expand(-1, -1, 4), None, True
+        )
+
+    prover = Prover(splitting_ops)
+    assert verdicts(prover.prove(routed, X, dims=(0,))) == {"x.0": PROVED}
+    for mixed in (sums, sorted_experts, tokens_as_experts):
+        assert verdicts(prover.prove(mixed, X, dims=(0,))) == {"x.0": UNPROVED}, mixed.__name__

@@ -1,0 +1,1 @@
+"""Mixtures of experts that keep the tokens of a batch apart."""

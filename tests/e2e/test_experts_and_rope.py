@@ -1,0 +1,110 @@
+"""Decoders with experts, and with rotary frequencies that change: Hugging Face's tokens, or a refusal by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass.errors import OptionError
+from graphpass.text import CausalLM
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, TRAINED = 96, 24
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [20.0, 30.0, 40.0, 50.0],
+    "original_max_position_embeddings": TRAINED,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SIZES: dict[str, Any] = {"max_num_reqs": 4, "max_num_tokens": 16, "page_size": 4, "capture_sizes": [2, 4, 16]}
+PROMPTS = [[5, 7, 11], [3] * 7 + [9] * 6, list(range(1, 10)), [50], [60, 61, 62, 63], list(range(TRAINED - 6))]
+
+
+def made(family: str, **config: Any) -> Any:
+    """A small seeded decoder."""
+    of_family = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
+    model = getattr(transformers, f"{family}ForCausalLM")(of_family)
+    seeded = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=seeded)
+            weight.copy_(noise / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 1 + 0.2 * noise)
+    return model.eval()
+
+
+def continued(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Hugging Face's own new tokens, each prompt alone."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", pytest.param("FULL", marks=pytest.mark.soak)])
+def test_tokens_of_a_mixture_of_experts(mode: str) -> None:
+    model = made("Mixtral", **EXPERTS)
+    stock = model.config._experts_implementation
+    expected = continued(model, PROMPTS, 6)
+    lm = CausalLM(model, max_seq_len=32, mode=mode, compiler="aot_eager", **SIZES)
+    assert lm.generate(PROMPTS, max_new_tokens=6, progress=False) == expected
+    assert not lm.stats().fallbacks
+    lm.close()
+    assert model.config._experts_implementation == stock
+    assert continued(model, PROMPTS[:2], 6) == expected[:2]
+
+
+def test_rotary_frequencies_up_to_the_length_of_training() -> None:
+    model = made("Llama", rope_parameters=LONGROPE)
+    expected, across = continued(model, PROMPTS, 6), continued(model, PROMPTS[-1:], 20)
+    with pytest.raises(OptionError, match=f"longer than {TRAINED} tokens"):
+        CausalLM(model, max_seq_len=TRAINED + 1, **SIZES)
+    # The model has just computed a text with the frequencies for long ones.
+    lm = CausalLM(model, max_seq_len=TRAINED, compiler="aot_eager", **SIZES)
+    assert lm.generate(PROMPTS, max_new_tokens=6, progress=False) == expected
+    assert len(PROMPTS[-1]) + 6 == TRAINED
+    with pytest.raises(OptionError, match=f"longer than {TRAINED} tokens"):
+        CausalLM(model, max_seq_len=TRAINED + 1, **SIZES)
+    lm.close()
+    assert continued(model, PROMPTS[-1:], 20) == across
+
+
+def check_compiled(family: str, config: dict[str, Any], lengths: Sequence[int]) -> None:
+    model, stock = (made(family, num_hidden_layers=1, **config) for _ in range(2))
+    compiled = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
+    seeded = torch.Generator().manual_seed(0)
+    for length in lengths:
+        ids = torch.randint(VOCABULARY, (1, length), generator=seeded)
+        with torch.no_grad():
+            found, expected = (net(input_ids=ids, use_cache=False).logits for net in (compiled, stock))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.soak
+def test_rotary_frequencies_across_the_length_of_training_with_one_argument() -> None:
+    check_compiled("Llama", {"rope_parameters": LONGROPE}, (9, TRAINED + 1, 9, TRAINED + 1))
+
+
+@pytest.mark.soak
+def test_experts_with_one_argument() -> None:
+    check_compiled("Mixtral", EXPERTS, (9, TRAINED, 9, TRAINED + 1, TRAINED + 1, 9, TRAINED))
