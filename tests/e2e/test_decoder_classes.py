@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 
 FEW = {
     "GPT2LMHeadModel": ("equal", ""),
-    "FalconForCausalLM": ("refused", "FalconAttention"),
+    "FalconForCausalLM": ("refused", "Falcon"),
     "BartForCausalLM": ("refused", "BartLearnedPositionalEmbedding"),
     "Lfm2ForCausalLM": ("refused", "Lfm2ShortConv"),
-    "MambaForCausalLM": ("refused", "MambaForCausalLM"),
+    "MambaForCausalLM": ("refused", "MambaForCausalLM keeps a state"),
 }
 
 
