@@ -7,8 +7,8 @@ most k segments is a dynamic programme over the segments' ends. Two observations
 - *Only some sizes can be rungs.* If a larger size costs less, both sizes should run at the larger one, so an optimal
   ladder has rungs of ascending cost only. Sizes without traffic, and sizes as expensive as the next, only add graphs.
 - *Cuts move one way.* With ascending costs, the best last cut of a longer prefix is never before that of a shorter
-  prefix (the work of segments satisfies the quadrangle inequality). Each prefix is searched between the cuts of its
-  neighbours, which takes k n log n steps in total for any cost function.
+  prefix (the work of segments satisfies the quadrangle inequality), and never before its own last cut with one rung
+  fewer. Each prefix is searched between these cuts, which takes at most k n log n steps in total for any cost function.
 """
 
 from __future__ import annotations
@@ -184,23 +184,28 @@ def _cheapest_ends(weights: NDArray[np.float64], costs: NDArray[np.float64], num
     up_to = np.concatenate(([0.0], np.cumsum(weights)))
     # The least work of each prefix with one rung, then with two, and so on.
     least = up_to * np.concatenate(([0.0], costs))
-    cuts = []
+    cuts = [np.zeros(num_sizes + 1, dtype=np.int64)]  # with one rung, the only segment starts before the first size
     for fewest in range(2, num_rungs + 1):
-        least, cut = _with_another_rung(least, up_to, costs, fewest)
+        least, cut = _with_another_rung(least, cuts[-1], up_to, costs, fewest)
         cuts.append(cut)
     ends = [num_sizes]
-    while cuts:
+    while len(cuts) > 1:
         ends.append(cuts.pop()[ends[-1]])
     return np.array(ends[::-1]) - 1
 
 
 def _with_another_rung(
-    before: NDArray[np.float64], up_to: NDArray[np.float64], costs: NDArray[np.float64], fewest: int
+    before: NDArray[np.float64],
+    cuts_before: NDArray[np.int64],
+    up_to: NDArray[np.float64],
+    costs: NDArray[np.float64],
+    fewest: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The least work of each prefix with one more rung, and the number of sizes before its last segment.
 
     Args:
         before: the least work of each prefix, by its number of sizes, with ``fewest - 1`` rungs.
+        cuts_before: the number of sizes before its last segment, with ``fewest - 1`` rungs.
         up_to: the weight of each prefix.
         costs: the cost of each size, ascending.
         fewest: the number of rungs of the result; entries of shorter prefixes are undefined and never read.
@@ -215,6 +220,7 @@ def _with_another_rung(
         rows = np.arange(stride, num_rows + 1, 2 * stride)
         prefixes = rows + (fewest - 1)
         lowest, highest = bounds[rows - stride], np.minimum(bounds[rows + stride], prefixes - 1)
+        lowest = np.minimum(np.maximum(lowest, cuts_before[prefixes]), highest)
         lengths = highest - lowest + 1
         starts = np.cumsum(lengths) - lengths
         tried = np.arange(lengths.sum()) - np.repeat(starts - lowest, lengths)
