@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "AgreementError",
     "CaptureError",
+    "CommandError",
     "ContextError",
     "DeviceError",
     "DispatchError",
@@ -94,6 +95,10 @@ class OffloadError(GraphpassError, RuntimeError):
 
 class EncoderConfigError(GraphpassError, ValueError):
     """Encoder options contradict each other or the model, or the model contradicts its own configuration."""
+
+
+class CommandError(GraphpassError, ValueError):
+    """An argument of the command line is invalid, or the model, configuration or file that it names cannot be used."""
 
 
 class OutOfPagesError(GraphpassError, RuntimeError):

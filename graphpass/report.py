@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 __all__ = ["Report", "Table"]
 
@@ -22,12 +23,12 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def draw(self) -> RichTable:
-        """The table as an object that rich can print."""
-        drawn = RichTable(title=self.title, title_justify="left", show_edge=False, pad_edge=False)
+        """The table as an object that rich can print; brackets in cells are text, no markup."""
+        drawn = RichTable(title=Text(self.title), title_justify="left", show_edge=False, pad_edge=False)
         for column in self.columns:
-            drawn.add_column(column, overflow="fold")
+            drawn.add_column(Text(column), overflow="fold")
         for row in self.rows:
-            drawn.add_row(*row)
+            drawn.add_row(*map(Text, row))
         return drawn
 
 

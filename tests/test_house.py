@@ -115,6 +115,7 @@ PUBLIC_NAMES = {
     "graphpass.errors": [
         "AgreementError",
         "CaptureError",
+        "CommandError",
         "ContextError",
         "DeviceError",
         "DispatchError",

@@ -164,7 +164,7 @@ class RuntimeStats:
         copied: inputs copied into static buffers so far.
         pool_bytes: bytes of the graph pool, 0 on the CPU tape.
         buffer_bytes: bytes of static input buffers.
-        sizes: {batch size: number of calls with it}; the traffic that ``plan_sizes`` and ``graphpass plan`` take.
+        histogram: {batch size: number of calls}. :func:`graphpass.plan_sizes` computes capture sizes from it.
     """
 
     callables: int
@@ -174,7 +174,7 @@ class RuntimeStats:
     copied: int
     pool_bytes: int
     buffer_bytes: int
-    sizes: Mapping[int, int] = field(default_factory=dict)
+    histogram: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class GraphRuntime:
             copied=sum(c.copied for c in counts),
             pool_bytes=self.pool_bytes(),
             buffer_bytes=self.buffer_bytes(),
-            sizes=dict(self._sizes_seen),
+            histogram=dict(self._sizes_seen),
         )
 
     def report(self) -> Report:

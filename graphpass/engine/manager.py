@@ -233,6 +233,7 @@ class CudaGraphManager:
             left_out=self._captured.left_out,
             pool_bytes=self.runtime.pool_bytes(),
             buffer_bytes=self._learner.buffer_bytes(),
+            histogram=dict(self._counts.histogram),
         )
 
     def report(self) -> Report:
@@ -307,7 +308,7 @@ class CudaGraphManager:
         across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             result = self._runner.replay(captured, key, batch, sizes, across_dp)
-        self._counts.traffic.replayed(key, batch.num_tokens)
+        self._counts.replayed(key, batch.num_tokens)
         return result
 
     def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:

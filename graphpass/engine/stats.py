@@ -56,6 +56,8 @@ class ManagerStats:
         left_out: (mode, key) of each key that was not captured because of ``capture(max_bytes=...)``.
         pool_bytes: bytes of the graph pool; 0 on the CPU, which has no pool.
         buffer_bytes: bytes of the manager's input and output buffers.
+        histogram: {tokens of a batch: number of batches}, with or without a graph; empty batches are left out.
+            :func:`graphpass.plan_sizes` computes capture sizes from it.
     """
 
     keys: tuple[Traffic, ...]
@@ -64,6 +66,7 @@ class ManagerStats:
     left_out: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
     pool_bytes: int
     buffer_bytes: int
+    histogram: Mapping[int, int]
 
     @property
     def replays(self) -> int:
@@ -163,11 +166,19 @@ class StepCounts:
     traffic: TrafficCounts = field(default_factory=TrafficCounts)
     fallbacks: Counter[DispatchReason] = field(default_factory=Counter)
     fallback_tokens: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+
+    def replayed(self, key: Key, num_tokens: int) -> None:
+        """Count a batch that replayed ``key``."""
+        self.traffic.replayed(key, num_tokens)
+        self.histogram[num_tokens] += 1
 
     def fell_back(self, step: Dispatch, num_tokens: int) -> None:
         """Count a batch without a graph."""
         self.fallbacks[step.reason] += 1
         self.fallback_tokens += num_tokens
+        if num_tokens:
+            self.histogram[num_tokens] += 1
 
     def by_reason(self) -> Mapping[DispatchReason, int]:
         """Batches without a graph, by reason."""

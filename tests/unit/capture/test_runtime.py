@@ -344,6 +344,7 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     runtime.note("a reason")
     runtime.note("a reason")
     runtime.saw_size(24)
+    assert runtime.stats().histogram == {24: 1}
     text = str(runtime.report())
     for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "g0.full", "8 tokens", "a reason", "24"):
         assert expected in text

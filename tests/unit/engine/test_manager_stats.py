@@ -35,6 +35,7 @@ def test_stats_count_batches_tokens_and_reasons() -> None:
     assert stats.fallbacks == {DispatchReason.TOO_LARGE: 2, DispatchReason.EMPTY: 1}
     assert (stats.replays, stats.fallback_tokens, stats.left_out) == (4, 19, ())
     assert stats.buffer_bytes > 0
+    assert stats.histogram == {3: 2, 4: 1, 8: 1, 9: 1, 10: 1}
     run(manager, rows(3))
     assert stats.replays == 4, "a snapshot"
     assert "Dispatches" in str(stats)

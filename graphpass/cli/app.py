@@ -1,0 +1,241 @@
+"""The commands, their arguments and their help."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from graphpass.cli.failures import CHECK_FAILED, exit_codes
+from graphpass.cli.result import Result
+from graphpass.errors import CommandError
+
+__all__ = ["app", "main"]
+
+_EXIT_CODES = """
+
+Exit codes: 0 done, 1 a check failed, 2 invalid input or a model that cannot run, 3 graphpass itself failed.
+"""
+_WIDTH_OF_FILES = 140
+_TARGET = "module:factory, file.py:factory, a config.json or its folder, or a model type of transformers"
+
+app = typer.Typer(
+    name="graphpass",
+    help="CUDA graphs for PyTorch models: see how a model is cut, what a machine offers, what is gained." + _EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page, too.")]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input", metavar="[NAME=]SHAPE[:DTYPE][<BELOW]", help="A random input; repeat it for each argument."
+    ),
+]
+Config = Annotated[
+    list[str] | None,
+    typer.Option("--config", metavar="NAME=VALUE", help="A setting of the Hugging Face configuration."),
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:INDEX; by default the GPU if any.")]
+Split = Annotated[
+    list[str] | None, typer.Option("--split", metavar="OP", help="A splitting op; repeat it for several.")
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=JSON", help="An option of the backend, as dynamic_dims='{\"x\": 0}'."),
+]
+
+
+def main() -> None:
+    """Run the command line; the entry point of the console script."""
+    app()
+
+
+@app.command()
+@exit_codes
+def explain(
+    target: Target,
+    inputs: Inputs = None,
+    config: Config = None,
+    device: Device = None,
+    split: Split = None,
+    option: Options = None,
+    as_json: AsJson = False,
+    html: HtmlFile = None,
+) -> None:
+    """Show how a model is cut into regions, why, at which lines, and where it can be padded.
+
+    Runs the model once with its example inputs, without graphs and without a compiler. A factory takes no arguments and
+    returns a model, or (model, inputs): a tensor, a tuple of arguments, or a dict of keyword arguments.
+
+    \b
+    Examples:
+      graphpass explain models:build
+      graphpass explain models.py:MyEncoder --input 6x128
+      graphpass explain bert --config num_hidden_layers=2
+      graphpass explain path/to/config.json --split aten::scaled_dot_product_attention
+      graphpass explain models:build --option 'padding={"attention_mask": 0}' --html explain.html
+    """  # noqa: D301
+    from graphpass.cli.explain import explain as explained
+    from graphpass.cli.program import device_named, load
+
+    with _stdout_for_json(as_json):
+        program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
+        result = explained(program, _options(split, option))
+    _show(result, as_json, html)
+
+
+@app.command()
+@exit_codes
+def doctor(
+    device: Device = None,
+    tries: Annotated[bool, typer.Option("--try/--no-try", help="Compile and replay a small function.")] = True,
+    as_json: AsJson = False,
+    html: HtmlFile = None,
+) -> None:
+    """Show device, driver, compilers and attention kernels of this machine, and what will be slow on it.
+
+    Fails if a small function cannot be compiled, captured or replayed.
+
+    \b
+    Examples:
+      graphpass doctor
+      graphpass doctor --no-try --json
+    """  # noqa: D301
+    from graphpass.cli.doctor import doctor as examined
+    from graphpass.cli.program import device_named
+
+    with _stdout_for_json(as_json):
+        result = examined(device_named(device), tries=tries)
+    _show(result, as_json, html)
+
+
+@app.command()
+@exit_codes
+def bench(
+    target: Target,
+    inputs: Inputs = None,
+    config: Config = None,
+    device: Device = None,
+    split: Split = None,
+    option: Options = None,
+    compiler: Annotated[str, typer.Option(help="inductor, aot_eager or eager.")] = "inductor",
+    rounds: Annotated[int, typer.Option(min=1, help="Values behind each median.")] = 15,
+    calls: Annotated[int, typer.Option(min=1, help="Calls in each round.")] = 10,
+    as_json: AsJson = False,
+    html: HtmlFile = None,
+) -> None:
+    """Time a model eagerly, compiled, with reduce-overhead, with graphpass, and as one graph replayed by hand.
+
+    All variants run in one process in turn; the figures are medians. The host time is the time that a call takes on an
+    idle device until it returns; the device time is what the device then needs. Fails if the output of a variant
+    differs from the eager one by more than the tolerance of its dtype.
+
+    \b
+    Examples:
+      graphpass bench models:build
+      graphpass bench models:build --rounds 50 --html bench.html
+      graphpass bench vit --config num_hidden_layers=4 --compiler aot_eager
+    """  # noqa: D301
+    from graphpass.cli.benchmark import bench as measured
+    from graphpass.cli.program import device_named, load
+
+    with _stdout_for_json(as_json):
+        program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
+        result = measured(program, _options(split, option), compiler, rounds=rounds, calls=calls)
+    _show(result, as_json, html)
+
+
+@app.command()
+@exit_codes
+def plan(
+    traffic: Annotated[Path, typer.Argument(metavar="TRAFFIC", help="A JSON or CSV file of sizes and their counts.")],
+    max_graphs: Annotated[int, typer.Option(min=1, help="The most sizes to capture.")] = 16,
+    stride: Annotated[list[int] | None, typer.Option(help="A fixed stride to compare with; repeatable.")] = None,
+    bytes_file: Annotated[
+        Path | None, typer.Option("--bytes", metavar="FILE", help="Bytes of a graph by size, JSON or CSV.")
+    ] = None,
+    as_json: AsJson = False,
+    html: HtmlFile = None,
+) -> None:
+    """Choose capture sizes for the traffic that was seen, beside doubling and fixed strides.
+
+    TRAFFIC is JSON: {"size": count}, a list of sizes, or an object whose field "histogram" is one of these, as stats()
+    has; or CSV: size,count or one size a line. The planned sizes are optimal: no other sizes of that number pad less.
+    Bytes of sizes that the file does not list are interpolated.
+
+    \b
+    Examples:
+      python -c "import json; json.dump(graphpass.runtime_of(fast).stats().histogram, open('sizes.json', 'w'))"
+      graphpass plan sizes.json
+      graphpass plan sizes.csv --max-graphs 32 --stride 8 --html plan.html
+      graphpass plan sizes.json --bytes bytes.json --json
+    """  # noqa: D301
+    from graphpass.cli.plan import plan as planned
+
+    _show(planned(traffic, max_graphs, tuple(stride or ()), bytes_file), as_json, html)
+
+
+def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]:
+    """Options of the backend from ``--split`` and ``--option``."""
+    options: dict[str, Any] = {"splitting_ops": list(split)} if split else {}
+    for text in texts or ():
+        name, _, value = text.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+        if not value:
+            raise CommandError(
+                "an option cannot be read",
+                expected="NAME=JSON",
+                found=repr(text),
+                remedy="write --option mode=FULL or --option 'padding={\"attention_mask\": 0}'",
+            )
+    return options
+
+
+@contextlib.contextmanager
+def _stdout_for_json(as_json: bool) -> Iterator[None]:
+    """With ``--json``, what the user's code prints goes to stderr."""
+    if not as_json:
+        yield
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _show(result: Result, as_json: bool, html: Path | None) -> None:
+    """Print a result, write its page, and exit with 1 if a check failed."""
+    if html is not None:
+        from graphpass.cli.page import html_page
+
+        try:
+            html.write_text(html_page(result), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(
+                "the page cannot be written",
+                expected="a file in a folder that exists",
+                found=str(error),
+                remedy="--html",
+            ) from error
+    if as_json:
+        typer.echo(json.dumps({"command": result.command, **result.figures, "failure": result.failure}, indent=1))
+    else:
+        from graphpass.cli.console import print_result
+
+        width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+        print_result(result, Console(highlight=False, width=width))
+    if result.failure is not None:
+        raise typer.Exit(CHECK_FAILED)

@@ -1,0 +1,358 @@
+"""``graphpass bench``: one model eagerly, compiled, with reduce-overhead, with graphpass, and as one graph by hand."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from graphpass.cli.explain import quiet_compiler
+from graphpass.cli.failures import users_code
+from graphpass.cli.program import Program
+from graphpass.cli.result import Bar, Bars, Result, Text
+from graphpass.report import Table
+
+__all__ = ["bench"]
+
+Call = Callable[[], Any]
+Contents = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Of the largest magnitude of an output. Compilers fuse and reorder, so results differ by a few roundings.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_WARM_UP_CALLS = 4
+_BUSY_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One way to run the model.
+
+    Attributes:
+        name: its name.
+        call: the model; None if it cannot run here.
+        missing: why it cannot run here.
+        first_s: seconds of the first calls, compiling and capturing included.
+        difference: the largest difference from the eager output, as a share of the tolerance.
+    """
+
+    name: str
+    call: Callable[..., Any] | None
+    missing: str | None = None
+    first_s: float = 0.0
+    difference: float = 0.0
+
+
+def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds: int, calls: int) -> Result:
+    """Compare and time all variants.
+
+    Args:
+        program: the model and an example call.
+        options: options of the backend cgpass.
+        compiler: the compiler of the compiled variants.
+        rounds: values behind each median.
+        calls: calls behind each value.
+
+    Raises:
+        GraphpassError: the model fails, or an option is invalid.
+    """
+    contents = _contents(program)
+    expected = "a model that runs eagerly and under torch.compile with its example inputs"
+    with (
+        users_code(program.name, expected=expected, remedy="run the model eagerly with these inputs first"),
+        torch.no_grad(),
+        quiet_compiler(),
+    ):
+        outputs = [list(_tensors(_copied(program.model(*args, **kwargs)))) for args, kwargs in contents]
+        variants = [_tried(variant, contents, outputs) for variant in _variants(program, options, compiler)]
+        times = _interleaved(program, variants, rounds, calls)
+    figures = {
+        "model": program.name,
+        "device": str(program.device),
+        "torch": torch.__version__,
+        "compiler": compiler,
+        "rounds": rounds,
+        "calls": calls,
+        "variants": [_figures(variant, times.get(variant.name)) for variant in variants],
+    }
+    wrong = [variant.name for variant in variants if variant.call is not None and not variant.difference <= 1]
+    failure = f"the output differs from eager: {', '.join(wrong)}" if wrong else None
+    return Result("bench", program.name, figures, tuple(_parts(figures)), failure)
+
+
+# -- variants ------------------------------------------------------------------------------------------------------
+
+
+def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> Iterator[_Variant]:
+    on_gpu = program.device.type == "cuda"
+    needs_gpu = None if on_gpu else "needs a GPU"
+    yield _Variant("eager", program.model)
+    compiled = torch.compile(_own_code(program.model), backend=compiler)
+    yield _Variant("compile", compiled)
+    reduced = torch.compile(_own_code(program.model), mode="reduce-overhead") if on_gpu else None
+    yield _Variant("reduce-overhead", reduced, needs_gpu)
+    used = {"compiler": compiler, **options}
+    yield _Variant("graphpass", torch.compile(_own_code(program.model), backend="cgpass", options=used))
+    yield _Variant("raw replay", _RawReplay(compiled, program) if on_gpu else None, needs_gpu)
+
+
+def _own_code(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``model``, with a code object of its own: Dynamo stores compiled code by code object."""
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    code = entry.__code__.replace()
+    return types.FunctionType(code, entry.__globals__, entry.__name__, None, entry.__closure__)
+
+
+class _RawReplay:
+    """The compiled model in one CUDA graph, captured by hand: what a replay costs with nothing around it.
+
+    Raises:
+        RuntimeError: the model cannot be captured, from the first call.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], program: Program) -> None:
+        self._compiled, self._device = compiled, program.device
+        self._inputs: Contents = _copied((program.args, dict(program.kwargs)))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay for new contents: they are copied first, which :attr:`replay` leaves out."""
+        if self._graph is None:
+            self._capture()
+        for own, new in zip(_tensors(self._inputs), _tensors((args, kwargs)), strict=True):
+            own.copy_(new)
+        self.replay()
+        return self._outputs
+
+    def replay(self) -> None:
+        """Replay for the contents of the last call."""
+        assert self._graph is not None
+        self._graph.replay()
+
+    def _capture(self) -> None:
+        args, kwargs = self._inputs
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._compiled(*args, **kwargs)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self._outputs = self._compiled(*args, **kwargs)
+        self._graph = graph
+
+
+def _tried(variant: _Variant, contents: list[Contents], outputs: list[list[torch.Tensor]]) -> _Variant:
+    """The variant after its first calls, with its largest difference from eager."""
+    if variant.call is None:
+        return variant
+    difference, start_s = 0.0, time.perf_counter()
+    try:
+        for number in range(_WARM_UP_CALLS * len(contents)):
+            args, kwargs = contents[number % len(contents)]
+            made = list(_tensors(_copied(variant.call(*args, **kwargs))))
+            difference = max(difference, _difference(made, outputs[number % len(contents)]))
+    except Exception as error:
+        if variant.name != "raw replay":  # a model with host reads cannot be captured by hand
+            raise
+        return _Variant(variant.name, None, f"cannot be captured: {type(error).__name__}")
+    return _Variant(variant.name, variant.call, None, time.perf_counter() - start_s, difference)
+
+
+# -- contents and outputs ------------------------------------------------------------------------------------------
+
+
+def _contents(program: Program) -> list[Contents]:
+    """The example inputs, and inputs of other contents with the same values in another order."""
+    given: Contents = (program.args, dict(program.kwargs))
+    return [given, _mapped(given, lambda tensor: tensor.flip(0) if tensor.dim() else tensor)]
+
+
+def _copied(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor.detach().clone())
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with its tensors changed; containers of other types than the common ones become plain ones."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(item, change) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _mapped(getattr(value, field.name), change) for field in fields(value)}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return iter(found)
+
+
+def _difference(made: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest difference as a share of the tolerance of its dtype; infinite for other shapes, dtypes or counts."""
+    if len(made) != len(expected):
+        return float("inf")
+    return max((_of_tensors(one, other) for one, other in zip(made, expected, strict=True)), default=0.0)
+
+
+def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if one.numel() == 0 or torch.equal(one, other):
+        return 0.0
+    tolerance = _TOLERANCES.get(one.dtype)
+    if tolerance is None:
+        return float("inf")
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    finite = other.isfinite()
+    gap = (one.double() - other.double())[finite].abs()
+    scale = other.double()[finite].abs()
+    return float(gap.max() / (scale.max().clamp(min=1e-30) * tolerance)) if gap.numel() else 0.0
+
+
+# -- times ---------------------------------------------------------------------------------------------------------
+
+
+def _interleaved(program: Program, variants: list[_Variant], rounds: int, calls: int) -> dict[str, dict[str, Any]]:
+    """{variant: its medians in µs}: each round times every variant, each time in another order."""
+    steps: dict[str, Call] = {}
+    for variant in variants:
+        if variant.call is not None:
+            replay = getattr(variant.call, "replay", None)
+            steps[variant.name] = replay or _bound(variant.call, program)
+    on_gpu, names = program.device.type == "cuda", list(steps)
+    host: dict[str, list[float]] = {name: [] for name in names}
+    on_device: dict[str, list[float]] = {name: [] for name in names}
+    busy = _Busy(program.device) if on_gpu else None
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                steps[name]()  # the caches hold another variant's data
+                host[name].append(_host_us(steps[name], program.device, calls))
+                if busy is not None:
+                    on_device[name].append(busy.device_us(steps[name], calls, host[name][-1]))
+    finally:
+        gc.enable()
+    return {
+        name: {"host_us": _spread(host[name]), "device_us": _spread(on_device[name]) if on_gpu else None}
+        for name in names
+    }
+
+
+def _bound(call: Callable[..., Any], program: Program) -> Call:
+    args, kwargs = program.args, program.kwargs
+    return lambda: call(*args, **kwargs)
+
+
+def _host_us(step: Call, device: torch.device, calls: int) -> float:
+    """Median time of a call on an idle device until it returns."""
+    taken = []
+    for _ in range(calls):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start_s = time.perf_counter()
+        step()
+        taken.append((time.perf_counter() - start_s) * 1e6)
+    return statistics.median(taken)
+
+
+class _Busy:
+    """Measures the device time of a call: the device is busy while the host enqueues it, and never waits for the host.
+
+    A model that reads values on the host waits for the device, and its device time then contains host time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._matrix = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=device)
+        self._work(1)  # loads the kernel
+        self._product_us = max(self._timed(lambda: self._work(10), 0) / 10, 1.0)
+
+    def device_us(self, step: Call, calls: int, host_us: float) -> float:
+        """Median device time of ``calls`` calls."""
+        products = int(3 * host_us / self._product_us) + 1
+        return statistics.median(self._timed(step, products) for _ in range(calls))
+
+    def _work(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._matrix, self._matrix)
+
+    def _timed(self, step: Call, products: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self._device)
+        self._work(products)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return float(start.elapsed_time(end)) * 1e3
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    return {"median": median, "q1": low, "q3": high}
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+def _figures(variant: _Variant, times: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {
+        "name": variant.name,
+        "missing": variant.missing,
+        "host_us": None if times is None else times["host_us"],
+        "device_us": None if times is None else times["device_us"],
+        "first_calls_s": None if times is None else variant.first_s,
+        "difference_of_tolerance": None if times is None else min(variant.difference, 1e30),
+        "agrees": None if times is None else variant.difference <= 1,
+    }
+
+
+def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
+    variants = [variant for variant in figures["variants"] if variant["missing"] is None]
+    missing = [variant for variant in figures["variants"] if variant["missing"] is not None]
+    yield Text(
+        f"{figures['device']}, torch {figures['torch']}, compiler {figures['compiler']}; medians of "
+        f"{figures['rounds']} rounds of {figures['calls']} calls, quartiles in brackets."
+    )
+    rows = tuple(
+        (
+            variant["name"],
+            _spelt(variant["host_us"]),
+            _spelt(variant["device_us"]),
+            f"{variant['first_calls_s']:.2f}",
+            f"{variant['difference_of_tolerance']:.2g}",
+        )
+        for variant in variants
+    )
+    columns = ("variant", "host µs", "device µs", "first calls s", "difference / tolerance")
+    yield Table("Times", columns, rows)
+    for part, title in (("host_us", "Host time of a call, µs"), ("device_us", "Device time of a call, µs")):
+        timed = [variant for variant in variants if variant[part] is not None]
+        bars = tuple(Bar(v["name"], v[part]["median"], f"{v[part]['median']:.1f}") for v in timed)
+        yield Bars(title, bars)
+    yield Table("Not measured", ("variant", "why"), tuple((v["name"], v["missing"]) for v in missing))
+    if figures["device"] == "cpu":
+        yield Text("On a CPU the host does all the work, and graphpass replays a tape: no faster than eager.")
+
+
+def _spelt(spread: Mapping[str, float] | None) -> str:
+    return "" if spread is None else f"{spread['median']:.1f} ({spread['q1']:.1f} to {spread['q3']:.1f})"

@@ -1,0 +1,149 @@
+"""``graphpass plan``: capture sizes for traffic, beside doubling and fixed strides."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphpass.cli.result import Bar, Bars, Columns, Result, Text
+from graphpass.cli.traffic import read_sizes
+from graphpass.dispatch.sizeplan import plan_sizes
+from graphpass.report import Table
+
+__all__ = ["plan"]
+
+_MOST_STRIDE_SIZES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Ladder:
+    """A ladder with what it costs.
+
+    Attributes:
+        name: how its sizes were chosen.
+        sizes: ascending; the last one is the largest size of the traffic.
+        waste: the share of padding among the computed rows, 0 to 1.
+        rows: the mean number of computed rows of a batch, padding included.
+        num_bytes: bytes of its graphs, None if unknown.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    waste: float
+    rows: float
+    num_bytes: float | None
+
+
+def plan(traffic: Path, max_graphs: int, strides: Sequence[int], bytes_file: Path | None) -> Result:
+    """Choose sizes for the traffic in a file.
+
+    Args:
+        traffic: a JSON or CSV file of sizes and their counts.
+        max_graphs: the most sizes to choose.
+        strides: fixed strides to compare with; empty for the stride that gives as many graphs.
+        bytes_file: a JSON or CSV file of the bytes of graphs by size; None if they are unknown.
+
+    Raises:
+        GraphpassError: a file cannot be read, or has no traffic.
+    """
+    histogram = read_sizes(traffic)
+    bytes_of = read_sizes(bytes_file) if bytes_file is not None else {}
+    start_s = time.perf_counter()
+    planned = plan_sizes(histogram, max_graphs).sizes
+    seconds = time.perf_counter() - start_s
+    largest = planned[-1]
+    chosen = {f"planned, at most {max_graphs}": planned, "doubling": _doubling(largest)}
+    for stride in strides or (math.ceil(largest / len(planned)),):
+        chosen[f"stride {stride}"] = _strided(largest, stride)
+    ladders = [_measured(name, sizes, histogram, bytes_of) for name, sizes in chosen.items()]
+    total = sum(histogram.values())
+    figures = {
+        "traffic": {"file": str(traffic), "sizes": len(histogram), "batches": total, "largest": largest},
+        "seconds": seconds,
+        "ladders": [_figures(ladder) for ladder in ladders],
+    }
+    return Result("plan", traffic.name, figures, _parts(ladders, histogram, seconds))
+
+
+def _doubling(largest: int) -> tuple[int, ...]:
+    powers = itertools.takewhile(lambda size: size < largest, (1 << power for power in itertools.count()))
+    return (*powers, largest)
+
+
+def _strided(largest: int, stride: int) -> tuple[int, ...]:
+    """The multiples of a stride, and the largest size; a stride so small that they are too many is made larger."""
+    stride = max(stride, math.ceil(largest / _MOST_STRIDE_SIZES), 1)
+    return (*range(stride, largest, stride), largest)
+
+
+def _measured(
+    name: str, sizes: tuple[int, ...], histogram: Mapping[int, float], bytes_of: Mapping[int, float]
+) -> _Ladder:
+    seen = np.array(sorted(histogram), dtype=np.float64)
+    weights = np.array([histogram[size] for size in sorted(histogram)], dtype=np.float64)
+    ladder = np.array(sizes, dtype=np.float64)
+    padded = math.fsum(weights * ladder[np.searchsorted(ladder, seen)])
+    real = math.fsum(weights * seen)
+    num_bytes = math.fsum(_bytes_at(size, bytes_of) for size in sizes) if bytes_of else None
+    return _Ladder(name, sizes, 1 - real / padded, padded / math.fsum(weights), num_bytes)
+
+
+def _bytes_at(size: int, bytes_of: Mapping[int, float]) -> float:
+    """Linear between the nearest sizes of the file; in proportion to the size outside of them."""
+    known = sorted(bytes_of)
+    above = bisect.bisect_left(known, size)
+    if above == len(known):
+        return bytes_of[known[-1]] * size / known[-1]
+    if known[above] == size:
+        return bytes_of[size]
+    if above == 0:
+        return bytes_of[known[0]] * size / known[0]
+    low, high = known[above - 1], known[above]
+    share = (size - low) / (high - low)
+    return bytes_of[low] * (1 - share) + bytes_of[high] * share
+
+
+def _figures(ladder: _Ladder) -> dict[str, Any]:
+    return {
+        "name": ladder.name,
+        "graphs": len(ladder.sizes),
+        "waste": ladder.waste,
+        "rows_a_batch": ladder.rows,
+        "bytes": ladder.num_bytes,
+        "sizes": list(ladder.sizes),
+    }
+
+
+def _parts(
+    ladders: Sequence[_Ladder], histogram: Mapping[int, float], seconds: float
+) -> tuple[Text | Table | Bars | Columns, ...]:
+    rows = tuple(
+        (
+            ladder.name,
+            str(len(ladder.sizes)),
+            f"{ladder.waste:.2%}",
+            f"{ladder.rows:.2f}",
+            *(() if ladder.num_bytes is None else (f"{ladder.num_bytes / 2**20:.1f}",)),
+        )
+        for ladder in ladders
+    )
+    has_bytes = any(ladder.num_bytes is not None for ladder in ladders)
+    columns = ("sizes", "graphs", "padding", "rows a batch", *(("MiB",) if has_bytes else ()))
+    weights = tuple((size, histogram[size]) for size in sorted(histogram))
+    bars = tuple(Bar(ladder.name, ladder.waste, f"{ladder.waste:.2%}") for ladder in ladders)
+    note = " The graphs of one runtime share a pool, so together they need less than the sum." if has_bytes else ""
+    return (
+        Text(f"{len(histogram)} sizes up to {weights[-1][0]}, planned in {seconds:.2f} s.{note}"),
+        Table("Ladders", columns, rows),
+        Bars("Share of padding among the computed rows", bars),
+        Columns("Traffic by size", weights, {ladder.name: ladder.sizes for ladder in ladders}),
+        Text(f"capture_sizes={list(ladders[0].sizes)}"),
+    )

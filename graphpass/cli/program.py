@@ -1,0 +1,253 @@
+"""Loads the model that a command is about: a factory, or a Hugging Face configuration. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphpass.cli.failures import users_code
+from graphpass.cli.inputs import inputs_for_config, inputs_of_shapes
+from graphpass.errors import CommandError, did_you_mean
+
+__all__ = ["Program", "device_named", "load"]
+
+_REMEDY = "name module:factory, file.py:factory, a config.json, or a model type of transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A model and one example call of it.
+
+    Attributes:
+        name: the target as the user wrote it.
+        model: the model, on its device and in eval mode.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        device: the device that the command asked for.
+    """
+
+    name: str
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: torch.device
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of ``--device``; by default the GPU if there is one.
+
+    Raises:
+        CommandError: torch knows no such device, or it is a GPU and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    try:
+        device = torch.device(name or ("cuda" if has_gpu else "cpu"))
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not has_gpu):
+        raise CommandError(
+            "the device cannot be used",
+            expected="cpu" + (", cuda or cuda:INDEX" if has_gpu else ": there is no GPU here"),
+            found=str(name),
+            remedy="leave --device out, or run the command on a machine with that device",
+        )
+    return device
+
+
+def load(
+    target: str, *, shapes: Sequence[str] = (), config: Sequence[str] = (), device: torch.device | None = None
+) -> Program:
+    """The model of ``target`` with an example call.
+
+    Args:
+        target: ``module:factory``, ``file.py:factory``, a path to ``config.json`` or its folder, a configuration class
+            as ``transformers:LlamaConfig``, or a model type of transformers. A factory returns a model, or (model,
+            inputs): a tensor, a tuple of arguments, or a dict of keyword arguments.
+        shapes: ``--input``: inputs instead of those of the factory.
+        config: ``--config``: ``NAME=VALUE`` for the configuration.
+        device: where model and inputs go; None for the default of :func:`device_named`.
+
+    Raises:
+        CommandError: there is no such model, it failed, or it has no example inputs.
+    """
+    device = device or device_named(None)
+    with users_code(target, expected="a model and its example inputs", remedy="run it in Python to see the traceback"):
+        made = _made(target, config)
+        model, args, kwargs = _parts(made)
+        model = _on(model, device)
+        if isinstance(model, torch.nn.Module):
+            model.eval()
+        if shapes:
+            args, kwargs = inputs_of_shapes(shapes, device)
+        elif not args and not kwargs and hasattr(model, "main_input_name"):
+            kwargs = inputs_for_config(model, device)
+    if not callable(model):
+        raise CommandError(
+            f"{target} gives no model", expected="a module or a function", found=type(model).__name__, remedy=_REMEDY
+        )
+    if not args and not kwargs:
+        raise CommandError(
+            f"{target} has no example inputs",
+            expected="a factory that returns (model, inputs), or --input",
+            found="a model alone",
+            remedy="pass --input 6x16, or --input NAME=SHAPE:DTYPE for each argument",
+        )
+    return Program(target, model, _on(args, device), _on(kwargs, device), device)
+
+
+def _parts(made: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) of what a factory returned."""
+    if not isinstance(made, tuple):
+        return made, (), {}
+    if len(made) == 3:
+        return made[0], tuple(made[1]), dict(made[2])
+    if len(made) != 2:
+        raise CommandError(
+            "a factory returned a tuple of another length",
+            expected="(model, inputs) or (model, args, kwargs)",
+            found=f"{len(made)} values",
+            remedy="return the model and a tuple or dict of its inputs",
+        )
+    model, inputs = made
+    if isinstance(inputs, Mapping):
+        return model, (), dict(inputs)
+    return model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """``value`` with its modules and tensors on ``device``. Tensors that are fake already stay where they are."""
+    if isinstance(value, torch.nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+        return value if all(_is_there(tensor, device) for tensor in tensors) else value.to(device)
+    if isinstance(value, torch.Tensor):
+        return value if _is_there(value, device) else value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _on(item, device) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_on(item, device) for item in value)
+    return value
+
+
+def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:
+    is_real = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return not is_real or tensor.device.type == device.type
+
+
+def _made(target: str, config: Sequence[str]) -> Any:
+    """The return value of a factory, or a model with random weights for a configuration."""
+    path = Path(target)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        return _of_config(_read_json(path), config)
+    module_name, _, attribute = target.rpartition(":")
+    if not module_name:
+        return _of_config({"model_type": target}, config)
+    found = _attribute(_module(module_name), attribute, target)
+    if isinstance(found, type) and hasattr(found, "model_type"):
+        return _of_config({"model_type": found.model_type}, config)
+    if config:
+        raise CommandError(
+            "--config is for configurations", expected="a Hugging Face configuration", found=target, remedy=_REMEDY
+        )
+    return found if isinstance(found, torch.nn.Module) else found()
+
+
+def _module(name: str) -> Any:
+    if name.endswith(".py"):
+        path = Path(name)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise CommandError("there is no such file", expected="a Python file", found=name, remedy=_REMEDY)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    if os.getcwd() not in sys.path:  # as `python -m` does; the console script does not
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _attribute(module: Any, name: str, target: str) -> Any:
+    value = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            known = [name for name in dir(value) if not name.startswith("_")]
+            raise CommandError(
+                f"{target} does not exist",
+                expected="a function or class of the module",
+                found=repr(part),
+                remedy=did_you_mean(part, known, otherwise="name a function that returns (model, inputs)"),
+            )
+        value = getattr(value, part)
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f"{path} cannot be read", expected="a JSON file", found=f"{type(error).__name__}: {error}", remedy=_REMEDY
+        ) from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise CommandError(
+            f"{path} is no configuration",
+            expected="an object with model_type",
+            found=repr(content)[:80],
+            remedy=_REMEDY,
+        )
+    return content
+
+
+def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
+    """A model of transformers with random weights, of the architecture that the configuration names."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise CommandError(
+            "configurations need transformers",
+            expected="the package transformers, or module:factory",
+            found="no such package",
+            remedy="pip install transformers",
+        ) from error
+    content = {**content, **_overrides(overrides)}
+    known = transformers.CONFIG_MAPPING.keys()
+    if content["model_type"] not in known:
+        raise CommandError(
+            f"transformers has no model type {content['model_type']!r}",
+            expected="a model type of transformers",
+            found=str(content["model_type"]),
+            remedy=did_you_mean(str(content["model_type"]), known, otherwise=_REMEDY),
+        )
+    config = transformers.AutoConfig.for_model(**content)
+    names = content.get("architectures") or ()
+    classes = [made for name in names if (made := getattr(transformers, name, None)) is not None]
+    return classes[0](config) if classes else transformers.AutoModel.from_config(config)
+
+
+def _overrides(texts: Sequence[str]) -> dict[str, Any]:
+    values = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise CommandError(
+                "a setting cannot be read",
+                expected="NAME=VALUE",
+                found=repr(text),
+                remedy="write --config num_hidden_layers=2",
+            )
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values

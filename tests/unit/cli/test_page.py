@@ -1,0 +1,72 @@
+"""The pages: every part is drawn, every name is text, and nothing refers to anything outside."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from graphpass.cli.console import print_result
+from graphpass.cli.markup import Markup, element
+from graphpass.cli.page import html_page
+from graphpass.cli.result import Bar, Bars, Cell, Columns, Heading, Result, Strip, Text
+from graphpass.report import Table
+from tests.unit.cli.conftest import Page
+
+HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
+EVERY_PART = Result(
+    command="explain",
+    subject=HOSTILE,
+    figures={},
+    parts=(
+        Heading(HOSTILE),
+        Text(HOSTILE),
+        Table(HOSTILE, ("region", HOSTILE), (("g0.r0", HOSTILE), (HOSTILE, "b"))),
+        Table("empty", ("a",), ()),
+        Bars(HOSTILE, (Bar(HOSTILE, 2.0, HOSTILE), Bar("zero", 0.0, "0"))),
+        Bars("no bars", ()),
+        Columns(HOSTILE, ((1, 3.0), (90, 1.0)), {HOSTILE: (8, 90)}),
+        Strip(HOSTILE, (Cell("g0.r0", "captured", HOSTILE, "g0.r0"), Cell(HOSTILE, "eager", HOSTILE, HOSTILE))),
+    ),
+    failure=HOSTILE,
+)
+
+
+def test_children_and_attributes_are_escaped() -> None:
+    assert element("b", "<i>", title="\"'<") == '<b title="&quot;&#x27;&lt;">&lt;i&gt;</b>'
+    assert element("b", Markup("<i></i>"), aria_label="x", class_="y") == '<b aria-label="x" class="y"><i></i></b>'
+    assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
+
+
+def test_hostile_names_are_text_in_every_part() -> None:
+    page = Page(html_page(EVERY_PART))
+    assert "script" not in page.tags
+    assert page.handlers == []
+    assert page.text.count(HOSTILE) >= 12
+    assert page.tags.count("table") == 1
+    assert page.tags.count("svg") == 2
+
+
+def test_a_page_refers_to_nothing_outside() -> None:
+    text = html_page(EVERY_PART)
+    page = Page(text)
+    assert any("default-src 'none'" in content for content in page.contents)
+    assert all(reference == "data:," or reference.startswith("#") for reference in page.references)
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "prefers-color-scheme: dark" in style
+
+
+def test_regions_link_to_their_rows() -> None:
+    page = Page(html_page(EVERY_PART))
+    targets = [reference.removeprefix("#") for reference in page.references if reference.startswith("#")]
+    assert targets == ["region-g0.r0", f"region-{HOSTILE}"]
+    assert set(targets) <= set(page.ids)
+
+
+def test_text_shows_every_name_as_it_is() -> None:
+    file = io.StringIO()
+    print_result(EVERY_PART, Console(file=file, width=400))
+    assert file.getvalue().count(HOSTILE) >= 10
+    assert "█" in file.getvalue()
