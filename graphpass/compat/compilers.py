@@ -16,7 +16,10 @@ AtenHook = Callable[[fx.GraphModule], None]
 def inductor(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
 ) -> Callable[..., Any]:
-    """Compile with Inductor, whose CUDA graphs are off.
+    """Compile with Inductor, whose CUDA graphs are off, and so is the pass that returns ``x`` itself for ``x * 1``.
+
+    That pass gives results that torch's semantics keep apart one memory (``x * torch.ones(n)`` on 2.13, also ``x * 1``
+    and ``x + 0`` on 2.15). The code after the graph may write to a result, so its input would change.
 
     Args:
         graph_module: the FX graph to compile.
@@ -32,7 +35,7 @@ def inductor(
             show(aten)
         return compile_fx_inner(aten, inputs, **settings)
 
-    off = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+    off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
     with aot_config.patch(enable_autograd_cache=False) if show is not None else contextlib.nullcontext():
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
             graph_module, list(example_inputs), inner_compile=compile_inner, config_patches=off

@@ -245,9 +245,9 @@ def _packed_of_layer(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
     is_causal: bool | None = None,
     query_bounds: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -258,15 +258,15 @@ def _packed_of_layer(
         ShapeError: the batch does not have exactly one row.
     """
     _refuse_other_attention(module, attention_mask, dropout, is_causal)
-    if cu_seq_lens_q is None or query_bounds is None or key_lengths is None:
+    if query_bounds is None or key_starts is None or key_lengths is None:
         raise OptionError(
             f"{PACKED_ATTENTION} needs the bounds of packed sequences",
-            expected="cu_seq_lens_q, as transformers passes it to flash attention, query_bounds and key_lengths",
+            expected="query_bounds, key_starts and key_lengths, which transformers passes on from the block",
             found=f"at least one missing from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
     query, key, value, scale = _one_row(module, query, key, value, scaling)
-    pieces = Pieces(query_bounds, cu_seq_lens_q, key_lengths)
+    pieces = Pieces(query_bounds, key_starts, key_lengths)
     is_flash = getattr(module.config, _IS_FLASH)
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
     return attended.unsqueeze(0), None

@@ -50,8 +50,9 @@ def nothing_reached(key: str) -> CaptureError:
     return CaptureError(
         f"nothing was captured for {key}",
         expected="a call that enters a compiled graph",
-        found="Dynamo ran the model uncompiled: it reached its recompile limit, or it skips the model",
-        remedy="do not loop over a size that varies, or raise torch._dynamo.config.recompile_limit",
+        found="none: the model returns its inputs as they are, Dynamo skips it, or Dynamo reached its recompile limit",
+        remedy="let the model compute something; do not loop over a size that varies, or raise "
+        "torch._dynamo.config.recompile_limit",
     )
 
 

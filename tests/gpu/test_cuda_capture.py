@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +21,7 @@ from graphpass.capture.staging import copy_each
 pytestmark = pytest.mark.cuda
 
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
+WORKSPACE_CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
 
 
 def key(num_tokens: int) -> gp.BatchDescriptor:
@@ -347,10 +351,37 @@ def test_a_cpu_tensor_in_the_middle_costs_one_split(cuda: torch.device) -> None:
             call(compiled, key(4), x, mode=FULL)
 
 
+def assert_workspaces_as_set(device: torch.device) -> None:
+    """With ``TORCH_CUBLAS_WORKSPACE_CACHE=1`` torch keeps a stream's workspace after a product, as it always did."""
+    if os.environ.get(WORKSPACE_CACHE) != "1":
+        return
+    a, stream = torch.ones(64, 64, device=device), torch.cuda.Stream(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(device)
+    with torch.cuda.stream(stream):
+        a @ a
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated(device) > before, "no workspace is cached: the test would prove nothing"
+
+
+@pytest.mark.parametrize(
+    "test", ["test_nobody_takes_a_graphs_workspace_away", "test_the_workspace_of_somebody_elses_graph_stays"]
+)
+def test_workspaces_that_torch_caches(cuda: torch.device, test: str) -> None:
+    """In a process of its own, since torch reads the setting once: 2.15 caches workspaces only where it is set."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test}"]
+    ran = subprocess.run(
+        command, env={**os.environ, WORKSPACE_CACHE: "1"}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("by", ["another graph is reset", "inductor records graphs", "cleared"])
 def test_nobody_takes_a_graphs_workspace_away(cuda: torch.device, by: str) -> None:
     """The matrix product is split along its long dimension: its parts are summed up in a workspace."""
+    assert_workspaces_as_set(cuda)
     left = torch.randn(64, 65536, device=cuda, dtype=torch.bfloat16)
     right = torch.randn(65536, 64, device=cuda, dtype=torch.bfloat16)
     expected = left @ right
@@ -383,6 +414,7 @@ def test_nobody_takes_a_graphs_workspace_away(cuda: torch.device, by: str) -> No
 
 def test_the_workspace_of_somebody_elses_graph_stays(cuda: torch.device) -> None:
     """Captured by hand after a warm-up outside of any pool, as the manual of torch has it."""
+    assert_workspaces_as_set(cuda)
     left = torch.randn(64, 65536, device=cuda, dtype=torch.bfloat16)
     right = torch.randn(65536, 64, device=cuda, dtype=torch.bfloat16)
     expected = left @ right

@@ -170,10 +170,13 @@ class GridAdapter(ABC):
         if not len(pixels):
             weight = next(self.tower.parameters())
             return tuple(weight.new_empty(0, width) for width in self._output_widths)
+        tables = self._on_device(found.grids, self._device)
+        if not self._blocks.compute_rows_alone():
+            # The tower's own attention may split the sequences on the host and refuse empty ones.
+            for kind in self.sequence_kinds:
+                tables[_bounds_key(kind)] = tables[piece_keys(kind).key_starts].unique_consecutive()
         with eagerly():
-            return self._forward(
-                {"pixel_values": pixels.to(self._device), **self._on_device(found.grids, self._device)}
-            )
+            return self._forward({"pixel_values": pixels.to(self._device), **tables})
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
@@ -209,7 +212,8 @@ class GridAdapter(ABC):
         kind: str, buffers: Mapping[str, torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> dict[str, Any]:
         """Arguments of a block that attends within sequences of ``kind``."""
-        return _block_arguments(Pieces(*(buffers[name] for name in piece_keys(kind))), position_embeddings)
+        pieces = Pieces(*(buffers[name] for name in piece_keys(kind)))
+        return _block_arguments(pieces, position_embeddings, bounds=buffers.get(_bounds_key(kind)))
 
     @property
     def _device(self) -> torch.device:
@@ -249,18 +253,27 @@ class GridAdapter(ABC):
         return self._tables.on_device(frames, device, None if key is None else self._rows(key))
 
 
+def _bounds_key(kind: str) -> str:
+    """The name of the table with the bounds of the sequences of ``kind``, without empty sequences."""
+    return f"{kind}_bounds"
+
+
 def _block_arguments(
-    pieces: Pieces[torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    pieces: Pieces[torch.Tensor],
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    *,
+    bounds: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Arguments of a block; transformers passes unknown arguments on to the attention function.
 
-    ``key_starts`` are also bounds of the sequences, with additional empty sequences: an attention that is part of the
-    tower can use them as ``cu_seqlens``.
+    An attention that is part of the tower reads ``cu_seqlens``. Without ``bounds`` these are the ``key_starts``, which
+    are also bounds of the sequences, with additional empty sequences.
     """
     return {
-        "cu_seqlens": pieces.key_starts,
+        "cu_seqlens": pieces.key_starts if bounds is None else bounds,
         "max_seqlen": len(position_embeddings[0]),
         "query_bounds": pieces.query_bounds,
+        "key_starts": pieces.key_starts,
         "key_lengths": pieces.key_lengths,
         "position_embeddings": position_embeddings,
     }

@@ -101,8 +101,8 @@ def test_a_transform_around_a_compiled_model(around: Around, mode: str | None, f
         for _ in range(3):
             x = torch.randn(4, 6)
             torch.testing.assert_close(compiled(x), model(x))
-    # Dynamo leaves a function alone for good whose first call is under torch.func.
-    if mode != "NONE" and (first == "plain" or around is dual):
+    # Dynamo leaves a function alone for good whose first call is under torch.func; so does 2.15 under forward-mode AD.
+    if mode != "NONE" and (first == "plain" or rt.stats().callables):
         assert rt.stats().captured == 1, "the plain calls have their graph, and nothing gave the key up"
         assert rt.stats().replayed >= 2
 

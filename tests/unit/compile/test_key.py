@@ -196,3 +196,19 @@ def test_what_is_known_of_a_symbol_is_part_of_the_key(compiled_at_cuts: Any, rt:
     with torch.no_grad():
         compiled_at_cuts(known_apart)(rows(8), rows(9))
     assert rt.compiled() == 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_results_of_operations_that_change_nothing_are_apart(compiler: str, compiled_at_cuts: Any) -> None:
+    def model(x: torch.Tensor) -> Any:
+        y = x.sin()
+        first = cut(x)
+        results = [x * torch.ones(6), x * 1, x + 0, x - 0, x / 1, y, y * 1]
+        for number, result in enumerate(results):
+            cut(first)
+            result.add_(number)
+        return [first, *results, x]
+
+    x = torch.arange(6.0)
+    with torch.no_grad():
+        agree(compiled_at_cuts(model, compiler)(x.clone()), model(x.clone()))

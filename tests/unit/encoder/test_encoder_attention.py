@@ -215,7 +215,7 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
     named = {
         "rows": 1,
         "attention_mask": None,
-        "cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32),
+        "key_starts": torch.tensor([0, 6], dtype=torch.int32),
         "query_bounds": torch.tensor([0, 6], dtype=torch.int32),
         "key_lengths": torch.tensor([6], dtype=torch.int32),
     }
@@ -226,12 +226,12 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
         interface()[name](Layer(), row, row, row, **given)
 
 
-@pytest.mark.parametrize("missing", ["query_bounds", "cu_seq_lens_q", "key_lengths"])
+@pytest.mark.parametrize("missing", ["query_bounds", "key_starts", "key_lengths"])
 def test_packed_attention_asks_for_pieces(missing: str) -> None:
     interface = pytest.importorskip("transformers").AttentionInterface
     att.register_with_hugging_face()
     row = torch.ones(1, HEADS, 6, HEAD_DIM)
-    names = ("query_bounds", "cu_seq_lens_q", "key_lengths")
+    names = ("query_bounds", "key_starts", "key_lengths")
     given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
     interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **given)
     with pytest.raises(gp.errors.OptionError, match=missing):

@@ -73,6 +73,8 @@ def test_settings_of_now_are_used(setting: str, kind: type[toy.ToyEncoder], capl
     stats = manager.get_cumulative_stats()
     assert (stats.hits, stats.misses, dict(stats.other_settings)) == (0, 2 * toy.NUM_WITH_TOKENS, {setting: 2})
     logged = [record.message for record in caplog.records if record.name == "graphpass"]
+    # The advice after eight calls without a context: how many of the tower's own calls count depends on Dynamo.
+    logged = [message for message in logged if "without a forward context" not in message]
     assert [f"{setting} changed since" in message for message in logged] == [True]
     assert setting in str(stats)
     assert_same(manager.execute(items), plain)

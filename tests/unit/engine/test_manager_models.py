@@ -125,11 +125,11 @@ def test_a_model_that_full_cannot_hold_goes_on_in_regions(on_fallback: str, capl
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_another_structure_at_another_size_is_refused_by_name(mode: str) -> None:
-    manager = captured(lambda x: (x, x * 2) if x.shape[0] > 8 else (x,), mode, sizes=(2, 8))
+    manager = captured(lambda x: (x + 1, x * 2) if x.shape[0] > 8 else (x + 1,), mode, sizes=(2, 8))
     with pytest.raises(ShapeError, match="another structure"):
         run(manager, rows(9))
-    torch.testing.assert_close(run(manager, rows(3)), (rows(3),))
-    manager = made(lambda x: (x, x * 2) if x.shape[0] > 4 else (x,), mode, sizes=(2, 8))
+    torch.testing.assert_close(run(manager, rows(3)), (rows(3) + 1,))
+    manager = made(lambda x: (x + 1, x * 2) if x.shape[0] > 4 else (x + 1,), mode, sizes=(2, 8))
     with pytest.raises(ShapeError, match=r"another structure|does not fit"):
         manager.capture()
 
