@@ -4,56 +4,60 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
-import graphpass as gp
+from tests.e2e.encoder_table import PAGE, TORCH, TRANSFORMERS, measured, row_of, rows_of_page
+from tests.e2e.one_argument import compare
+from tests.e2e.stock_encoders import ENCODERS
 from tests.e2e.stock_models import MODELS
 
-IN_EVERY_RUN = ("bert", "convnext")
+IN_EVERY_RUN = ("bert", "convnext", "MPNetModel", "Aimv2VisionModel")
 LARGEST, NUM_BATCHES, MAX_GRAPHS_WHERE_PROVED = 33, 40, 14
+FEWEST_ENCODERS = 40
+IS_VERSION_OF_PAGE = torch.__version__.startswith(TORCH) and transformers.__version__ == TRANSFORMERS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 
 
-def tensors_of(result: Any) -> list[torch.Tensor]:
-    """Every tensor of a model's result."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tuple(result.values())) if torch.is_tensor(leaf)]
+def some_in_every_run(names: Iterable[str]) -> list[Any]:
+    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
-def rows(table: str, runtime: gp.GraphRuntime) -> list[tuple[str, ...]]:
-    """The rows of one table of the report."""
-    return [row for found in runtime.report().tables if found.title == table for row in found.rows]
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize(
-    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.soak) for name in MODELS]
-)
+@pytest.mark.parametrize("name", some_in_every_run(MODELS))
 def test_ragged_batches_replay_and_equal_eager(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     make, inputs = MODELS[name]
-    model = make().eval()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
     rng = random.Random(0)
     sizes = [rng.randint(1, LARGEST) for _ in range(NUM_BATCHES)]
-    with torch.no_grad():
-        fast(**inputs(sizes[0]))
-        runtime = gp.runtime_of(fast)
-        for _ in range(2):
-            replays = 0
-            for size in sizes:
-                batch, before = inputs(size), runtime.traffic.num_calls(with_graph=True)
-                found, expected = tensors_of(fast(**batch)), tensors_of(model(**batch))
-                assert len(found) == len(expected)
-                for one, other in zip(found, expected, strict=True):
-                    torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-                replays += runtime.traffic.num_calls(with_graph=True) > before
-    verdicts = {(row[1], row[2]) for row in rows("Padding", runtime) if row[2] in ("proved", "runtime", "unproved")}
-    limited = sum(int(row[4]) for row in rows("Calls", runtime) if "max_graphs" in row[3])
-    graphs = runtime.stats().captured
+    outcome = compare(make().eval(), lambda: [inputs(size) for size in sizes])
     with capsys.disabled():
-        sys.stdout.write(f"\n{name}: {replays} of {NUM_BATCHES} calls replay, {graphs} graphs, {verdicts}\n")
-    assert replays >= 0.9 * (NUM_BATCHES - limited)
-    if all(verdict == "proved" for _, verdict in verdicts):
-        assert graphs <= MAX_GRAPHS_WHERE_PROVED
+        sys.stdout.write(f"\n{name}: {outcome}\n")
+    assert (outcome.problem, outcome.refusal) == ("", "")
+    assert outcome.replays >= 0.9 * (NUM_BATCHES - outcome.limited)
+    if all(verdict == "proved" for _, verdict in outcome.verdicts):
+        assert outcome.graphs <= MAX_GRAPHS_WHERE_PROVED
+
+
+@pytest.mark.parametrize("name", some_in_every_run(ENCODERS))
+def test_an_encoder_is_equal_to_eager_and_its_row_is_on_the_page(name: str) -> None:
+    outcome = measured(name)
+    assert outcome.problem == ""
+    if IS_VERSION_OF_PAGE:
+        assert row_of(name, outcome) == rows_of_page()[name]
+
+
+def test_the_page_has_every_encoder_and_none_that_differs() -> None:
+    found = rows_of_page()
+    assert list(found) == list(ENCODERS)
+    assert len(found) >= FEWEST_ENCODERS
+    results = [row.split(" | ")[2] for row in found.values()]
+    assert all(result == "equal" or result.startswith("refused: ") for result in results)
+    assert {encoder.kind for encoder in ENCODERS.values()} == {"text", "images", "sound"}
+    page = PAGE.with_name("models.md").read_text(encoding="utf-8")
+    assert f"torch {TORCH}" in page
+    assert f"transformers {TRANSFORMERS}" in page

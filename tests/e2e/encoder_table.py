@@ -1,0 +1,88 @@
+"""The table of stock encoders in docs/models_encoders.md: ``python -m tests.e2e.encoder_table`` writes it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.e2e.one_argument import Outcome, compare
+from tests.e2e.stock_encoder import Tensors
+from tests.e2e.stock_encoders import ENCODERS
+
+PAGE = Path(__file__).parents[2] / "docs/models_encoders.md"
+HEADER = (
+    "| class | input | result | replayed | graphs | batch | length | without a graph in the second pass |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
+LARGEST, NUM_CALLS = 17, 10
+TORCH, TRANSFORMERS = "2.13.0", "5.17.0"
+"""The versions of the page."""
+WORDS = {"proved": "proved", "runtime": "checked", "unproved": "exact"}
+
+
+def measured(name: str) -> Outcome:
+    """Two passes of one model over seeded batch sizes and its lengths."""
+    encoder, rng = ENCODERS[name], random.Random(0)
+    sizes = [(rng.randint(1, LARGEST), encoder.lengths[call % len(encoder.lengths)]) for call in range(NUM_CALLS)]
+    model = encoder.build()
+    torch._dynamo.reset()
+
+    def batches() -> list[Tensors]:
+        return [encoder.inputs(batch, length) for batch, length in sizes]
+
+    return compare(model, batches)
+
+
+def row_of(name: str, outcome: Outcome) -> str:
+    """The row of one class, with the end of the line."""
+    kind = ENCODERS[name].kind
+    if outcome.problem:
+        return f"| `{name}` | {kind} | **{_cell(outcome.problem)}** | | | | | |\n"
+    if outcome.refusal:
+        return f"| `{name}` | {kind} | refused: {_cell(outcome.refusal)} | | | | | |\n"
+    batch, length = (_verdicts(outcome, of_batch) for of_batch in (True, False))
+    reasons = "; ".join(f"{_cell(reason)} ({count})" for reason, count in sorted(outcome.reasons.items()))
+    share = f"{outcome.replays} of {outcome.calls}"
+    return f"| `{name}` | {kind} | equal | {share} | {outcome.graphs} | {batch} | {length} | {reasons} |\n"
+
+
+def rows_of_page() -> dict[str, str]:
+    """{class: its row} of the page."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines(keepends=True)
+    return {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+
+
+def _verdicts(outcome: Outcome, of_batch: bool) -> str:
+    found = {WORDS[verdict] for size, verdict in outcome.verdicts if size.endswith("[0]") == of_batch}
+    return ", ".join(sorted(found)) or "-"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure ``names``, or all encoders, and write their rows."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for name in names or ENCODERS:
+        torch.manual_seed(1)
+        try:
+            row = row_of(name, measured(name))
+        except Exception as error:  # of the model itself
+            sys.stdout.write(f"{name}: {type(error).__name__}: {error}\n")
+            continue
+        found = {**rows_of_page(), name: row} if PAGE.exists() else {name: row}
+        PAGE.write_text(HEADER + "".join(found[known] for known in ENCODERS if known in found), encoding="utf-8")
+        sys.stdout.write(row)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

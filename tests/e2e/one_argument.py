@@ -1,0 +1,120 @@
+"""A model through ``torch.compile(model, backend="cgpass")``, beside eager: what differs, what replays, and why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import graphpass as gp
+from graphpass.errors import GraphpassError, OptionError
+
+Batches = Sequence[dict[str, torch.Tensor]]
+ATOL, RTOL = 2e-5, 1e-4
+VERDICTS = ("proved", "runtime", "unproved")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What two passes over the same sizes did.
+
+    Attributes:
+        problem: empty; or the first result that differs from eager, or the error that is not of graphpass.
+        refusal: empty, or the sentence with which graphpass refused the model.
+        calls: calls in one pass.
+        replays: calls of the second pass that replayed a graph.
+        graphs: captured graphs.
+        limited: calls of both passes without a graph because the runtime captures no more graphs.
+        verdicts: (dimension of an input, verdict) of the padding table.
+        reasons: {reason: calls of the second pass that ran without a graph}.
+    """
+
+    problem: str = ""
+    refusal: str = ""
+    calls: int = 0
+    replays: int = 0
+    graphs: int = 0
+    limited: int = 0
+    verdicts: frozenset[tuple[str, str]] = frozenset()
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """Every tensor of a model's result."""
+    values = tuple(result.values()) if hasattr(result, "values") else result
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if torch.is_tensor(leaf)]
+
+
+def rows(table: str, runtime: gp.GraphRuntime) -> list[tuple[str, ...]]:
+    """The rows of one table of the report."""
+    return [row for found in runtime.report().tables if found.title == table for row in found.rows]
+
+
+def compare(model: Any, batches: Callable[[], Batches]) -> Outcome:
+    """Run two passes over new batches of the same sizes, each call beside eager."""
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
+    calls = replays = 0
+    before: Counter[str] = Counter()
+    with torch.no_grad():
+        for of_pass in (batches(), batches()):
+            calls, replays, before = len(of_pass), 0, without_graph(fast)
+            for number, batch in enumerate(of_pass):
+                expected, count = tensors_of(model(**batch)), with_graph(fast)
+                try:
+                    found = tensors_of(fast(**batch))
+                except GraphpassError as error:
+                    return Outcome(refusal=str(error), calls=calls)
+                except Exception as error:
+                    return Outcome(problem=f"call {number}: {type(error).__name__}: {error}", calls=calls)
+                different = difference(found, expected)
+                if different:
+                    return Outcome(problem=f"call {number}: {different}", calls=calls)
+                replays += with_graph(fast) > count
+    runtime = gp.runtime_of(fast)
+    without = without_graph(fast)
+    return Outcome(
+        calls=calls,
+        replays=replays,
+        graphs=runtime.stats().captured,
+        limited=sum(count for reason, count in without.items() if "max_graphs" in reason),
+        verdicts=frozenset((row[1], row[2]) for row in rows("Padding", runtime) if row[2] in VERDICTS),
+        reasons=without - before,
+    )
+
+
+def with_graph(fast: Any) -> int:
+    """Calls of compiled graphs that replayed a CUDA graph."""
+    runtime = started(fast)
+    return 0 if runtime is None else runtime.traffic.num_calls(with_graph=True)
+
+
+def without_graph(fast: Any) -> Counter[str]:
+    """{reason: calls that ran without a graph}."""
+    runtime, found = started(fast), Counter[str]()
+    for row in () if runtime is None else rows("Calls", runtime):
+        if row[1] == "NONE":
+            found[row[3]] += int(row[4])
+    return found
+
+
+def started(fast: Any) -> gp.GraphRuntime | None:
+    """The runtime; None before the first call."""
+    try:
+        return gp.runtime_of(fast)
+    except OptionError:
+        return None
+
+
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+    """How the results differ; empty if they do not."""
+    if len(found) != len(expected):
+        return f"{len(found)} tensors instead of {len(expected)}"
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        try:
+            torch.testing.assert_close(one, other, atol=ATOL, rtol=RTOL, equal_nan=True)
+        except AssertionError as error:
+            return f"output {index}: {error}"
+    return ""

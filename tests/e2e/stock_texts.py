@@ -1,0 +1,56 @@
+"""Stock encoders of text."""
+
+from __future__ import annotations
+
+from tests.e2e.stock_encoder import BART, T5, TEXT, characters, named, text
+
+TEXTS = named(
+    text("BertModel", "BertConfig", **TEXT),
+    text("RobertaModel", "RobertaConfig", **TEXT),
+    text("DistilBertModel", "DistilBertConfig", dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=99),
+    text("ElectraModel", "ElectraConfig", **TEXT, embedding_size=16),
+    text("MPNetModel", "MPNetConfig", **TEXT),
+    text("T5EncoderModel", "T5Config", **T5),
+    text("MT5EncoderModel", "MT5Config", **T5),
+    text("UMT5EncoderModel", "UMT5Config", **T5),
+    text("LongT5EncoderModel", "LongT5Config", **T5, local_radius=3, encoder_attention_type="local"),
+    text("XLMRobertaModel", "XLMRobertaConfig", **TEXT),
+    text("XLMRobertaXLModel", "XLMRobertaXLConfig", **TEXT),
+    text("CamembertModel", "CamembertConfig", **TEXT),
+    text("DebertaModel", "DebertaConfig", **TEXT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    text("DebertaV2Model", "DebertaV2Config", **TEXT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    text("ModernBertModel", "ModernBertConfig", **TEXT, max_position_embeddings=64, local_attention=8, pad_token_id=0),
+    text("NomicBertModel", "NomicBertConfig", **TEXT, max_position_embeddings=64),
+    text("SqueezeBertModel", "SqueezeBertConfig", **TEXT, embedding_size=32),
+    text("MobileBertModel", "MobileBertConfig", **TEXT, embedding_size=16, intra_bottleneck_size=16),
+    text("FunnelModel", "FunnelConfig", vocab_size=99, d_model=32, n_head=2, d_head=16, d_inner=64, block_sizes=[1, 1]),
+    text("MegatronBertModel", "MegatronBertConfig", **TEXT),
+    text("Data2VecTextModel", "Data2VecTextConfig", **TEXT),
+    text("RemBertModel", "RemBertConfig", **TEXT, input_embedding_size=16),
+    text("RoFormerModel", "RoFormerConfig", **TEXT, embedding_size=16, max_position_embeddings=64),
+    text("IBertModel", "IBertConfig", **TEXT),
+    text("SplinterModel", "SplinterConfig", **TEXT),
+    text(
+        "CanineModel",
+        "CanineConfig",
+        inputs=characters,
+        **{k: v for k, v in TEXT.items() if k != "vocab_size"},
+        local_transformer_stride=8,
+        downsampling_rate=4,
+        num_hash_buckets=64,
+    ),
+    text("XmodModel", "XmodConfig", **TEXT, languages=("en_XX",), default_language="en_XX"),
+    text("XLNetModel", "XLNetConfig", vocab_size=99, d_model=32, n_layer=2, n_head=2, d_inner=64),
+    text(
+        "EuroBertModel",
+        "EuroBertConfig",
+        **TEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    ),
+    text("PegasusEncoder", "PegasusConfig", of="pegasus.modeling_pegasus", **BART),
+    text("SiglipTextModel", "SiglipTextConfig", **{**TEXT, "max_position_embeddings": 64}),
+)
