@@ -104,6 +104,8 @@ POINTWISE = [
     s("bitwise_or.Tensor", lambda n: (b(n, 3), b(n, 3))),
     s("clamp", lambda n: (t(n, 3), -1.0, 1.0)),
     s("addcmul", lambda n: (t(n, 3), t(n, 3), t(3))),
+    s("polar", lambda n: (pos(n, 3), t(n, 3))),
+    s("complex", lambda n: (t(n, 3), t(n, 1))),
     s("lerp.Tensor", lambda n: (t(n, 3), t(n, 3), t(n, 1))),
     s("clone", lambda n: (t(n, 3),)),
     s("alias", lambda n: (t(n, 3),)),

@@ -275,7 +275,10 @@ RULES: dict[str, PaddingRule] = {
         " minimum mul ne neg pow reciprocal remainder round rsqrt shift_left sign signbit sin sinh sqrt sub tan tanh"
         " trunc where",
     ),
-    **aten(entry_by_entry, "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp"),
+    **aten(
+        entry_by_entry,
+        "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp polar complex",
+    ),
     **aten(_copy, "copy copy_"),
     **aten(cast, "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive"),
     **prims(cast, "convert_element_type device_put view_of clone"),
