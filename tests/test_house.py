@@ -172,6 +172,7 @@ PUBLIC_NAMES = {
         "Drafter",
         "Generation",
         "GenerationStats",
+        "LayerMask",
         "LoraAdapters",
         "LoraModel",
         "NewToken",
@@ -179,7 +180,9 @@ PUBLIC_NAMES = {
         "PageAllocator",
         "PagedAttention",
         "PagedKVCache",
+        "PagedLayer",
         "PagedRequests",
+        "PositionScale",
         "Request",
     ],
     "cgpass": [

@@ -4,7 +4,15 @@ from graphpass.text.causallm import CausalLM, CausalLMConfig
 from graphpass.text.drafting import Drafter, NgramDrafter
 from graphpass.text.generation import Generation, NewToken
 from graphpass.text.lora import AdapterBatch, LoraAdapters, LoraModel
-from graphpass.text.paged import PageAllocator, PagedAttention, PagedKVCache, PagedRequests
+from graphpass.text.paged import (
+    LayerMask,
+    PageAllocator,
+    PagedAttention,
+    PagedKVCache,
+    PagedLayer,
+    PagedRequests,
+    PositionScale,
+)
 from graphpass.text.request import Request
 from graphpass.text.speculation import GenerationStats
 
@@ -15,6 +23,7 @@ __all__ = [
     "Drafter",
     "Generation",
     "GenerationStats",
+    "LayerMask",
     "LoraAdapters",
     "LoraModel",
     "NewToken",
@@ -22,6 +31,8 @@ __all__ = [
     "PageAllocator",
     "PagedAttention",
     "PagedKVCache",
+    "PagedLayer",
     "PagedRequests",
+    "PositionScale",
     "Request",
 ]

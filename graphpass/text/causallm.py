@@ -19,6 +19,7 @@ from graphpass.engine.stats import ManagerStats
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
+from graphpass.report import Report
 from graphpass.text.drafting import Drafter
 from graphpass.text.experts.huggingface import compute_experts_by_token
 from graphpass.text.generation import complete, requests_of
@@ -125,7 +126,8 @@ class CausalLM:
     arrive while others run, use :class:`Generation` with :attr:`manager`.
 
     Args:
-        model: a causal LM similar to Llama (Llama, Qwen3, Mistral, ...), on its device, in eval mode.
+        model: a causal LM whose layers use transformers' ``AttentionInterface`` (Llama, Qwen3, Gemma, DeepSeek),
+            on its device, in eval mode. It runs once, on a row of a few tokens, to find out what its layers need.
         adapters: LoRA adapters for requests, created for this model; None: no adapters.
         compiler: compiler of the regions; None: ``inductor`` on CUDA, ``aot_eager`` elsewhere.
         options: the fields of :class:`CausalLMConfig`, and the options of :class:`CudaGraphManager`.
@@ -136,8 +138,8 @@ class CausalLM:
 
     Raises:
         OptionError: a size or an option is not valid, the adapters were created for another model, the model has
-            layers that carry a state from token to token, its experts cannot be computed token by token, or its rotary
-            frequencies change below ``max_seq_len``.
+            layers that carry a state from token to token or attention that is not supported, its experts cannot be
+            computed token by token, or its rotary frequencies change below ``max_seq_len``.
     """
 
     def __init__(
@@ -222,6 +224,12 @@ class CausalLM:
     def stats(self) -> ManagerStats:
         """The statistics of the manager, see :meth:`CudaGraphManager.stats`."""
         return self.manager.stats()
+
+    def report(self) -> Report:
+        """The tables of :meth:`CudaGraphManager.report`, and which attention kernel serves which steps, and why."""
+        attention = self.manager.attention
+        assert isinstance(attention, PagedAttention)
+        return Report((*self.manager.report().tables, attention.report()))
 
     def close(self) -> None:
         """Drop all graphs, release the pool, and give the model back as it was.

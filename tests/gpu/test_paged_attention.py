@@ -11,14 +11,23 @@ import torch
 import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.paged.op import BatchedKeys, PackedKeys
+from graphpass.text.paged.keys import BatchedKeys, PackedKeys
 from tests.unit.text.paged_reference import Heads, Paged, StepTensors
 
 pytestmark = pytest.mark.cuda
 
 FULL = CUDAGraphMode.FULL
 TOLERANCE = {torch.float32: {"rtol": 1e-3, "atol": 1e-4}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
-HEADS = [Heads(4, 2, 16), Heads(16, 8, 128), Heads(4, 4, 64), Heads(4, 2, 64, window=5)]
+PLAIN_HEADS = [Heads(4, 2, 16), Heads(16, 8, 128), Heads(4, 4, 64), Heads(4, 2, 64, window=5)]
+MASKED_HEADS = [
+    Heads(4, 2, 64, chunk=6),
+    Heads(4, 2, 64, value_dim=32),
+    Heads(4, 2, 64, softcap=2.0),
+    Heads(4, 2, 64, has_sinks=True),
+    Heads(4, 2, 264),
+]
+"""Layers that ``varlen_attn`` does not serve."""
+HEADS = [*PLAIN_HEADS, *MASKED_HEADS]
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 6, 1]]
 
@@ -50,11 +59,11 @@ def test_eager_steps_and_mixed_keys(heads: Heads, dtype: torch.dtype, cuda: torc
     for query_lens in STEPS:
         step, tensors = paged.grow(requests, query_lens)
         eager = paged.attention.build(step, None)
-        is_packed = dtype is torch.bfloat16 and len(set(query_lens)) > 1
+        is_packed = dtype is torch.bfloat16 and len(set(query_lens)) > 1 and heads in PLAIN_HEADS
         assert isinstance(eager.keys, PackedKeys if is_packed else BatchedKeys)
         assert_right(run(paged, tensors, eager, 25, torch.nan), tensors)
         assert_right(run(paged, tensors, paged.attention.build(step, key), 20, torch.nan), tensors)
-    assert not paged.cache.tensor[:, :, 0].any()
+    assert not any(pages[0].any() for pages in paged.pages())
 
 
 @DTYPES
@@ -101,9 +110,7 @@ def test_a_captured_op_follows_its_refilled_metadata(
     def layers() -> None:
         with gp.set_forward_context(metadata):
             for n, (layer, out) in enumerate(zip(inputs, outs, strict=True)):
-                torch.ops.graphpass.paged_attention(
-                    layer.query, layer.key, layer.value, out, n, paged.heads.scale, paged.heads.window
-                )
+                torch.ops.graphpass.paged_attention(layer.query, layer.key, layer.value, out, n, paged.heads.scale, -1)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

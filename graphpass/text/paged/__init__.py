@@ -2,5 +2,14 @@
 
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache, PagedRequests
+from graphpass.text.paged.layers import LayerMask, PagedLayer, PositionScale
 
-__all__ = ["PageAllocator", "PagedAttention", "PagedKVCache", "PagedRequests"]
+__all__ = [
+    "LayerMask",
+    "PageAllocator",
+    "PagedAttention",
+    "PagedKVCache",
+    "PagedLayer",
+    "PagedRequests",
+    "PositionScale",
+]

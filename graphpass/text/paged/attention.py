@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,20 +13,16 @@ import torch
 
 from graphpass.checks import positive
 from graphpass.dispatch.support import AttentionSupport
-from graphpass.errors import OptionError, ShapeError
+from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
-from graphpass.text.paged.cache import SCRATCH_PAGE, PageAllocator, PagedKVCache, PagedRequests
-from graphpass.text.paged.huggingface import register_with_hugging_face
-from graphpass.text.paged.op import (
-    NO_WINDOW,
-    PAGED_ATTENTION,
-    BatchedKeys,
-    NewTensor,
-    PackedKeys,
-    PagedMetadata,
-    causal_varlen,
-)
-from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits, round_up
+from graphpass.report import Table
+from graphpass.text.paged.cache import SCRATCH_PAGE, PageAllocator, PagedKVCache, PagedRequests, round_up
+from graphpass.text.paged.kernels import AttentionKernels
+from graphpass.text.paged.keys import BatchedKeys, NewTensor, PackedKeys
+from graphpass.text.paged.metadata import FixedMetadata, PagedMetadata
+from graphpass.text.paged.op import PAGED_ATTENTION
+from graphpass.text.paged.probe import served_layers
+from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits
 
 __all__ = ["PagedAttention"]
 
@@ -50,7 +45,6 @@ class PagedAttention:
         max_num_reqs: most requests of a step.
         max_num_tokens: most tokens of a step, padding included.
         max_seq_len: longest sequence, in tokens.
-        windows: sliding windows of the layers; -1 for layers without one.
         support: batches that FULL graphs may serve. Mixed batches are possible (``ALWAYS``), but their graphs gather
             ``num_reqs * max_seq_len`` keys in every layer.
 
@@ -58,7 +52,7 @@ class PagedAttention:
         pages: allocator of the cache's pages, for schedulers.
 
     Raises:
-        OptionError: a limit is below 1, or a window is neither -1 nor at least 1.
+        OptionError: a limit is below 1.
     """
 
     def __init__(
@@ -68,7 +62,6 @@ class PagedAttention:
         max_num_reqs: int,
         max_num_tokens: int,
         max_seq_len: int,
-        windows: Sequence[int] = (NO_WINDOW,),
         support: AttentionSupport = AttentionSupport.UNIFORM_BATCH,
     ) -> None:
         self.max_num_reqs = positive(max_num_reqs, "max_num_reqs of paged attention")
@@ -77,17 +70,15 @@ class PagedAttention:
         self.cache = cache
         self.pages = PageAllocator(cache.num_pages)
         self._support = support
-        self._windows = _checked_windows(windows, max_seq_len)
         self._length_step = math.lcm(cache.page_size, _MASK_ALIGNMENT)
-        self._varlen = causal_varlen(self._windows) if _serves_packed(cache) else None
+        longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens))
+        self._fixed = FixedMetadata.of(
+            cache, max_seq_len, torch.arange(longest, dtype=torch.int32, device=cache.device)
+        )
+        self._kernels = AttentionKernels.choose(cache, self._fixed.masks)
+        self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
         self._by_key: dict[BatchDescriptor, _KeyMetadata] = {}
         self._shared = _SharedMemory(cache.device)
-        longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens))
-        device = cache.device
-        self._numbers = torch.arange(longest, dtype=torch.int32, device=device)
-        self._value_offsets = torch.tensor([0, cache.num_slots], device=device).view(2, 1, 1)
-        lengths = [longest if window == NO_WINDOW else window for window in self._windows]
-        self._window_lengths = torch.tensor(lengths, dtype=torch.int32, device=device).view(-1, 1, 1, 1)
 
     @classmethod
     def for_model(
@@ -103,19 +94,18 @@ class PagedAttention:
     ) -> PagedAttention:
         """Paged attention with a cache for a Hugging Face decoder; sets the decoder to use it.
 
-        The model is then called as ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the
-        tokens of all requests one behind the other.
+        The decoder runs once, on a row of a few tokens, to find out what its layers need. It is then called as
+        ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the tokens of all requests one
+        behind the other.
+
+        Raises:
+            OptionError: a layer does not use the attention that is set, or needs attention that is not supported; the
+                model is then as before.
         """
-        config = model.config.get_text_config()
-        num_heads = config.num_attention_heads
-        window = getattr(config, "sliding_window", None)
-        model.set_attn_implementation(register_with_hugging_face())
         cache = PagedKVCache(
-            num_layers=config.num_hidden_layers,
+            served_layers(model, max_seq_len=positive(max_seq_len, "max_seq_len of paged attention")),
             num_pages=num_pages,
             page_size=page_size,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
             dtype=model.dtype,
             device=model.device,
         )
@@ -124,7 +114,6 @@ class PagedAttention:
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
-            windows=(NO_WINDOW,) if window is None else (NO_WINDOW, window),
             support=support,
         )
 
@@ -132,6 +121,10 @@ class PagedAttention:
     def support(self) -> AttentionSupport:
         """The batches with which it can be captured."""
         return self._support
+
+    def report(self) -> Table:
+        """Which attention kernel serves which steps, and why."""
+        return self._kernels.table()
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
@@ -243,7 +236,7 @@ class PagedAttention:
     def _layout(
         self, *, num_tokens: int, num_reqs: int, query_len: int | None, max_query_len: int, longest: int, num_keys: int
     ) -> TableLayout:
-        is_packed = query_len is None and self._varlen is not None
+        is_packed = query_len is None and self._kernels.varlen is not None
         return TableLayout(
             num_tokens=num_tokens,
             num_reqs=num_reqs,
@@ -253,6 +246,7 @@ class PagedAttention:
             max_seq_len=round_up(longest, self._length_step),
             num_keys=num_keys if is_packed else 0,
             page_size=self.cache.page_size,
+            has_positions=self._has_positions,
         )
 
     def _key_length(self, key: BatchDescriptor) -> int:
@@ -262,10 +256,10 @@ class PagedAttention:
 
     def _metadata(self, layout: TableLayout, flat: torch.Tensor, new: NewTensor, *, is_padded: bool) -> PagedMetadata:
         keys: BatchedKeys | PackedKeys
-        if layout.num_keys and self._varlen is not None:
-            keys = PackedKeys.empty(layout, self._varlen, new)
+        if layout.num_keys and self._kernels.varlen is not None:
+            keys = PackedKeys.empty(layout, self._kernels.varlen, new)
         else:
-            keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._windows), new)
+            keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._fixed.masks), new)
         return PagedMetadata(
             num_tokens=layout.num_tokens,
             num_reqs=layout.num_reqs,
@@ -273,16 +267,8 @@ class PagedAttention:
             max_query_len=layout.max_query_len,
             max_seq_len=layout.max_seq_len,
             tables=layout.views(flat, torch.int64),
-            rows=self.cache.rows,
-            num_slots=self.cache.num_slots,
-            num_layers=self.cache.num_layers,
-            page_size=self.cache.page_size,
             is_padded=is_padded,
-            windows=self._windows,
-            longest=self.max_seq_len,
-            numbers=self._numbers,
-            value_offsets=self._value_offsets,
-            window_lengths=self._window_lengths,
+            fixed=self._fixed,
             keys=keys,
         )
 
@@ -325,27 +311,3 @@ def _new_tensor(device: torch.device, _: str, shape: tuple[int, ...], dtype: tor
 def _power_of_two(size: int) -> int:
     """The least power of two that is at least ``size``."""
     return 1 << (size - 1).bit_length()
-
-
-def _checked_windows(windows: Sequence[int], max_seq_len: int) -> tuple[int, ...]:
-    """The distinct windows; a window at least as long as the longest sequence counts as no window.
-
-    Raises:
-        OptionError: there is none, or one is neither -1 nor at least 1.
-    """
-    if not windows or any(type(window) is not int or window < NO_WINDOW or window == 0 for window in windows):
-        raise OptionError(
-            "windows of paged attention are not valid",
-            expected="lengths of at least 1, and -1 for layers without a sliding window",
-            found=repr(windows),
-            remedy="leave windows out if no layer has a sliding window",
-        )
-    return tuple(sorted({window if window < max_seq_len else NO_WINDOW for window in windows}))
-
-
-def _serves_packed(cache: PagedKVCache) -> bool:
-    """Whether flash attention, which ``varlen_attn`` calls, accepts the keys of the cache."""
-    if cache.device.type != "cuda" or cache.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    is_new_enough = torch.cuda.get_device_capability(cache.device) >= (8, 0)
-    return is_new_enough and cache.head_dim % 8 == 0 and cache.head_dim <= 256

@@ -9,13 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from graphpass.checks import positive
 from graphpass.errors import OptionError, OutOfPagesError
+from graphpass.text.paged.layers import PagedLayer
 
-__all__ = ["FIRST_LIVE_PAGE", "NULL_PAGE", "SCRATCH_PAGE", "PageAllocator", "PagedKVCache", "PagedRequests"]
+__all__ = [
+    "FIRST_LIVE_PAGE",
+    "NULL_PAGE",
+    "SCRATCH_PAGE",
+    "LayerMemory",
+    "PageAllocator",
+    "PagedKVCache",
+    "PagedRequests",
+    "round_up",
+]
 
 NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
 
@@ -99,46 +110,121 @@ class PageAllocator:
         self._free.extend(reversed(given))
 
 
-class PagedKVCache:
-    """Keys and values of all layers in one tensor, so that a graph depends on one address.
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMemory:
+    """Keys and values of one layer, views of the cache's memory.
 
     Attributes:
-        tensor: [layers, 2 (keys, values), pages + 2, page_size, kv heads, head_dim]; zeros at first.
-        rows: the same memory as [layers * 2 * slots, kv heads, head_dim].
-        num_slots: of one layer's keys, those of the null and the scratch page included.
+        keys: [slots, kv heads, head_dim].
+        values: [slots, kv heads, value_dim].
+        joined: keys and then values, [2 * slots, kv heads, head_dim]; None if their sizes differ.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    joined: torch.Tensor | None
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one key and one value to each slot, int64 [tokens]."""
+        self.keys.index_copy_(0, slots, keys)
+        self.values.index_copy_(0, slots, values)
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy keys and values.
+
+        Args:
+            slots: int64 [2, ...]: slots of keys, and the same slots plus the number of slots.
+
+        Returns:
+            Keys [..., kv heads, head_dim] and values [..., kv heads, value_dim].
+        """
+        shape = slots.shape[1:]
+        if self.joined is None:
+            of_keys = slots[0].reshape(-1)
+            keys, values = self.keys.index_select(0, of_keys), self.values.index_select(0, of_keys)
+        else:
+            keys, values = self.joined.index_select(0, slots.view(-1)).chunk(2)
+        return keys.unflatten(0, shape), values.unflatten(0, shape)
+
+
+_ALIGNMENT = 128
+"""Each layer's memory starts at a multiple of this many elements."""
+
+
+class PagedKVCache:
+    """Keys and values of all layers in one allocation, so that a graph depends on one address.
+
+    Args:
+        layers: the attention layers; the position in the sequence is the layer's number. None: no attention.
+        num_pages: live pages of each layer.
+        page_size: positions of a page.
+        dtype: of keys and values.
+        device: of the memory.
+
+    Attributes:
+        layers: as passed.
+        memories: keys and values of each layer, all zeros at first; None for layers without attention.
+        num_slots: positions in each layer, those of the null and the scratch page included.
 
     Raises:
-        OptionError: a size is below 1.
+        OptionError: a size is below 1, or no layer has attention.
     """
 
     def __init__(
         self,
+        layers: Sequence[PagedLayer | None],
         *,
-        num_layers: int,
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_layers = num_layers = positive(num_layers, "num_layers of a KV cache")
+        self.layers = tuple(layers)
+        positive(sum(layer is not None for layer in self.layers), "the number of layers of a KV cache")
         self.num_pages = num_pages = positive(num_pages, "num_pages of a KV cache")
         self.page_size = page_size = positive(page_size, "page_size of a KV cache")
-        self.num_kv_heads = num_kv_heads = positive(num_kv_heads, "num_kv_heads of a KV cache")
-        self.head_dim = head_dim = positive(head_dim, "head_dim of a KV cache")
-        shape = (num_layers, 2, num_pages + FIRST_LIVE_PAGE, page_size, num_kv_heads, head_dim)
-        with torch.inference_mode(False):
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-            self.rows = self.tensor.view(-1, num_kv_heads, head_dim)
         self.num_slots = (num_pages + FIRST_LIVE_PAGE) * page_size
+        sizes = [0 if layer is None else self._num_elements(layer) for layer in self.layers]
+        starts = [0, *accumulate(sizes)]
+        with torch.inference_mode(False):
+            self._memory = torch.zeros(starts[-1], dtype=dtype, device=device)
+            self.memories = tuple(
+                None if layer is None else self._memory_of(layer, self._memory[start:])
+                for layer, start in zip(self.layers, starts[:-1], strict=True)
+            )
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
-        return self.tensor.dtype
+        return self._memory.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the cache."""
-        return self.tensor.device
+        return self._memory.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values of all layers."""
+        return self._memory.nbytes
+
+    def _num_elements(self, layer: PagedLayer) -> int:
+        """Elements of a layer, rounded up."""
+        keys = round_up(self.num_slots * layer.num_kv_heads * layer.head_dim, _ALIGNMENT)
+        return keys + round_up(self.num_slots * layer.num_kv_heads * layer.dim_of_values, _ALIGNMENT)
+
+    def _memory_of(self, layer: PagedLayer, memory: torch.Tensor) -> LayerMemory:
+        """A layer's views of the memory that starts with it."""
+        slots, heads, dim = self.num_slots, layer.num_kv_heads, layer.head_dim
+        if layer.dim_of_values == dim:
+            joined = memory[: 2 * slots * heads * dim].view(2 * slots, heads, dim)
+            return LayerMemory(joined[:slots], joined[slots:], joined)
+        keys = memory[: slots * heads * dim].view(slots, heads, dim)
+        behind = memory[round_up(keys.numel(), _ALIGNMENT) :]
+        values = behind[: slots * heads * layer.dim_of_values].view(slots, heads, layer.dim_of_values)
+        return LayerMemory(keys, values, None)
+
+
+def round_up(size: int, step: int) -> int:
+    """The least multiple of ``step`` that is at least ``size``."""
+    return -(-size // step) * step

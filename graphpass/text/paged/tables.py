@@ -15,7 +15,7 @@ import numpy.typing as npt
 from graphpass.errors import ShapeError
 from graphpass.text.paged.cache import FIRST_LIVE_PAGE, NULL_PAGE, SCRATCH_PAGE, PagedKVCache, PagedRequests
 
-__all__ = ["Step", "TableLayout", "Tables", "check_fits", "round_up"]
+__all__ = ["Step", "TableLayout", "Tables", "check_fits"]
 
 _Ints = npt.NDArray[np.integer[Any]]
 _Table = TypeVar("_Table")
@@ -130,6 +130,7 @@ class Tables(Generic[_Table]):
         token_rows: of mixed batches: where each token stands in [requests, max_query_len], [tokens]; -1 for padding.
         key_start_loc: of packed keys: where each request's begin, [requests + 1].
         key_slots: of packed keys: the slot of every position of every request, [keys]; null behind the last.
+        positions: where layers scale queries by position: each token's, [tokens]; 0 for padding.
     """
 
     slot_mapping: _Table
@@ -140,6 +141,7 @@ class Tables(Generic[_Table]):
     token_rows: _Table
     key_start_loc: _Table
     key_slots: _Table
+    positions: _Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class TableLayout:
         max_seq_len: that in whole pages.
         num_keys: packed keys, 0 where keys are not packed.
         page_size: of the cache.
+        has_positions: whether there is a table of positions.
     """
 
     num_tokens: int
@@ -165,6 +168,7 @@ class TableLayout:
     max_seq_len: int
     num_keys: int
     page_size: int
+    has_positions: bool
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         is_mixed = self.query_len is None
@@ -176,6 +180,7 @@ class TableLayout:
             (self.num_tokens if is_mixed else 0,),
             (self.num_reqs + 1 if self.num_keys else 0,),
             (self.num_keys,),
+            (self.num_tokens if self.has_positions else 0,),
         )
 
     def num_int32(self) -> int:
@@ -222,11 +227,15 @@ class TableLayout:
         starts[count + 1 :] = num_tokens
         requests, within = self._places(step, starts)
         slots, padding = tables.slot_mapping, np.arange(self.num_tokens - num_tokens)
-        slots[:num_tokens] = self._slots(block_tables, requests, first_positions[requests] + within)
+        positions = first_positions[requests] + within
+        slots[:num_tokens] = self._slots(block_tables, requests, positions)
         slots[num_tokens:] = SCRATCH_PAGE * page_size + padding % page_size
         if self.query_len is None:
             tables.token_rows[:num_tokens] = requests * self.max_query_len + within
             tables.token_rows[num_tokens:] = -1
+        if self.has_positions:
+            tables.positions[:num_tokens] = positions
+            tables.positions[num_tokens:] = 0
         if self.num_keys:
             self._fill_keys(tables, step)
 
@@ -273,8 +282,3 @@ def check_fits(step: Step, *, num_reqs: int, num_tokens: int, max_seq_len: int) 
                 found=str(found),
                 remedy="dispatch with the step's own sizes, PagedAttention.extra() among them, or schedule less",
             )
-
-
-def round_up(size: int, step: int) -> int:
-    """The least multiple of ``step`` that is at least ``size``."""
-    return -(-size // step) * step

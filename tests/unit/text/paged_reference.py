@@ -9,23 +9,49 @@ import torch
 
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache, PagedRequests
+from graphpass.text.paged.layers import LayerMask, PagedLayer
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The shape of one attention layer."""
+    """The shape of one attention layer, its mask and its scores. 0 is none."""
 
     query: int
     kv: int
     dim: int
-    window: int = -1
+    window: int = 0
+    chunk: int = 0
+    value_dim: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.query}x{self.kv}x{self.dim}" + (f"-window{self.window}" if self.window > 0 else "")
+        more = [
+            f"{name}{value}" for name in ("window", "chunk", "value_dim", "softcap") if (value := getattr(self, name))
+        ]
+        return "-".join([f"{self.query}x{self.kv}x{self.dim}", *more, *(["sinks"] if self.has_sinks else [])])
 
     @property
     def scale(self) -> float:
         return 1.3 * self.dim**-0.5
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One score for each query head."""
+        return torch.linspace(-1.0, 2.0, self.query) if self.has_sinks else None
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.dim
+
+    def layer(self) -> PagedLayer:
+        return PagedLayer(
+            num_kv_heads=self.kv,
+            head_dim=self.dim,
+            value_dim=self.value_dim,
+            mask=LayerMask(window=self.window, chunk=self.chunk),
+            is_plain=not self.softcap and not self.has_sinks,
+        )
 
 
 def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, heads: Heads) -> torch.Tensor:
@@ -33,18 +59,26 @@ def reference(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hea
     group = heads.query // heads.kv
     keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
     scores = torch.einsum("qhd,lhd->hql", query.double() * heads.scale, keys)
-    positions = torch.arange(len(keys), device=keys.device)
-    own = positions[len(keys) - len(query) :].unsqueeze(1)
-    seen = positions <= own
-    if heads.window > 0:
-        seen = seen & (positions > own - heads.window)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    if heads.softcap:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    seen = torch.zeros(len(query), len(keys), dtype=torch.bool)
+    for row in range(len(query)):
+        own = len(keys) - len(query) + row
+        first = own - own % heads.chunk if heads.chunk else 0
+        first = max(first, own + 1 - heads.window) if heads.window else first
+        seen[row, first : own + 1] = True
+    scores = scores.masked_fill(~seen.to(scores.device), -torch.inf)
+    if heads.sinks is not None:
+        sinks = heads.sinks.to(scores).view(-1, 1, 1).expand(-1, len(query), 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return torch.einsum("hql,lhd->qhd", weights, values)
 
 
 @dataclass(slots=True)
 class Request:
-    """One growing request: its pages, and its keys and values of every layer [layers, length, kv heads, dim]."""
+    """One growing request: its pages, and its keys and values of every layer [layers, length, kv heads, size]."""
 
     pages: list[int]
     keys: torch.Tensor
@@ -83,15 +117,10 @@ class Paged:
     ) -> None:
         self.heads, self.dtype, self.device = heads, dtype, torch.device(device)
         self.cache = PagedKVCache(
-            num_layers=num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=heads.kv,
-            head_dim=heads.dim,
-            dtype=dtype,
-            device=device,
+            [heads.layer()] * num_layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device
         )
-        self.cache.tensor[:, :, 1:] = torch.nan
+        for pages in self.pages():
+            pages[1:] = torch.nan
         self.allocator = PageAllocator(num_pages)
         taken = self.allocator.allocate(num_pages)
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
@@ -101,7 +130,6 @@ class Paged:
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
-            windows=(heads.window,),
             **options,  # type: ignore[arg-type]
         )
         self._seeded = torch.Generator().manual_seed(0)
@@ -109,10 +137,19 @@ class Paged:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._seeded).to(self.device, self.dtype)
 
+    def pages(self) -> list[torch.Tensor]:
+        """Views of the cache, [pages + 2, page_size, kv heads, size]: each layer's keys, each layer's values."""
+        memories = [memory for memory in self.cache.memories if memory is not None]
+        slots = [tensor for memory in memories for tensor in (memory.keys, memory.values)]
+        return [tensor.unflatten(0, (-1, self.cache.page_size)) for tensor in slots]
+
     def begin(self) -> Request:
         """A request without tokens."""
-        empty = torch.empty(self.cache.num_layers, 0, self.heads.kv, self.heads.dim, device=self.device)
-        return Request([], empty.to(self.dtype), empty.to(self.dtype))
+        keys, values = (
+            torch.empty(len(self.cache.layers), 0, self.heads.kv, size, device=self.device, dtype=self.dtype)
+            for size in (self.heads.dim, self.heads.values)
+        )
+        return Request([], keys, values)
 
     def end(self, request: Request) -> None:
         self.allocator.free(request.pages)
@@ -121,15 +158,15 @@ class Paged:
         """Give each request new tokens: the step, and its tensors of each layer."""
         new = []
         for request, count in zip(requests, query_lens, strict=True):
-            shape = (self.cache.num_layers, count, self.heads.kv, self.heads.dim)
-            request.keys = torch.cat([request.keys, self.random(*shape)], 1)
-            request.values = torch.cat([request.values, self.random(*shape)], 1)
+            shape = (len(self.cache.layers), count, self.heads.kv)
+            request.keys = torch.cat([request.keys, self.random(*shape, self.heads.dim)], 1)
+            request.values = torch.cat([request.values, self.random(*shape, self.heads.values)], 1)
             missing = -(-len(request) // self.cache.page_size) - len(request.pages)
             request.pages += self.allocator.allocate(missing)
-            new.append(self.random(self.cache.num_layers, count, self.heads.query, self.heads.dim))
+            new.append(self.random(len(self.cache.layers), count, self.heads.query, self.heads.dim))
         step = PagedRequests(list(query_lens), [len(r) for r in requests], [list(r.pages) for r in requests])
         tensors = []
-        for layer in range(self.cache.num_layers):
+        for layer in range(len(self.cache.layers)):
             last = [(r.keys[layer, -n:], r.values[layer, -n:]) for r, n in zip(requests, query_lens, strict=True)]
             results = [
                 reference(query[layer], r.keys[layer], r.values[layer], self.heads)
@@ -151,8 +188,10 @@ class Paged:
         They lie in memory as Hugging Face's models lay them: heads before tokens.
         """
         padded = [self.padded(t, num_rows, padding) for t in (tensors.query, tensors.key, tensors.value)]
-        out = torch.full_like(self.padded(tensors.query, num_rows, 0.0).contiguous(), torch.nan)
-        torch.ops.graphpass.paged_attention(*padded, out, layer, self.heads.scale, self.heads.window)
+        out = torch.full_like(self.padded(tensors.expected, num_rows, 0.0).contiguous(), torch.nan)
+        heads, sinks = self.heads, self.heads.sinks
+        sinks = None if sinks is None else sinks.to(self.device)
+        torch.ops.graphpass.paged_attention(*padded, out, layer, heads.scale, heads.window or -1, heads.softcap, sinks)
         return out
 
     @staticmethod

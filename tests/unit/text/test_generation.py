@@ -20,6 +20,7 @@ from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, Shape
 from graphpass.text.generation import Generation
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache
+from graphpass.text.paged.layers import PagedLayer
 from graphpass.text.request import Request
 from graphpass.text.scheduler import ScheduleLimits, Scheduler
 from graphpass.text.steptokens import StepInputs
@@ -47,9 +48,7 @@ class KnownModel:
     vocab_size = VOCABULARY
 
     def __init__(self, *, max_num_reqs: int, max_num_tokens: int, page_size: int, num_pages: int) -> None:
-        cache = PagedKVCache(
-            num_layers=1, num_pages=num_pages, page_size=page_size, num_kv_heads=1, head_dim=1, device="cpu"
-        )
+        cache = PagedKVCache([PagedLayer(num_kv_heads=1, head_dim=1)], num_pages=num_pages, page_size=page_size)
         self.attention = PagedAttention(
             cache, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=MAX_LENGTH
         )

@@ -16,10 +16,20 @@ import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.errors import ContextError, OptionError, OutOfPagesError, ShapeError
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache, PagedRequests
+from graphpass.text.paged.layers import LayerMask, PagedLayer
 from tests.unit.text.paged_reference import Heads, Paged, StepTensors
 
 GROUPED = Heads(4, 2, 16)
-HEADS = [GROUPED, Heads(4, 4, 16), Heads(6, 1, 64), Heads(4, 2, 16, window=5), Heads(2, 2, 16, window=1)]
+PLAIN_HEADS = [GROUPED, Heads(4, 4, 16), Heads(6, 1, 64), Heads(4, 2, 16, window=5), Heads(2, 2, 16, window=1)]
+HEADS = [
+    *PLAIN_HEADS,
+    Heads(4, 2, 16, chunk=4),
+    Heads(2, 2, 8, chunk=6, window=4),
+    Heads(4, 2, 16, value_dim=6),
+    Heads(4, 2, 16, softcap=1.5),
+    Heads(6, 2, 16, has_sinks=True),
+    Heads(4, 2, 8, chunk=5, value_dim=12, softcap=2.0, has_sinks=True),
+]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 FULL = CUDAGraphMode.FULL
 STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 1, 1], [1, 6, 1]]
@@ -113,7 +123,7 @@ def test_requests_come_and_go(steps: list[list[int]], uniform: int, endings: lis
         if number < len(endings):
             paged.end(requests[endings[number]])
             requests[endings[number]] = paged.begin()
-    assert not paged.cache.tensor[:, :, 0].any()
+    assert not any(pages[0].any() for pages in paged.pages())
 
 
 def test_keys_share_what_each_step_computes_again() -> None:
@@ -140,7 +150,7 @@ def test_no_gradient_reaches_the_cache() -> None:
     query, key = torch.zeros(1, 4, 16, requires_grad=True), torch.zeros(1, 2, 16, requires_grad=True)
     with gp.set_forward_context(paged.attention.build(PagedRequests([1], [1], [[2]]), None)):
         torch.ops.graphpass.paged_attention(query, key, key, torch.zeros(1, 4, 16), 0, 1.0, -1)
-    assert not paged.cache.tensor.requires_grad
+    assert not any(pages.requires_grad for pages in paged.pages())
 
 
 def run_eager(paged: Paged, requests: Sequence[Any], query_lens: Sequence[int]) -> None:
@@ -177,24 +187,26 @@ def test_only_the_mapped_slots_are_written(key: BatchDescriptor | None) -> None:
     paged = Paged(GROUPED)
     requests = [paged.begin() for _ in range(3)]
     run_eager(paged, requests, [7, 2, 4])
-    before = paged.cache.tensor.clone()
+    before = [pages.clone() for pages in paged.pages()]
     step, tensors = paged.grow(requests, [1, 1, 1])
     metadata = paged.attention.build(step, key)
     run(paged, tensors, metadata, 3 if key is None else key.num_tokens)
-    changed = (paged.cache.tensor != before) & ~(paged.cache.tensor.isnan() & before.isnan())
-    written = changed.flatten(2, 3).any(-1).any(-1)[:, :, 2 * paged.cache.page_size :]
-    expected = torch.zeros_like(written)
-    expected[:, :, metadata.slot_mapping[:3] - 2 * paged.cache.page_size] = True
-    assert torch.equal(written, expected)
+    expected = torch.zeros(before[0].shape[:2], dtype=torch.bool).flatten()
+    expected[metadata.slot_mapping[:3]] = True
+    for pages, old in zip(paged.pages(), before, strict=True):
+        changed = (pages != old) & ~(pages.isnan() & old.isnan())
+        written = changed.flatten(0, 1).any(-1).any(-1)
+        assert torch.equal(written[2 * paged.cache.page_size :], expected[2 * paged.cache.page_size :])
     assert metadata.slot_mapping[3:].tolist() == [4 + n % 4 for n in range(len(metadata.slot_mapping) - 3)]
-    assert not paged.cache.tensor[:, :, 0].any()
+    assert not any(pages[0].any() for pages in paged.pages())
 
 
 def test_a_page_is_used_again_whatever_its_last_owner_left() -> None:
     paged = Paged(GROUPED, num_pages=3)
     first = paged.begin()
     run_eager(paged, [first], [12])
-    paged.cache.tensor[:, :, 2:] = torch.nan
+    for pages in paged.pages():
+        pages[2:] = torch.nan
     paged.end(first)
     second = paged.begin()
     run_eager(paged, [second], [5])
@@ -207,8 +219,8 @@ def test_requests_do_not_see_each_others_nan() -> None:
     broken, sound = paged.begin(), paged.begin()
     run_eager(paged, [broken, sound], [4, 4])
     broken.keys[:] = torch.nan
-    for page in broken.pages:
-        paged.cache.tensor[:, :, page] = torch.nan
+    for pages in paged.pages():
+        pages[broken.pages] = torch.nan
     for query_lens in ([1, 1], [2, 3]):
         step, tensors = paged.grow([broken, sound], query_lens)
         outs = run(paged, tensors, paged.attention.build(step, None), sum(query_lens))
@@ -271,13 +283,13 @@ def test_examples_fill_their_key_and_write_no_live_page(
     paged = Paged(GROUPED)
     example = paged.attention.example(key, query_len=query_len)
     assert (example.query_lens, example.seq_lens) == (query_lens, query_lens)
-    live = paged.cache.tensor[:, :, 2:].zero_()
+    live = [pages[2:].zero_() for pages in paged.pages()]
     num_tokens = key.num_tokens
     tensors = StepTensors(*(paged.random(num_tokens, n, 16) for n in (4, 2, 2, 4)))
     for built_for in (None, key) if key.num_reqs else (None,):
         outs = run(paged, [tensors, tensors], paged.attention.build(example, built_for), num_tokens)
         assert all(out.isfinite().all() for out in outs)
-    assert not live.any()
+    assert not any(pages.any() for pages in live)
 
 
 def test_support_splitting_and_extra() -> None:
@@ -334,11 +346,14 @@ def test_a_step_that_does_not_fit_is_refused(message: str, step: PagedRequests, 
         ({"out": torch.zeros(2, 4, 16)}, "do not fit"),
         ({"layer": 2}, "no such layer"),
         ({"window": 3}, "sliding window"),
+        ({"softcap": 3.0}, "soft cap"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
+        ({"sinks": torch.zeros(2)}, "do not fit"),
     ],
 )
 def test_a_call_that_does_not_fit_writes_nothing(change: dict[str, Any], message: str) -> None:
     paged = Paged(GROUPED)
-    before = paged.cache.tensor.clone()
+    before = [pages.clone() for pages in paged.pages()]
     arguments = {
         "query": torch.ones(1, 4, 16),
         "key": torch.ones(1, 2, 16),
@@ -353,7 +368,7 @@ def test_a_call_that_does_not_fit_writes_nothing(change: dict[str, Any], message
         pytest.raises(ShapeError, match=message),
     ):
         torch.ops.graphpass.paged_attention(**{**arguments, **change})
-    torch.testing.assert_close(paged.cache.tensor, before, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(paged.pages(), before, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("metadata", [None, object()])
@@ -384,10 +399,13 @@ def test_pages_are_allocated_and_freed() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: PagedKVCache(num_layers=1, num_pages=0, page_size=4, num_kv_heads=1, head_dim=8),
+        lambda: PagedKVCache([PagedLayer(1, 8)], num_pages=0, page_size=4),
+        lambda: PagedKVCache([None], num_pages=4, page_size=4),
         lambda: Paged(GROUPED, max_num_reqs=0),
-        lambda: Paged(Heads(2, 2, 8, window=0)),
-        lambda: Paged(Heads(2, 2, 8, window=-3)),
+        lambda: PagedLayer(0, 8),
+        lambda: PagedLayer(1, 8, value_dim=-1),
+        lambda: LayerMask(window=-3),
+        lambda: LayerMask(chunk=True),
     ],
 )
 def test_sizes_that_cannot_be(make: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from graphpass.errors import GraphpassError, OptionError, ShapeError
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedRequests
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME, register_with_hugging_face
+from graphpass.text.paged.layers import LayerMask, PagedLayer, PositionScale
 
 TEXT = {
     "hidden_size": 32,
@@ -29,6 +30,38 @@ STOCK: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 8},
+    # Two layers with chunks of 5 positions and RoPE, two that attend to all and scale queries by position.
+    "Llama4Text": {
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 64,
+        "attention_chunk_size": 5,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "floor_scale": 3,
+        "attn_scale": 0.7,
+    },
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "head_dim": 4,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 2,
+    },
+    "Gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "GptOss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Gemma4Text": {
+        "sliding_window": 5,
+        "global_head_dim": 24,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 8,
+    },
+    # The layer does not pass its window: the model's mask has it.
+    "Phimoe": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 
@@ -36,7 +69,7 @@ def stock(name: str) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**TEXT, **STOCK[name]}, attn_implementation="eager")
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -53,11 +86,11 @@ def test_a_stock_model_runs_over_pages(name: str) -> None:
     )
     assert model.config._attn_implementation == HUGGING_FACE_NAME
     allocator = PageAllocator(20)
-    pages = [allocator.allocate(5) for _ in range(3)]
+    pages = [allocator.allocate(6) for _ in range(3)]
     seeded = torch.Generator().manual_seed(3)
     lengths, caches = [0, 0, 0], [None, None, None]
     with torch.inference_mode():
-        for query_lens in ([7, 3, 11], [1, 1, 1], [1, 1, 1], [2, 1, 4]):
+        for query_lens in ([7, 3, 11], [1, 1, 1], [1, 1, 1], [2, 1, 4], [3, 9, 2], [1, 1, 1]):
             lengths = [n + q for n, q in zip(lengths, query_lens, strict=True)]
             ids = [torch.randint(61, (1, q), generator=seeded) for q in query_lens]
             positions = [torch.arange(n - q, n) for n, q in zip(lengths, query_lens, strict=True)]
@@ -71,6 +104,92 @@ def test_a_stock_model_runs_over_pages(name: str) -> None:
             caches = [output.past_key_values for output in outputs]
             expected = torch.cat([output.logits[0] for output in outputs])
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def refused(model: Any, **changes: int) -> OptionError:
+    """The error for a model that cannot be served; the model is as before."""
+    before = {
+        name: module.config._attn_implementation for name, module in model.named_modules() if hasattr(module, "config")
+    }
+    sizes = {"num_pages": 20, "page_size": 4, "max_num_reqs": 4, "max_num_tokens": 40, "max_seq_len": 32, **changes}
+    with pytest.raises(OptionError) as caught:
+        PagedAttention.for_model(model, **sizes)
+    assert before == {name: model.get_submodule(name).config._attn_implementation for name in before}
+    return caught.value
+
+
+def test_what_the_layers_need_is_read_from_their_calls() -> None:
+    """Sizes, masks, scores; limits that no sequence reaches are none."""
+    sizes = {"num_pages": 20, "page_size": 4, "max_num_reqs": 4, "max_num_tokens": 40}
+    layers = {
+        name: PagedAttention.for_model(stock(name), max_seq_len=32, **sizes).cache.layers
+        for name in ("Llama4Text", "DeepseekV3", "Gemma2", "Gemma4Text", "Phimoe")
+    }
+    chunked, whole = LayerMask(chunk=5), LayerMask()
+    assert [layer.mask for layer in layers["Llama4Text"]] == [chunked, whole, chunked, whole]
+    scales = [layer.query_scale for layer in layers["Llama4Text"]]
+    assert scales == [None, PositionScale(3.0, 0.7), None, PositionScale(3.0, 0.7)]
+    model = stock("Llama4Text")
+    for _ in range(2):  # the second one finds the layers as the first one has set them
+        again = PagedAttention.for_model(model, max_seq_len=32, **sizes).cache.layers
+        assert [layer.query_scale for layer in again] == scales
+    assert layers["DeepseekV3"][0] == PagedLayer(4, 12, 6)
+    assert layers["Gemma2"][0] == PagedLayer(2, 16, 16, mask=LayerMask(window=5), is_plain=False)
+    assert [(layer.num_kv_heads, layer.head_dim) for layer in layers["Gemma4Text"]] == [(2, 16), (2, 24)]
+    assert {layer.mask for layer in layers["Phimoe"]} == {LayerMask(window=5)}
+    (short,) = {layer.mask for layer in PagedAttention.for_model(stock("Phimoe"), max_seq_len=5, **sizes).cache.layers}
+    assert short == whole
+
+
+class FourPositions:
+    """Attends to the first four positions too, like a prompt that all tokens see."""
+
+    def __call__(self, batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) | (key < 4)
+
+
+def test_another_mask_than_paged_attention_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mask that the model builds, whatever its layers pass."""
+    module = pytest.importorskip("transformers.models.llama.modeling_llama")
+    causal = module.create_causal_mask
+    model = stock("Llama")
+    for function, message in (
+        (FourPositions(), "found another mask"),
+        (lambda *_: torch.ones(3, 3, dtype=torch.bool), "no function of positions"),
+    ):
+        monkeypatch.setattr(module, "create_causal_mask", lambda f=function, **more: causal(or_mask_function=f, **more))
+        assert message in str(refused(model))
+
+
+def test_a_model_with_attention_of_its_own_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=61
+    )
+    assert "does not use the attention implementation" in str(refused(transformers.GPTNeoForCausalLM(config).eval()))
+
+
+def test_a_model_that_runs_a_layer_twice_is_refused() -> None:
+    """The keys of the second run would overwrite those of the first."""
+    model = stock("Llama")
+    model.model.layers[1] = model.model.layers[0]
+    assert "twice as layer 0" in str(refused(model))
+
+
+def test_a_model_that_cannot_run_on_a_row_is_refused() -> None:
+    model = stock("Llama")
+    model.model.layers[0].mlp = torch.nn.Linear(8, 8)
+    assert "does not run on a row of tokens" in str(refused(model))
+
+
+def test_a_layer_that_scales_queries_by_row_is_refused_without_for_model() -> None:
+    """Llama 4 takes the row of a token for its position; ``for_model`` lets the op scale by position instead."""
+    transformers = pytest.importorskip("transformers")
+    function = transformers.AttentionInterface()[register_with_hugging_face()]
+    layer = stock("Llama4Text").model.layers[1].self_attn
+    tensors = (torch.zeros(1, heads, 3, 16) for heads in (4, 2, 2))
+    with pytest.raises(OptionError, match="attn_temperature_tuning"):
+        function(layer, *tensors, None)
 
 
 def test_a_stock_model_is_one_graph() -> None:
@@ -106,8 +225,9 @@ def test_a_stock_model_is_one_graph() -> None:
         ({"query": torch.zeros(2, 4, 3, 16)}, ShapeError),
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, OptionError),
         ({"dropout": 0.1}, OptionError),
-        ({"softcap": 50.0}, OptionError),
-        ({"s_aux": torch.zeros(4)}, OptionError),
+        ({"position_bias": torch.zeros(1, 4, 3, 3)}, OptionError),
+        ({"indices": torch.zeros(1, 3, 2)}, OptionError),
+        ({"is_causal": False}, OptionError),
         ({"module": type("Bidirectional", (), {"layer_idx": 0, "is_causal": False})()}, OptionError),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

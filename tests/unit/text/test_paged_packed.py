@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from graphpass import AttentionSupport, BatchDescriptor
-from graphpass.text.paged import attention as attention_module
-from graphpass.text.paged.op import BatchedKeys, PackedKeys, causal_varlen
+from graphpass.text.paged import kernels
+from graphpass.text.paged.kernels import torch_varlen
+from graphpass.text.paged.keys import BatchedKeys, PackedKeys
 from tests.unit.text.paged_reference import Heads, Paged, reference
-from tests.unit.text.test_paged_attention import HEADS, STEPS, assert_right, run
+from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS, assert_right, run
 
 
 def plain_varlen(
     query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, scale: float, window: int
 ) -> torch.Tensor:
     out = torch.full_like(query, torch.nan)
-    heads = Heads(query.shape[1], key.shape[1], query.shape[2], window)
+    heads = Heads(query.shape[1], key.shape[1], query.shape[2], max(window, 0))
     bounds = zip(itertools.pairwise(cu_seq_q.tolist()), itertools.pairwise(cu_seq_k.tolist()), strict=True)
     for (q0, q1), (k0, k1) in bounds:
         assert q1 - q0 <= max_q
@@ -57,19 +58,19 @@ def varlen_without_scale(query: Any, key: Any, value: Any, is_causal: bool = Fal
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
     def install(function: Any) -> None:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-        monkeypatch.setattr(attention_module, "_serves_packed", lambda cache: True)
+        monkeypatch.setattr(kernels, "_varlen_obstacle", lambda cache, masks: None)
 
     return install
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
 @pytest.mark.parametrize("function", [varlen_of_windows, varlen_of_is_causal])
 def test_packed_keys(heads: Heads, function: Any, stand_in: Callable[[Any], None]) -> None:
     stand_in(function)
     paged = Paged(heads, support=AttentionSupport.ALWAYS)
     requests = [paged.begin() for _ in range(3)]
     key = BatchDescriptor(20, num_reqs=6)
-    is_packed = function is varlen_of_windows or heads.window == -1
+    is_packed = function is varlen_of_windows or not heads.window
     for query_lens in STEPS:
         step, tensors = paged.grow(requests, query_lens)
         eager, full = paged.attention.build(step, None), paged.attention.build(step, key)
@@ -82,8 +83,8 @@ def test_packed_keys(heads: Heads, function: Any, stand_in: Callable[[Any], None
 
 def test_varlen_attention_without_scale_is_not_used(stand_in: Callable[[Any], None]) -> None:
     stand_in(varlen_without_scale)
-    assert causal_varlen((-1,)) is None
+    assert torch_varlen(has_windows=False) is None
 
 
 def test_this_torchs_signature_is_known() -> None:
-    assert causal_varlen((-1, 8)) is not None
+    assert torch_varlen(has_windows=True) is not None
