@@ -65,8 +65,30 @@ def served_layers(model: Any, *, max_seq_len: int) -> list[PagedLayer | None]:
                 found="no such call: its own attention would run over the tokens of all requests",
                 remedy="generate with the model's own generate(); paged attention cannot serve this class",
             )
+        _refuse_dropped_keys(model, probe.layers.values(), max_seq_len)
         model.set_attn_implementation(name)
     return [probe.layers.get(number) for number in range(max(probe.layers) + 1)]
+
+
+def _refuse_dropped_keys(model: Any, layers: Iterable[PagedLayer], max_seq_len: int) -> None:
+    """Refuse a model whose masks have no window while its config has one for all layers.
+
+    Transformers' cache follows the config: the model's own generate() drops keys that the mask would show.
+
+    Raises:
+        OptionError: the masks and the config contradict each other.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "layer_types", None) is not None or not window or window >= max_seq_len:
+        return
+    if any(layer.mask.window != window for layer in layers):
+        raise OptionError(
+            f"the masks of {type(model).__name__} are not those of its config",
+            expected=f"sliding windows of {window} positions in all layers, as transformers' cache has them",
+            found="layers that attend to earlier positions too",
+            remedy=f"set config.sliding_window to None, or serve sequences of at most {window} tokens (max_seq_len)",
+        )
 
 
 _SCALES: weakref.WeakKeyDictionary[torch.nn.Module, PositionScale] = weakref.WeakKeyDictionary()

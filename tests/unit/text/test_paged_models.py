@@ -169,6 +169,14 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
     assert "does not use the attention implementation" in str(refused(transformers.GPTNeoForCausalLM(config).eval()))
 
 
+def test_a_window_of_the_config_that_the_masks_do_not_have_is_refused() -> None:
+    """Moshi: the cache of its own generate() drops keys that its mask would show."""
+    model = stock("Llama")
+    model.config.sliding_window = 7
+    assert "are not those of its config" in str(refused(model))
+    PagedAttention.for_model(model, num_pages=20, page_size=4, max_num_reqs=4, max_num_tokens=40, max_seq_len=7)
+
+
 def test_a_model_that_runs_a_layer_twice_is_refused() -> None:
     """The keys of the second run would overwrite those of the first."""
     model = stock("Llama")
