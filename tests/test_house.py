@@ -25,7 +25,7 @@ FOREIGN_SIGNATURES = {
     "graphpass/encoder/adapters/patches.py::_product",
     "graphpass/encoder/attention.py::_equal_of_layer",
     "graphpass/encoder/attention.py::_packed_of_layer",
-    "graphpass/text/paged/huggingface.py::_hugging_face_attention",
+    "graphpass/text/paged/huggingface.py::paged_attention_of_layer",
     "graphpass/text/paged/op.py::_paged_attention",
 }
 # Public API of named tuples in spite of the underscore.
