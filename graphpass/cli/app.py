@@ -66,6 +66,7 @@ def main() -> None:
 @exit_codes
 def explain(
     target: Target,
+    *,
     inputs: Inputs = None,
     config: Config = None,
     device: Device = None,
@@ -125,6 +126,7 @@ def doctor(
 @exit_codes
 def bench(
     target: Target,
+    *,
     inputs: Inputs = None,
     config: Config = None,
     device: Device = None,

@@ -30,8 +30,9 @@ class EncoderOptions:
             range. From 16 to 4096 tokens, the default pads no batch by more than 12.5 %.
         max_graphs: maximum number of graphs of an inferred ladder. One graph takes about 0.1 s to capture.
         max_pool_bytes: limit on the size of the graph pool; keys that would exceed it get no graph. None: no limit.
-        max_items_per_batch: maximum number of items in one replay, at most the tokens of the smallest budget. None: the
-            model's limit, or 32. Each budget has room for at most as many items as it holds of the smallest items.
+        max_items_per_batch: maximum number of items in one replay, at most the smallest items that the largest budget
+            holds, and at most the tokens of the smallest of ``token_budgets``. None: the model's limit, or 32. Each
+            budget has room for at most as many items as it holds of the smallest items.
         max_frames_per_batch: maximum number of frames in one replay, for models that count frames. None: the model's
             limit; below the largest budget also at most as many frames as the budget has room for smallest items.
         compile: compile the encoder before the capture. None: compile if the model can be compiled.
@@ -75,7 +76,7 @@ class EncoderOptions:
             raise _unusable("costs", "'measured', None or PackingCosts", self.costs)
         if self.token_budgets is not None:
             budgets = checked_budgets(self.token_budgets, 1)
-            _refuse_more_items(self.max_items_per_batch, budgets)
+            _refuse_more_items(self.max_items_per_batch, budgets, 0, 1)
 
     def _refuse_below_one(self, name: str) -> None:
         value = getattr(self, name)
@@ -83,25 +84,17 @@ class EncoderOptions:
             raise _unusable(name, "an integer of at least 1", value)
 
 
-def _refuse_more_items(max_items: int | None, budgets: Sequence[int], minimum: int = 1) -> None:
-    """Refuse a user's ``max_items`` above what the ascending ``budgets`` hold of items of ``minimum`` tokens.
-
-    The smallest budget has a token for each item, and the largest budget holds as many of the smallest items.
-    """
-    if max_items is None:
-        return
-    smallest, largest = budgets[0], budgets[-1]
-    for limit, which, tokens, each in (
-        (smallest, "smallest", smallest, 1),
-        (max(1, largest // minimum), "largest", largest, minimum),
-    ):
-        if max_items > limit:
-            raise EncoderConfigError(
-                f"max_items_per_batch is larger than the {which} budget",
-                expected=f"at most {limit} items of {each} {'tokens' if each > 1 else 'token'} in {tokens} tokens",
-                found=f"max_items_per_batch={max_items}, and budgets from {smallest} to {largest} tokens",
-                remedy=f"lower it to {limit}, or pass token_budgets that hold {max_items} items",
-            )
+def _refuse_more_items(max_items: int | None, budgets: Sequence[int], which: int, of_tokens: int) -> None:
+    """Refuse a user's ``max_items`` above the number of items of ``of_tokens`` tokens that ``budgets[which]`` holds."""
+    most = max(1, budgets[which] // of_tokens)
+    if max_items is not None and max_items > most:
+        raise EncoderConfigError(
+            f"max_items_per_batch is larger than the {'smallest' if which == 0 else 'largest'} budget",
+            expected=f"at most {most} items of {of_tokens} {'tokens' if of_tokens > 1 else 'token'} in "
+            f"{budgets[which]} tokens",
+            found=f"max_items_per_batch={max_items}, and budgets from {budgets[0]} to {budgets[-1]} tokens",
+            remedy=f"lower it to {most}, or pass token_budgets that hold {max_items} items",
+        )
 
 
 def _unusable(name: str, expected: str, found: object) -> EncoderConfigError:
@@ -186,7 +179,7 @@ def keys_of(
         budgets = fine_budgets(
             minimum, maximum, max_graphs=options.max_graphs // len(combinations), multiple=config.token_multiple
         )
-    _refuse_more_items(options.max_items_per_batch, budgets, minimum)
+    _refuse_more_items(options.max_items_per_batch, budgets, -1, minimum)
     most_items = options.max_items_per_batch or config.max_items or _USUAL_ITEMS
     most_frames = _frames_of(options, config)
     keys = []

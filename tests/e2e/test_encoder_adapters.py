@@ -81,7 +81,8 @@ def poisoned(stock: Tower, tower: Any, **options: Any) -> Any:
 
 
 def captured(model: Any, **options: Any) -> EncoderCudaGraphManager:
-    given = {"compile": False, "costs": None, "max_items_per_batch": 6, **options}
+    most_items = None if "token_budgets" in options else 6
+    given = {"compile": False, "costs": None, "max_items_per_batch": most_items, **options}
     manager = EncoderCudaGraphManager(model, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
     manager.capture()
     return manager
