@@ -107,6 +107,10 @@ class CudaDevice(GraphDevice):
         return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @override
+    def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Does nothing: CUDA refuses to copy Python data to the GPU during a capture."""
+
+    @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """Does nothing: the other graph's kernels overwrite shared memory."""
 

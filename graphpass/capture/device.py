@@ -53,6 +53,13 @@ class GraphDevice(Protocol):
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor over the memory of ``tensor`` that does not keep it allocated in the pool."""
 
+    def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Refuse results of the last :meth:`record` in memory that the recording neither reads nor allocated.
+
+        Raises:
+            CaptureError: no replay would write such a result.
+        """
+
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """Mark ``outputs`` stale, because another forward replays. The CPU tape overwrites them to show stale reads."""
 

@@ -149,6 +149,8 @@ class Recorder:
             outputs = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
             built = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
+            if not self.policy.debug:
+                device.refuse_frozen(built.pool_outputs)
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
         self.runtime.lease.make_stale(built.pool_outputs)
         tally.captured += 1

@@ -30,7 +30,8 @@ _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNDEFINED_CONTENTS = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 )
-
+_LIFT = "aten::lift_fresh"
+"""``torch.tensor`` returns its new tensor through this op, which on the CPU returns its argument."""
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -56,13 +57,17 @@ class _Step:
 
 
 class _Tape(operators.TorchDispatchMode):
-    """Records every op that is dispatched. It references all argument tensors, so no recorded address is reused."""
+    """Records every op that is dispatched. It references all argument tensors, so no recorded address is reused.
+
+    ``made`` are the addresses of the storages that its ops allocated.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
+        self.made: set[int] = set()
         self._paused = False
         self._reads: list[_HostReads] = []
         self._announced: list[list[torch.Tensor]] | None = None
@@ -81,10 +86,16 @@ class _Tape(operators.TorchDispatchMode):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
             with self.recording():
                 return operators.call_kernel(func, "CPU", args, kwargs)
+        name = operators.schema_name(func)
+        if name == _LIFT and args[0].untyped_storage().resizable():  # torch's own memory, not that of a NumPy array
+            # Eager code makes the tensor anew in every call, so each replay fills a tensor of the tape with its data.
+            func = torch.ops.aten.clone.default
         frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
+        before = _storages((args, kwargs))
         result = func(*args, **kwargs)
+        self.made |= _storages((result, args, kwargs)) - before  # ``out=`` may have given an argument new memory
         mutates = operators.is_mutable(func)
-        if operators.schema_name(func) in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
+        if name in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
             return result
         targets = _fresh_results(result, (args, kwargs))
         if targets or mutates:
@@ -106,7 +117,9 @@ class _Tape(operators.TorchDispatchMode):
         with self._pause():
             frozen_args, frozen_kwargs = _freeze_metadata((args, dict(kwargs)))
             result = runnable(*args, **kwargs)
-        self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, _fresh_results(result, (args, kwargs))))
+        targets = _fresh_results(result, (args, kwargs))
+        self.made |= _storages(result) - _storages((args, kwargs))
+        self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, targets))
         return result
 
     @contextlib.contextmanager
@@ -207,6 +220,7 @@ class TapeDevice(GraphDevice):
         self.device = torch.device("cpu")
         self.recordings = ()
         self._tape: _Tape | None = None
+        self._made: frozenset[int] = frozenset()
 
     @override
     def open(self) -> None:
@@ -227,7 +241,18 @@ class TapeDevice(GraphDevice):
                 outputs = body()
         finally:
             self._tape = None
+        self._made = frozenset(tape.made)
         return _TapeGraph(tape.steps), outputs
+
+    @override
+    def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
+        if any(output.numel() and storage_id(output) not in self._made for output in outputs):
+            raise CaptureError(
+                "a result of the region cannot be captured on the CPU tape",
+                expected="results of ops, which a replay computes again",
+                found="a tensor that no op made, such as one in the memory of a new NumPy array",
+                remedy="make it with torch.tensor, or outside of the captured region",
+            )
 
     @override
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -279,13 +304,17 @@ def _freeze_metadata(values: Any) -> Any:
 
 def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:
     """(position, tensor) of each result that is no view of an input."""
-    known = {storage_id(leaf) for leaf in trees.flatten(inputs)[0] if isinstance(leaf, torch.Tensor)}
+    known = _storages(inputs)
     fresh = []
     for position, leaf in enumerate(trees.flatten(result)[0]):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
             # An alias: a later ``t_()`` turns the result itself, and not the memory that a replay fills.
             fresh.append((position, distinct_elements(leaf.detach(), name="a result")))
     return tuple(fresh)
+
+
+def _storages(values: Any) -> set[int]:
+    return set(map(storage_id, _tensors(values)))
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

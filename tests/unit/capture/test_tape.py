@@ -285,6 +285,46 @@ def test_closure_state_is_read_at_its_address(rig: Any) -> None:
     assert torch.equal(rig.call(wrapper, X), X * 4)
 
 
+def a_new_number(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(0.5)
+
+
+def a_new_number_written(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([0.5]).add_(x.sum())
+
+
+@pytest.mark.parametrize("region", [a_new_number, a_new_number_written], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("outputs", ["clone", "view"])
+def test_a_tensor_of_python_data_is_new_in_every_replay(rig: Any, region: Any, outputs: str) -> None:
+    wrapper = rig.wrap(region, outputs=outputs)
+    for step in range(3):
+        assert torch.equal((rig.capture if step == 0 else rig.call)(wrapper, X + step), region(X + step))
+
+
+@pytest.mark.parametrize(
+    "result", [lambda: torch.from_numpy(np.ones(3)), lambda: torch.frombuffer(bytearray(8), dtype=torch.int8)]
+)
+def test_a_result_that_no_op_made_is_refused(rig: Any, result: Any) -> None:
+    wrapper = rig.wrap(lambda x: (x + 1, result()))
+    with pytest.raises(CaptureError, match="a result of the region cannot be captured"):
+        rig.capture(wrapper, X)
+
+
+def test_a_numpy_array_of_the_closure_is_read_and_written_at_its_address(rig: Any) -> None:
+    array = np.zeros(8, dtype=np.float32)
+    wrapper = rig.wrap(lambda x: torch.from_numpy(array).add_(x) * 1)
+    rig.capture(wrapper, X)
+    array[:] = 4
+    assert torch.equal(rig.call(wrapper, X), X + 4)
+    assert np.array_equal(array, X.numpy() + 4)
+
+
+def test_a_result_whose_memory_an_op_enlarged(rig: Any) -> None:
+    wrapper = rig.wrap(lambda x: torch.add(x, 1, out=torch.empty(0)))
+    for step in range(3):
+        assert torch.equal((rig.capture if step == 0 else rig.call)(wrapper, X + step), X + step + 1)
+
+
 def test_a_module_as_the_region(rig: Any) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16)).eval()
     wrapper = rig.wrap(module)
