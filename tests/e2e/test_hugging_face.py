@@ -58,7 +58,7 @@ def descriptor(dispatcher: gp.CudagraphDispatcher, size: Sequence[int]) -> Batch
 def assert_split_at_attention(runtime: gp.GraphRuntime, num_layers: int) -> None:
     """Every callable is cut at each layer's attention, and nowhere else."""
     for record in runtime.callables():
-        kinds = [kind for _, kind, _, _ in record.regions]
+        kinds = [region.kind for region in record.regions]
         assert kinds == ["captured", "eager"] * num_layers + ["captured"], record.name
 
 
