@@ -54,7 +54,7 @@ def reads_outside(call: OpCall) -> PaddingReason | None:
     """Why indices in padding may be out of bounds for an operator; None if all are in bounds."""
     if not call.sizes.ordered:
         return None
-    for index, of_dim in _picked(call):
+    for index, of_dim in picked(call):
         if not index.new_fields or is_whole(index, of_dim) or stays_real(call, index, of_dim):
             continue
         for dim, at in call.sizes.places(index):
@@ -71,7 +71,7 @@ def _exists(pad: object, of_dim: Factors) -> bool:
     return type(pad) is int and (pad == 0 or (isinstance(length, int) and -length <= pad < length))
 
 
-def _picked(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
+def picked(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
     """Each index tensor of an operator, with the factors of the dimension that it indexes."""
     if call.name == "embedding":
         yield call.tensor("indices"), call.tensor("weight").factors[0]

@@ -280,7 +280,7 @@ class _Walk:
         results: Any = region.graph_module.graph.output_node().args[0]
         fresh = [_fresh(value_of(node), self._sizes) for node in results]
         fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, self._sizes)}
-        findings = {f for value in inputs if isinstance(value, PaddedValue) for f in value.findings}
+        findings = {f for value in inputs if isinstance(value, PaddedValue) for f in value.findings | value.by_position}
         findings |= {PaddingFinding(name, _ops_of(region), problem, _place_of(region)) for name in sorted(fields)}
         written = tuple(
             (position, _unknown(value, findings))
@@ -294,7 +294,7 @@ class _Walk:
     def _follow_writes(self, region: Region) -> None:
         """Add findings to the values that share memory with an input that the region wrote to."""
         written = [self._values.get(region.inputs[position]) for position in region.mutated_inputs]
-        findings = {f for value in written if isinstance(value, PaddedValue) for f in value.findings}
+        findings = {f for v in written if isinstance(v, PaddedValue) for f in v.findings | v.by_position}
         storages = self._run.storages_of(region.inputs[position] for position in region.mutated_inputs)
         for name in self._run.names_in(storages) - set(region.inputs):
             value = self._values.get(name)

@@ -13,6 +13,7 @@ from graphpass.compat import symbolic
 from graphpass.regions.padding.bounds import new_fields, reads_outside
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Unknown, padded_sizes_in, tensors_of
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape, references
+from graphpass.regions.padding.positions import by_position
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.registry import rule_for
 from graphpass.regions.padding.rules.scalars import cast_pad
@@ -199,13 +200,22 @@ class _Run:
             self._read_by_host(call, own, values, tensors)
             return own, ()
         results = tuple(
-            replace(value.with_findings(findings), new_fields=new_fields(call, tensors, value))
+            replace(
+                value.with_findings(findings),
+                new_fields=new_fields(call, tensors, value),
+                by_position=self._by_position(node, call, value),
+            )
             if isinstance(value, PaddedValue)
             else shape
             for value, shape in zip(values, wanted, strict=True)
         )
         self._hidden_sizes(own, results)
         return results[: len(own)], tuple(value for value in results[len(own) :] if isinstance(value, PaddedValue))
+
+    def _by_position(self, node: AtenNode, call: OpCall, value: PaddedValue) -> frozenset[PaddingFinding]:
+        if self._sizes.ordered or node.op.partition(".")[0] in self._trusted:
+            return frozenset()
+        return by_position(call, rule_for(node.op), value, depends=self._depends[-1])
 
     def _shape_of(self, call: OpCall, name: str) -> TensorShape | None:
         value = call.arguments[name]

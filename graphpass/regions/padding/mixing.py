@@ -28,7 +28,8 @@ def mixing_of(
 
     Stricter than a proof of padding: any entries may be the real ones, not only the first, so causal order, masks,
     windows and zero padding do not help. An output without that size may contain entries selected by data, such as the
-    logits of each request's last token. Random numbers depend on how many are drawn, but do not count as dependence.
+    logits of each request's last token. The index of an entry depends on the entries before it, so it may only select
+    that same entry. Random numbers depend on how many are drawn, but do not count as dependence.
 
     Args:
         parts: the partition.
@@ -59,6 +60,7 @@ def _mixed(
         places = sizes.places(value)
         by_data = not places and not target.startswith("written")
         findings += [f.reaching(target) for f in value.findings if not (by_data and f.verdict is Verdict.RUNTIME)]
+        findings += [f.reaching(target) for f in value.by_position]
         if len(places) > 1:
             along = [value.factors[dim][at] for dim, at in places]
             findings += _along_several(symbols, f"its entries stand along {along}", target)

@@ -116,6 +116,8 @@ class PaddedValue:
         findings: the ways in which clean entries depend on padding; empty if they do not.
         new_fields: key fields along which padding may have values that no real entry has.
             See Note [Contents of padding].
+        by_position: findings for the index of each entry in its batch, which the contents depend on. Only ``mixing_of``
+            asks for them; they do not count where the value is an index that pairs each entry with itself.
     """
 
     factors: tuple[Factors, ...]
@@ -125,6 +127,7 @@ class PaddedValue:
     dtype: torch.dtype | None = None
     findings: frozenset[PaddingFinding] = frozenset()
     new_fields: frozenset[str] = frozenset()
+    by_position: frozenset[PaddingFinding] = frozenset()
 
     @property
     def rank(self) -> int:

@@ -46,6 +46,10 @@ def convolved(x: torch.Tensor) -> torch.Tensor:
     return F.conv1d(x.t().unsqueeze(0), torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH)[0].t()
 
 
+def _numbered(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1).expand(-1, WIDTH)
+
+
 MIXING: Mapping[str, tuple[Rows, str]] = {
     "mean over the batch": (lambda x: x - x.mean(0), "mean"),
     "mean returned": (lambda x: (x, x.mean(0)), "mean"),
@@ -67,6 +71,12 @@ MIXING: Mapping[str, tuple[Rows, str]] = {
     "divided by their number": (lambda x: x / x.shape[0], "div"),
     "times one over their number": (lambda x: x * (torch.ones(WIDTH) / x.shape[0]), "div"),
     "norm of all": (lambda x: x / x.norm(), "norm"),
+    "times their index": (lambda x: x * torch.arange(x.shape[0]).unsqueeze(1), "arange"),
+    "index returned": (lambda x: (x * 2, torch.arange(x.shape[0])), "arange"),
+    "masked by index": (lambda x: torch.where((torch.arange(x.shape[0]) < 4).unsqueeze(1), x, 0.0), "arange"),
+    "index written to rows": (lambda x: x.index_put((torch.arange(x.shape[0]),), _numbered(x)), "arange"),
+    "table up to their number": (lambda x: x + torch.arange(16.0).unsqueeze(1)[: x.shape[0]], "slice"),
+    "running count": (lambda x: x + torch.ones(x.shape[0], 1).cumsum(0), "cumsum"),
 }
 
 
@@ -98,6 +108,9 @@ KEEPING: Mapping[str, Rows] = {
     "chosen by value": lambda x: torch.where(x > 0, x, x.exp()),
     "halves of features": lambda x: torch.mul(*x.chunk(2, -1)),
     "tokens last": lambda x: (x.t() * 2).t(),
+    "picked in their own row": lambda x: x[torch.arange(x.shape[0]), x.argmax(-1)],
+    "written in their own row": lambda x: x.index_put((torch.arange(x.shape[0]), x.argmax(-1)), torch.tensor(7.0)),
+    "a row for each": lambda x: x * torch.cat([torch.ones(1, 3).cumsum(1).expand(x.shape[0], -1)] * 2, -1),
 }
 
 
