@@ -64,7 +64,7 @@ def test_a_decoder_is_three_artifacts_however_deep(num_layers: int, compiled_at_
     x = torch.randn(3, 4)
     with torch.no_grad():
         torch.testing.assert_close(compiled_at_cuts(model, dynamic=True)(x), model(x))
-    kinds = Counter(kind for _, kind, _, _ in rt.callables()[0].regions)
+    kinds = Counter(region.kind for region in rt.callables()[0].regions)
     assert kinds == {"captured": num_layers + 1, "eager": num_layers}
     assert rt.compiled() == 3
     assert all(seconds > 0 for seconds in (rt.callables()[0].seconds.key, rt.callables()[0].seconds.compile))
