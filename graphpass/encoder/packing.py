@@ -4,8 +4,8 @@ Without costs, packing is greedy. Items are sorted by size, smallest first. Each
 the largest budget and the item limit allow, and replays the smallest budget that is large enough.
 
 With costs, the sorted items are cut into consecutive batches at the least cost, where each batch is a replay or an
-eager call (:mod:`graphpass.encoder.cuts`). The plan never costs more than one replay for each item, the greedy plan,
-or, if it is allowed, one eager call for all items.
+eager call (:mod:`graphpass.encoder.cuts`). The plan never costs more than one replay or eager call for each item, the
+greedy plan, or, if it is allowed, one eager call for all items.
 
 :func:`pack_items` has two limits: tokens and items. The manager's batches are also limited by the patches and frames of
 a key. There, sizes and limits are vectors: see :func:`plan_greedily` and :func:`plan_cheaply`.
@@ -150,7 +150,7 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
 def plan_cheaply(
     sizes: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int, peaks: Sizes | None = None
 ) -> list[PlannedBatch]:
-    """The cheapest of three plans: the cuts of :func:`cheapest_cuts`, the greedy plan, and eager calls only.
+    """The cheapest of four plans: :func:`cheapest_cuts`, the greedy plan, each item apart, and eager calls only.
 
     A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper.
 
@@ -171,6 +171,7 @@ def plan_cheaply(
     cuts = (
         cheapest_cuts(ordered.sizes, ordered.peaks, table, calls.costs, max_eager_tokens),
         greedy_ends(table.farthest(ordered.sizes, ordered.peaks)),
+        np.arange(1, len(ordered.items) + 1),
     )
     plans = [_priced(ordered, ends, table, calls) for ends in cuts]
     plans.append(calls.plan(np.concatenate((ordered.items, ordered.unfit))))
@@ -233,8 +234,8 @@ def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, ca
     items, unfit = ordered.items, ordered.unfit
     sums, highest = totals(ordered.sizes, ordered.peaks, ends)
     costs, rungs = table.cheapest(sums, highest)
-    replays = costs <= calls.costs(sums[0])
     lengths = np.diff(ends, prepend=0)
+    replays = costs <= calls.costs(sums[0], lengths)
     is_replayed = np.repeat(replays, lengths)
     eager = calls.plan(
         np.concatenate((items[~is_replayed], unfit)),
@@ -255,9 +256,16 @@ class _EagerCalls:
     def __init__(self, tokens: npt.NDArray[np.int64], eager: EagerCosts, most: int) -> None:
         self._tokens, self._eager, self._most = tokens, eager, most
 
-    def costs(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Costs of calls over several items with these token counts; infinite above the maximum."""
-        allowed = tokens <= self._most
+    def costs(
+        self, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Costs of calls with these token counts; infinite above the maximum, unless a call has one item.
+
+        Args:
+            tokens: tokens of each call.
+            lengths: number of items of each call; None: several.
+        """
+        allowed = tokens <= self._most if lengths is None else (tokens <= self._most) | (lengths == 1)
         if allowed.all():
             return self._eager(tokens)
         costs = np.full(len(tokens), np.inf)

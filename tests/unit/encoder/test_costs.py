@@ -16,7 +16,7 @@ from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import assert_same, made
 
-PAUSE_S = 0.02
+PAUSE_S = 0.04
 """Of what is slow; everything else of the toy takes a millisecond or two."""
 
 

@@ -303,6 +303,12 @@ def test_with_several_limits_no_simple_plan_is_cheaper(problem: tuple[np.ndarray
     assert found <= greedy * (1 + 1e-9)
 
 
+def test_an_eager_call_of_one_item_has_no_maximum() -> None:
+    cost = PackingCosts({1: 1.0, 5: 3.0}, lambda tokens: 1.0 * tokens, max_eager_tokens=1)
+    batches = pack_items([2] * 200, [1, 5], 1, cost=cost)
+    assert price(batches, cost) == 400
+
+
 @given(problems(), st.integers(130, 700), st.integers(0, 1000))
 def test_with_many_items_no_simple_plan_is_cheaper(
     problem: tuple[list[int], list[int], int, PackingCosts], count: int, seed: int
