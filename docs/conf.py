@@ -45,6 +45,7 @@ nitpick_ignore_regex = [
     # Type variables, and names in signatures of private attributes.
     (r"py:class", r"graphpass\.capture\.runtime\._(Wrapper|Owned)"),
     (r"py:class", r"graphpass\.compat\.sideeffects\.SideEffect|graphpass\.regions\.stitch\.Stitching"),
+    (r"py:class", r"graphpass\.capture\.replayplan\.ReplayPlan"),
 ]
 
 
