@@ -24,6 +24,7 @@ import torch
 
 from graphpass.errors import GraphpassError
 from graphpass.text.causallm import CausalLM
+from tests.e2e.greedy import Reference, continued
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 
 __all__ = ["BUILT", "Outcome", "described", "outcomes", "recorded", "tried", "versions"]
@@ -32,7 +33,6 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
 BUILT = ("equal", "refused", "different", "untyped", "not given back")
 NOT_BUILT, BLIND, NO_ANSWER = "not built", "blind", "no answer"
-NEAR_TIE = 1e-4
 SIZES: dict[str, Any] = {
     "max_num_reqs": 4,
     "max_num_tokens": 24,
@@ -65,39 +65,10 @@ class Outcome:
     sentence: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A model's own greedy continuation, and by how much each token's logit is above the next best."""
-
-    tokens: list[int]
-    gaps: list[float]
-
-    def accepts(self, found: Sequence[int]) -> bool:
-        """Whether tokens are the same, or first differ where two logits are nearly equal."""
-        at = next((at for at, pair in enumerate(zip(found, self.tokens, strict=False)) if pair[0] != pair[1]), None)
-        return len(found) == len(self.tokens) and (at is None or self.gaps[at] < NEAR_TIE)
-
-
 def prompts() -> list[list[int]]:
     """Seeded prompts of the lengths above."""
     seeded = random.Random(0)
     return [[seeded.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length)] for length, _ in LENGTHS]
-
-
-@torch.no_grad()
-def continued(model: Any, prompt: Sequence[int], count: int) -> Reference:
-    """What ``generate`` of Transformers makes of one prompt alone."""
-    ids = torch.tensor([prompt])
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best = [logits[0].float().topk(2).values for logits in found.logits]
-    return Reference(found.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best])
 
 
 def seen_of(model: Any, references: Sequence[Reference]) -> str:

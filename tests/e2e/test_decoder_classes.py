@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.e2e.decoder_classes import BUILT, COUNTS, continued, outcomes, prompts, recorded, seen_of, tried, versions
+from tests.e2e.decoder_classes import BUILT, COUNTS, outcomes, prompts, recorded, seen_of, tried, versions
+from tests.e2e.greedy import continued
 from tests.e2e.small_decoders import decoder_classes
 
 pytest.importorskip("transformers")

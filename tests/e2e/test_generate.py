@@ -22,6 +22,7 @@ from graphpass.text.generation import Generation
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PagedRequests
 from graphpass.text.request import Request
+from tests.e2e.greedy import NEAR_TIE, Reference, continued
 from tests.unit.engine.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")
@@ -43,7 +44,6 @@ CONFIG = {
 # Mistral's window is shorter than most of the texts.
 MODELS = {"llama": ("Llama", {}), "qwen3": ("Qwen3", {}), "mistral": ("Mistral", {"sliding_window": 12})}
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-NEAR_TIE = 1e-4
 SIZES: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LENGTH, "page_size": 4}
 LADDER: dict[str, Any] = {"capture_sizes": [2, 8, 32], "seq_len_buckets": [32]}
 WHOLE_LADDER: dict[str, Any] = {"capture_sizes": [1, 2, 4, 8, 16, 32], "seq_len_buckets": [16, 32]}
@@ -73,37 +73,6 @@ def make_prompts() -> tuple[list[list[int]], list[int]]:
 
 
 PROMPTS, NEW_TOKENS = make_prompts()
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What Hugging Face makes of a prompt: tokens, and by how much each one's logit is above the next best."""
-
-    tokens: list[int]
-    gaps: list[float]
-
-    def check(self, found: Sequence[int], which: int) -> None:
-        """The tokens are the same, or first differ where two logits are nearly equal."""
-        assert len(found) == len(self.tokens), f"request {which}"
-        for at, (token, expected) in enumerate(zip(found, self.tokens, strict=True)):
-            if token != expected:
-                assert self.gaps[at] < NEAR_TIE, f"request {which}, new token {at}: {found} is not {self.tokens}"
-                return
-
-
-@torch.no_grad()
-def continued(model: torch.nn.Module, prompt: Sequence[int], count: int) -> Reference:
-    ids = torch.tensor([prompt], device=next(model.parameters()).device)
-    made = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best = [logits[0].float().topk(2).values for logits in made.logits]
-    return Reference(made.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best])
 
 
 References = Callable[[str, str], list[Reference]]

@@ -12,7 +12,8 @@ import torch
 from graphpass import LoraKeys
 from graphpass.errors import OptionError
 from graphpass.text import CausalLM, Generation, LoraAdapters, Request
-from tests.e2e.test_generate import PROMPTS, SIZES, Reference, continued
+from tests.e2e.greedy import Reference, continued
+from tests.e2e.test_generate import PROMPTS, SIZES
 from tests.e2e.test_generate import make_model as make_stock_model
 from tests.unit.text.adapted import Adapter
 

@@ -20,14 +20,13 @@ from graphpass.text.drafting import Drafter, NgramDrafter
 from graphpass.text.generation import Generation
 from graphpass.text.request import Ints, Request
 from graphpass.text.speculation import GenerationStats
+from tests.e2e.greedy import Reference, continued
 from tests.e2e.test_generate import (
     MAX_LENGTH,
     MODES,
     SIZES,
     VOCABULARY,
-    Reference,
     all_pages_are_free,
-    continued,
     make_model,
 )
 

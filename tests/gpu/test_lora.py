@@ -132,7 +132,8 @@ def test_a_prefill_gathers_no_weights_by_token() -> None:
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
 def test_text_with_adapters_is_the_text_of_merged_models(mode: str, compiler: str) -> None:
     pytest.importorskip("transformers")
-    from tests.e2e.test_generate import continued, make_model
+    from tests.e2e.greedy import continued
+    from tests.e2e.test_generate import make_model
 
     model = make_model("llama", "cuda")
     targets = ("q_proj", "v_proj", "down_proj")
