@@ -31,6 +31,7 @@ __all__ = ["served_layers"]
 
 _PROBE = "graphpass_probe"
 _NUM_TOKENS = 3
+_REMEDY = "generate with the model's own generate(); paged attention cannot serve this class"
 
 _Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``f(batch, head, query position, key position)``: whether the query attends to the key; the shapes are broadcast."""
@@ -63,7 +64,7 @@ def served_layers(model: Any, *, max_seq_len: int) -> list[PagedLayer | None]:
                 expected="layers that call the function of attn_implementation "
                 f"({name}), by transformers' AttentionInterface",
                 found="no such call: its own attention would run over the tokens of all requests",
-                remedy="generate with the model's own generate(); paged attention cannot serve this class",
+                remedy=_REMEDY,
             )
         _refuse_dropped_keys(model, probe.layers.values(), max_seq_len)
         model.set_attn_implementation(name)
@@ -169,7 +170,7 @@ def _unserved_mask(name: str, found: str) -> OptionError:
         f"paged attention does not support the mask of {name}",
         expected="causal attention, with or without a sliding window or chunks",
         found=found,
-        remedy="generate with the model's own generate(); paged attention cannot serve this class",
+        remedy=_REMEDY,
     )
 
 
@@ -185,7 +186,7 @@ def _probed_attention(
             f"{type(module).__name__} does not know the number of its layer",
             expected="layer_idx, which selects the layer's keys and values in the cache",
             found=repr(getattr(module, "layer_idx", None)),
-            remedy="generate with the model's own generate(); paged attention cannot serve this class",
+            remedy=_REMEDY,
         )
     with probe.in_layer(module, rule):
         return paged_attention_of_layer(module, query, key, value, attention_mask if rule is None else None, **kwargs)
@@ -216,7 +217,7 @@ def _run(model: Any, probe: _Probe) -> None:
             f"{type(model).__name__} does not run on a row of tokens",
             expected="a decoder: model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)",
             found=f"{type(error).__name__}: {error}",
-            remedy="generate with the model's own generate(); paged attention cannot serve this class",
+            remedy=_REMEDY,
         ) from error
 
 
