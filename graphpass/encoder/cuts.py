@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NO_RUNG", "EagerCosts", "Rung", "RungTable", "Sizes", "cheapest_cuts", "greedy_ends", "totals"]
+__all__ = ["NO_RUNG", "CallCosts", "Rung", "RungTable", "Sizes", "cheapest_cuts", "greedy_ends", "totals"]
 
 Sizes = npt.NDArray[np.int64]
 """[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
 
 Floats = npt.NDArray[np.float64]
-EagerCosts = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]
-"""Costs of eager calls with these token counts; infinite for calls that are not allowed."""
+CallCosts = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], Floats]
+"""Costs of eager calls with these token counts and numbers of items; infinite for calls that are not allowed."""
 
 NO_RUNG = -1
 WHOLE = 128
@@ -153,7 +153,7 @@ def totals(sizes: Sizes, peaks: Sizes, ends: npt.NDArray[np.int64]) -> tuple[Siz
 
 
 def cheapest_cuts(
-    sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int
+    sizes: Sizes, peaks: Sizes, table: RungTable, eager: CallCosts, max_eager_tokens: int
 ) -> npt.NDArray[np.int64]:
     """Cut the items, in their order, into batches with the least total cost.
 
@@ -162,7 +162,7 @@ def cheapest_cuts(
         peaks: [dimension, item]: sizes of which a batch has the maximum.
         table: the rungs, with costs of replays.
         eager: costs of eager calls.
-        max_eager_tokens: maximum tokens of an eager call; ``eager`` is infinite above it.
+        max_eager_tokens: maximum tokens of an eager call over several items; ``eager`` is infinite above it.
 
     Returns:
         The end of each batch, ascending; the last is the number of items.
@@ -171,16 +171,21 @@ def cheapest_cuts(
     for _ in range(ROUNDS if len(ends) else 0):
         num_units = len(ends)
         units, highest = totals(sizes, peaks, ends)
-        ends = ends[_cut_once(units, highest, table, eager, max_eager_tokens) - 1]
+        ends = ends[_cut_once(units, highest, ends, table, eager, max_eager_tokens) - 1]
         if num_units <= WHOLE:  # one block: the cuts are optimal
             break
     return ends
 
 
 def _cut_once(
-    sizes: Sizes, peaks: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int
+    sizes: Sizes,
+    peaks: Sizes,
+    ends: npt.NDArray[np.int64],
+    table: RungTable,
+    eager: CallCosts,
+    max_eager_tokens: int,
 ) -> npt.NDArray[np.int64]:
-    """The best ends of batches that do not cross the boundaries of blocks.
+    """The best ends of batches of units, which end at these items and do not cross the boundaries of blocks.
 
     All blocks are cut at once, from their last items backwards, so the place of an item in its block is counted from
     the end of the block. Blank items without cost are prepended to make all blocks equally long.
@@ -201,7 +206,10 @@ def _cut_once(
     costs = np.full((length, num_blocks, width), np.inf)
     costs[count - (num_blocks - 1) * length :, -1, -1] = 0  # blank items
     # Wide batches come first, so that among equal costs the plan with fewer replays is selected.
-    costs[place[starts], block[starts], width - wide] = cell_costs(sizes, peaks, starts, wide, table, eager)
+    bounds = np.concatenate(([0], ends))
+    lengths = bounds[starts + wide] - bounds[starts]
+    priced = cell_costs(sizes, peaks, starts, wide, table, lambda tokens: eager(tokens, lengths))
+    costs[place[starts], block[starts], width - wide] = priced
     return _walked(_widths_by_place(costs), count)
 
 
@@ -248,9 +256,9 @@ def cell_costs(
     starts: npt.NDArray[np.intp],
     wide: npt.NDArray[np.intp],
     table: RungTable,
-    eager: EagerCosts,
+    eager: Callable[[npt.NDArray[np.int64]], Floats],
 ) -> Floats:
-    """The cost of each batch: batch ``i`` has ``wide[i]`` items and starts with item ``starts[i]``."""
+    """The cost of each batch: batch ``i`` has ``wide[i]`` units and starts with unit ``starts[i]``."""
     sums = _running(sizes)
     batches = sums.take(starts + wide, axis=1)
     batches -= sums.take(starts, axis=1)

@@ -23,7 +23,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from graphpass.encoder.cuts import NO_RUNG, EagerCosts, Rung, RungTable, Sizes, cheapest_cuts, greedy_ends, totals
+from graphpass.encoder.cuts import NO_RUNG, Rung, RungTable, Sizes, cheapest_cuts, greedy_ends, totals
 from graphpass.errors import EncoderConfigError
 
 __all__ = [
@@ -38,6 +38,9 @@ __all__ = [
     "replay_cost",
 ]
 
+
+TokenCosts = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]
+"""Costs of eager calls with these token counts."""
 
 _KEPT_COSTS = 1 << 14
 """Costs of eager calls with fewer tokens than this are cached."""
@@ -148,9 +151,9 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
 
 
 def plan_cheaply(
-    sizes: Sizes, table: RungTable, eager: EagerCosts, max_eager_tokens: int, peaks: Sizes | None = None
+    sizes: Sizes, table: RungTable, eager: TokenCosts, max_eager_tokens: int, peaks: Sizes | None = None
 ) -> list[PlannedBatch]:
-    """The cheapest of four plans: :func:`cheapest_cuts`, the greedy plan, each item apart, and eager calls only.
+    """The cheapest of three plans: the cuts of :func:`cheapest_cuts`, the greedy plan, and eager calls only.
 
     A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper.
 
@@ -171,7 +174,6 @@ def plan_cheaply(
     cuts = (
         cheapest_cuts(ordered.sizes, ordered.peaks, table, calls.costs, max_eager_tokens),
         greedy_ends(table.farthest(ordered.sizes, ordered.peaks)),
-        np.arange(1, len(ordered.items) + 1),
     )
     plans = [_priced(ordered, ends, table, calls) for ends in cuts]
     plans.append(calls.plan(np.concatenate((ordered.items, ordered.unfit))))
@@ -253,19 +255,12 @@ def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, ca
 class _EagerCalls:
     """Plans eager calls. A call over several groups of items has at most ``most`` tokens."""
 
-    def __init__(self, tokens: npt.NDArray[np.int64], eager: EagerCosts, most: int) -> None:
+    def __init__(self, tokens: npt.NDArray[np.int64], eager: TokenCosts, most: int) -> None:
         self._tokens, self._eager, self._most = tokens, eager, most
 
-    def costs(
-        self, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64] | None = None
-    ) -> npt.NDArray[np.float64]:
-        """Costs of calls with these token counts; infinite above the maximum, unless a call has one item.
-
-        Args:
-            tokens: tokens of each call.
-            lengths: number of items of each call; None: several.
-        """
-        allowed = tokens <= self._most if lengths is None else (tokens <= self._most) | (lengths == 1)
+    def costs(self, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Costs of calls with these tokens and numbers of items; infinite above the maximum for several items."""
+        allowed = (tokens <= self._most) | (lengths == 1)
         if allowed.all():
             return self._eager(tokens)
         costs = np.full(len(tokens), np.inf)
@@ -315,7 +310,7 @@ def _groups(order: npt.NDArray[np.intp], ends: npt.NDArray[np.int64]) -> list[tu
     return [tuple(items[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def one_by_one(eager: Callable[[int], float]) -> EagerCosts:
+def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
     """A vectorised ``eager``, which is called once for each distinct token count."""
     known = np.full(_KEPT_COSTS, np.nan)
 
