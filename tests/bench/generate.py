@@ -1,6 +1,7 @@
-"""Tokens a second of a stock Hugging Face decoder: ``python -m tests.bench.generate``.
+"""Tokens a second of stock Hugging Face decoders: ``python -m tests.bench.generate``.
 
-The Qwen3 class with 28 layers and random weights goes on with random prompts, greedily, in ways that a user of
+A decoder with random weights (``--model``: Qwen3 with 28 layers of width 1024; Olmo2, whose every head has keys of its
+own, and Granite, both with 16 layers of width 2048) goes on with random prompts, greedily, in ways that a user of
 transformers can choose from, each with the same weights in a copy of its own:
 
 * ``ours``: a manager with FULL graphs for decode and PIECEWISE ones for prefill;
@@ -10,7 +11,8 @@ transformers can choose from, each with the same weights in a copy of its own:
 *First* is the time of the first call. For ``ours`` that is building, compiling, capturing and generating the first
 token, for the others their first call as a whole, since they hand out nothing before its end. Compiler caches are
 empty then; what any first compilation of a process costs has been paid before, by compiling one linear layer. The other
-figures are medians over rounds in which the ways take turns.
+figures are medians over rounds in which the ways take turns. *Of the floor* divides the time to read the weights once,
+at the rate at which the device copies its own memory, by the time of a step.
 
 ``--smoke`` runs tiny sizes on a CPU: the code, not the figures. ``continuous`` sizes its cache by a GPU's memory and is
 left out there.
@@ -27,12 +29,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -47,22 +50,63 @@ Texts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The sizes of a stock decoder.
+
+    Attributes:
+        class_name: of its config in transformers.
+        num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary: of the model.
+    """
+
+    class_name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int = 32000
+
+    def config(self, max_positions: int) -> transformers.PretrainedConfig:
+        """The config of transformers; no token ends a text."""
+        sizes = {} if self.head_dim * self.num_heads == self.hidden else {"head_dim": self.head_dim}
+        made: transformers.PretrainedConfig = getattr(transformers, self.class_name)(
+            hidden_size=self.hidden,
+            intermediate_size=3 * self.hidden,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=max_positions,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+            **sizes,
+        )
+        return made
+
+
+DECODERS = {
+    "qwen3": DecoderConfig("Qwen3Config", 28, 1024, 16, 8, 128),
+    "olmo2": DecoderConfig("Olmo2Config", 16, 2048, 16, 16, 128),
+    "granite": DecoderConfig("GraniteConfig", 16, 2048, 16, 4, 128),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What one run measures.
 
     Attributes:
         device: where it runs.
         compiler: of our regions.
-        num_layers, hidden, vocabulary: of the model.
+        decoder: the model.
         prompt_tokens, new_tokens: of each request.
         rounds: values behind each median.
     """
 
     device: torch.device
     compiler: str
-    num_layers: int
-    hidden: int
-    vocabulary: int
+    decoder: DecoderConfig
     prompt_tokens: int
     new_tokens: int
     rounds: int
@@ -73,32 +117,18 @@ class Setup:
         return self.prompt_tokens + self.new_tokens
 
     def model(self) -> torch.nn.Module:
-        """A Qwen3 decoder with seeded weights."""
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        config = Qwen3Config(
-            hidden_size=self.hidden,
-            intermediate_size=3 * self.hidden,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=self.hidden // 8,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=max(1024, self.max_seq_len),
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        """The decoder with seeded weights."""
+        config = self.decoder.config(max(1024, self.max_seq_len))
         torch.manual_seed(0)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         with torch.device(self.device):
-            model: torch.nn.Module = Qwen3ForCausalLM(config).to(dtype).eval()
+            model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
         return model
 
     def prompts(self, batch: int) -> Prompts:
         """Random tokens, other ones for each request."""
         seeded = random.Random(batch)
-        return [[seeded.randrange(self.vocabulary) for _ in range(self.prompt_tokens)] for _ in range(batch)]
+        return [[seeded.randrange(self.decoder.vocabulary) for _ in range(self.prompt_tokens)] for _ in range(batch)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +139,8 @@ class Row:
         batch: requests.
         way: which.
         tokens_a_second: new tokens of all requests, median.
-        step_ms: seconds of a whole call by new tokens of a request, median.
+        step_ms: milliseconds of a whole call by new tokens of a request, median.
+        floor_ms: see the module.
         first_s: see the module.
         call_s: seconds of each call behind the medians.
     """
@@ -118,6 +149,7 @@ class Row:
     way: str
     tokens_a_second: float
     step_ms: float
+    floor_ms: float
     first_s: float
     call_s: list[float]
 
@@ -247,13 +279,33 @@ def measure(setup: Setup, batch: int, names: Sequence[str], folder: Path, consol
     for way in ways:
         way.close()
     torch.compiler.reset()
-    return [_row(setup, batch, name, first_s[name], call_s[name][1:]) for name in names]
+    medians = {name: statistics.median(call_s[name][1:]) for name in names}
+    floor_ms = weights_ms(model)
+    return [
+        Row(
+            batch=batch,
+            way=name,
+            tokens_a_second=batch * setup.new_tokens / medians[name],
+            step_ms=medians[name] / setup.new_tokens * 1e3,
+            floor_ms=floor_ms,
+            first_s=first_s[name],
+            call_s=call_s[name][1:],
+        )
+        for name in names
+    ]
 
 
-def _row(setup: Setup, batch: int, name: str, first_s: float, call_s: list[float]) -> Row:
-    median = statistics.median(call_s)
-    rate, step_ms = batch * setup.new_tokens / median, median / setup.new_tokens * 1e3
-    return Row(batch, name, rate, step_ms, first_s, call_s)
+def weights_ms(model: torch.nn.Module) -> float:
+    """Milliseconds to read once what a step reads of the weights: all but the table of input embeddings."""
+    embeddings = model.get_input_embeddings().weight  # type: ignore[operator]
+    head = model.get_output_embeddings().weight  # type: ignore[operator]
+    read = [weight for weight in model.parameters() if weight is head or weight is not embeddings]
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in read)
+    source = torch.ones(1 << (28 if head.is_cuda else 22), dtype=torch.float32, device=head.device)
+    target = torch.empty_like(source)
+    seconds = [timed(lambda: target.copy_(source), head.device)[0] for _ in range(10)]
+    bytes_a_second = 2 * source.numel() * source.element_size() / statistics.median(seconds)
+    return num_bytes / bytes_a_second * 1e3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -287,7 +339,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.generate", description=__doc__)
     parser.add_argument("--rows", type=names, default=[OURS, STATIC, CONTINUOUS])
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=None)
-    parser.add_argument("--layers", type=int, default=None, help="default 28, with --smoke 2")
+    parser.add_argument("--model", choices=list(DECODERS), default="qwen3")
+    parser.add_argument("--layers", type=int, default=None, help="default: the model's, with --smoke 2")
     parser.add_argument("--rounds", type=int, default=None, help="default 5, with --smoke 1")
     parser.add_argument("--json", type=Path, default=None, metavar="PATH")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
@@ -295,10 +348,15 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _setup(options: argparse.Namespace) -> Setup:
+    decoder = DECODERS[options.model]
     if options.smoke:
-        return Setup(torch.device("cpu"), "eager", options.layers or 2, 64, 256, 8, 8, options.rounds or 1)
+        small = replace(
+            decoder, num_layers=options.layers or 2, hidden=16 * decoder.num_heads, head_dim=16, vocabulary=256
+        )
+        return Setup(torch.device("cpu"), "eager", small, 8, 8, options.rounds or 1)
     device = torch.device("cuda", torch.cuda.current_device())
-    return Setup(device, "inductor", options.layers or 28, 1024, 32000, 64, 128, options.rounds or 5)
+    decoder = replace(decoder, num_layers=options.layers or decoder.num_layers)
+    return Setup(device, "inductor", decoder, 64, 128, options.rounds or 5)
 
 
 def _compile_something(setup: Setup) -> float:
@@ -314,7 +372,16 @@ def _plain(setup: Setup) -> dict[str, Any]:
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(title="Generating text", title_justify="left", show_edge=False, pad_edge=False)
-    for column in ("batch", "way", "tokens/s", "ms a step", "first, s", "ours is faster by", "ours is first by"):
+    for column in (
+        "batch",
+        "way",
+        "tokens/s",
+        "ms a step",
+        "of the floor",
+        "first, s",
+        "ours is faster by",
+        "ours is first by",
+    ):
         table.add_column(column)
     ours = {row.batch: row for row in rows if row.way == OURS}
     for row in rows:
@@ -326,6 +393,7 @@ def _table(rows: Sequence[Row]) -> Table:
             row.way,
             f"{row.tokens_a_second:.0f}",
             f"{row.step_ms:.2f}",
+            f"{row.floor_ms / row.step_ms:.0%}",
             f"{row.first_s:.1f}",
             "" if faster is None else f"{faster:.2f} x",
             "" if sooner is None else f"{sooner:.1f} x",
