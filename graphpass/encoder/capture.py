@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphpass.encoder.costs import EncoderCosts, measured_costs
+from graphpass.encoder.costs import EncoderCosts, Load, TimedExample, measured_costs
 from graphpass.encoder.graphs import EncoderGraphs, eager_outputs
 from graphpass.encoder.options import EncoderOptions
 from graphpass.encoder.packing import PackingCosts
-from graphpass.encoder.planner import BatchPlanner, grouped
+from graphpass.encoder.planner import BatchPlanner, checked_specs, grouped
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -188,23 +188,15 @@ class EncoderLadder:
             return None
         if costs != "measured":
             return EncoderCosts.of_user(costs, groups)
-        return measured_costs(
-            groups,
-            lambda key: self._replay_to_time(graphs, key),
-            lambda key: self._eager_call_to_time(graphs, key),
-            self.device,
-        )
+        return measured_costs(groups, lambda key, num_items: self._example(graphs, key, num_items), self.device)
 
-    def _replay_to_time(self, graphs: EncoderGraphs, key: EncoderGraphKey) -> Callable[[], object]:
+    def _example(self, graphs: EncoderGraphs, key: EncoderGraphKey, num_items: int | None) -> TimedExample:
+        """Items that fill ``key``; without examples of the encoder, its full buffers, valid until the next call."""
         if isinstance(self.model, SupportsEncoderExamples):
-            items = self.model.get_encoder_example_items(key, self.device, self.dtype)
-            return lambda: graphs.replay(key, items)
+            items = self.model.get_encoder_example_items(key, self.device, self.dtype, num_items)
+            specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self.config)
+            load = Load.of(specs)
+            return TimedExample(load, lambda: graphs.replay(key, items), lambda: eager_outputs(self.model, items))
         graphs.fill_with_example(key)
-        return lambda: graphs.run(key)
-
-    def _eager_call_to_time(self, graphs: EncoderGraphs, key: EncoderGraphKey) -> Callable[[], object]:
-        if isinstance(self.model, SupportsEncoderExamples):
-            items = self.model.get_encoder_example_items(key, self.device, self.dtype)
-            return lambda: eager_outputs(self.model, items)
-        graphs.fill_with_example(key)
-        return lambda: graphs.run_eagerly(key)
+        load = Load(key.tokens, key.items, 0.0)
+        return TimedExample(load, lambda: graphs.run(key), lambda: graphs.run_eagerly(key))

@@ -1,26 +1,37 @@
-"""Costs of replays and eager calls, measured once after the capture."""
+"""Costs of replays and eager calls, measured once after the capture.
+
+The cost of a call is that of its size, plus what each of its items adds: a constant, and attention over the patches of
+each of its frames, which is proportional to their square. One large image costs more than many small ones of as many
+tokens, and eager calls and graphs differ in how much more. So calls of equal size and different items are timed, and
+the two coefficients are fitted (least squares), for replays and for eager calls.
+
+A plan contains every item once. So what the items add to replays is the same in every plan of replays, and the planner
+only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.surcharges`.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from graphpass.encoder.packing import PackingCosts, one_by_one, replay_cost
-from graphpass.encoder.protocol import EncoderGraphKey
+from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 
-__all__ = ["EagerCurve", "EncoderCosts", "measured_costs", "spread", "timed_s"]
+__all__ = ["EagerCurve", "EncoderCosts", "ItemCosts", "Load", "TimedExample", "measured_costs", "spread", "timed_s"]
 
 _log = logging.getLogger("graphpass")
 _RUNS = 3
-_REPLAYED_SIZES = 12
-_EAGER_SIZES = 6
+_TIMED_SIZES = 12
+_FILLED = 0.95
+"""Examples of other items are compared if they have at least this share of the usual example's tokens."""
 _NEVER_S = 1e6
 
 
@@ -46,16 +57,77 @@ class EagerCurve:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemCosts:
+    """Seconds that an item adds to a call.
+
+    Attributes:
+        each_s: for every item.
+        square_s: for the square of each frame's patches.
+    """
+
+    each_s: float = 0.0
+    square_s: float = 0.0
+
+    def __call__(self, patches: npt.NDArray[np.int64], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Seconds of items with each of ``patches`` in each of ``frames`` frames."""
+        return self.each_s + self.square_s * _squares(patches, frames)
+
+    def of_call(self, load: Load) -> float:
+        """Seconds that all items of ``load`` add."""
+        return self.each_s * load.items + self.square_s * load.squares
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The size of a call.
+
+    Attributes:
+        tokens: output tokens of its items.
+        items: number of items.
+        squares: sum of the squares of the patches of each frame.
+    """
+
+    tokens: int
+    items: int
+    squares: float
+
+    @classmethod
+    def of(cls, specs: Sequence[EncoderItemSpec]) -> Load:
+        """The load of items with these sizes."""
+        patches, frames = np.array([(spec.input_size, spec.frames) for spec in specs], dtype=np.int64).reshape(-1, 2).T
+        return cls(sum(spec.output_tokens for spec in specs), len(specs), float(_squares(patches, frames).sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class TimedExample:
+    """Items whose replay and eager call can be timed.
+
+    Attributes:
+        load: their size.
+        replay: replays their key as ``execute`` does.
+        eager: runs them eagerly.
+    """
+
+    load: Load
+    replay: Callable[[], object]
+    eager: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderCosts:
     """Costs of replays and eager calls, in seconds.
 
     Attributes:
-        replay: {key: cost of one replay}.
-        eager: {group of :func:`graphpass.encoder.planner.group_of`: function from output tokens to costs}.
+        replay: {key: cost of one replay}, without what its items add.
+        eager: {group of :func:`graphpass.encoder.planner.group_of`: function from output tokens to costs}, without
+            what the items add.
+        surcharges: {group: what an item adds to an eager call, beyond what it adds to a replay}; groups that are
+            missing have no surcharges.
     """
 
     replay: Mapping[EncoderGraphKey, float]
     eager: Mapping[object, Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]]
+    surcharges: Mapping[object, ItemCosts] = field(default_factory=dict)
 
     @classmethod
     def of_user(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
@@ -68,48 +140,119 @@ class EncoderCosts:
         return cls(replay, dict.fromkeys(groups, one_by_one(costs.eager)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """Measured seconds of one load of ``key``; ``eager_s`` is infinite if there was no memory."""
+
+    key: EncoderGraphKey
+    load: Load
+    replay_s: float
+    eager_s: float
+
+
+ExampleOf = Callable[[EncoderGraphKey, int | None], TimedExample]
+
+
 def measured_costs(
-    groups: Mapping[object, Sequence[EncoderGraphKey]],
-    replay: Callable[[EncoderGraphKey], Callable[[], object]],
-    eager_call: Callable[[EncoderGraphKey], Callable[[], object]],
-    device: torch.device,
+    groups: Mapping[object, Sequence[EncoderGraphKey]], example_of: ExampleOf, device: torch.device
 ) -> EncoderCosts:
     """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others.
 
     Args:
         groups: {group: its captured keys}.
-        replay: ``replay(key)`` returns a function that replays ``key`` as ``execute`` does.
-        eager_call: ``eager_call(key)`` returns a function that runs an eager call of the same size.
+        example_of: returns the example of a key with that number of items; None: the usual number. An encoder that
+            cannot choose the number returns the usual example. An example is timed before the next one is requested.
         device: device to synchronize with.
     """
     replay_s: dict[EncoderGraphKey, float] = {}
     eager: dict[object, EagerCurve] = {}
+    surcharges: dict[object, ItemCosts] = {}
     for group, keys in groups.items():
         by_axes: dict[object, list[EncoderGraphKey]] = {}
         for key in sorted(keys, key=lambda key: key.tokens):
             by_axes.setdefault(key.axes, []).append(key)
-        for ladder in by_axes.values():
-            timed = spread(ladder, _REPLAYED_SIZES)
-            seconds = [timed_s(replay(key), device) for key in timed]
-            known = np.interp([key.tokens for key in ladder], [key.tokens for key in timed], seconds)
-            replay_s |= zip(ladder, known.tolist(), strict=True)
         # An eager call does not depend on bounds of axes: only the ladder with the largest budget is measured.
-        largest = spread(max(by_axes.values(), key=lambda ladder: ladder[-1].tokens), _EAGER_SIZES)
-        seconds = [_seconds_or_never(eager_call, key, device) for key in largest]
-        rising = np.maximum.accumulate(seconds).tolist()
-        eager[group] = EagerCurve(tuple(key.tokens for key in largest), tuple(rising))
-    return EncoderCosts(replay_s, eager)
+        largest = max(by_axes.values(), key=lambda ladder: ladder[-1].tokens)
+        usual = [_timed(key, example_of(key, None), device) for key in spread(largest, _TIMED_SIZES)]
+        others = _timed_with_other_items(usual, example_of, device)
+        of_replay = _fitted([(timing, timing.replay_s) for timing in (*usual, *others)])
+        of_eager = _fitted([(timing, timing.eager_s) for timing in (*usual, *others)])
+        for ladder in by_axes.values():
+            timed = [(timing.key, timing.load, timing.replay_s) for timing in usual]
+            if ladder is not largest:
+                timed = [_timed_replay(key, example_of(key, None), device) for key in spread(ladder, _TIMED_SIZES)]
+            seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
+            known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
+            replay_s |= zip(ladder, known.tolist(), strict=True)
+        eager[group] = _curve(usual, of_eager)
+        surcharges[group] = ItemCosts(of_eager.each_s - of_replay.each_s, of_eager.square_s - of_replay.square_s)
+    return EncoderCosts(replay_s, eager, surcharges)
 
 
-def _seconds_or_never(
-    eager_call: Callable[[EncoderGraphKey], Callable[[], object]], key: EncoderGraphKey, device: torch.device
-) -> float:
-    """Seconds of an eager call of that size; if it runs out of memory, a cost higher than that of any replay."""
+def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, device: torch.device) -> list[_Timing]:
+    """Timings with one item, and with as many as possible, of the largest key and of one half-way up the ladder."""
+    found = []
+    for timing in {usual[place].key: usual[place] for place in (len(usual) // 2, -1)}.values():
+        counts = {timing.load.items}
+        for count in (1, timing.key.items):
+            example = example_of(timing.key, count)
+            if example.load.items not in counts and example.load.tokens >= _FILLED * timing.load.tokens:
+                counts.add(example.load.items)
+                found.append(_timed(timing.key, example, device))
+    return found
+
+
+def _timed_replay(
+    key: EncoderGraphKey, example: TimedExample, device: torch.device
+) -> tuple[EncoderGraphKey, Load, float]:
+    return key, example.load, timed_s(example.replay, device)
+
+
+def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device) -> _Timing:
+    *_, replay_s = _timed_replay(key, example, device)
     try:
-        return timed_s(eager_call(key), device)
+        return _Timing(key, example.load, replay_s, timed_s(example.eager, device))
     except torch.OutOfMemoryError as error:
         _log.warning("no memory for an eager call of %s beside the graphs: it is not chosen. %s", key, error)
-        return _NEVER_S
+        return _Timing(key, example.load, replay_s, math.inf)
+
+
+def _fitted(timings: Sequence[tuple[_Timing, float]]) -> ItemCosts:
+    """What items add, at least nothing, from the differences between loads of equal keys (least squares).
+
+    A coefficient that no difference determines is zero.
+    """
+    finite = [(timing, seconds) for timing, seconds in timings if seconds < math.inf]
+    keys = [timing.key for timing, _ in finite]
+    table = np.array([(timing.load.items, timing.load.squares, seconds) for timing, seconds in finite]).reshape(-1, 3)
+    for key in set(keys):
+        of_key = [place for place, other in enumerate(keys) if other == key]
+        table[of_key] -= table[of_key].mean(axis=0)
+    scales = np.abs(table).max(axis=0, initial=0.0)
+    columns = [column for column in (0, 1) if scales[column] > 0]
+    found = [0.0, 0.0]
+    while columns:
+        solved = np.linalg.lstsq(table[:, columns] / scales[columns], table[:, 2], rcond=None)[0]
+        if (solved >= 0).all():
+            for column, value in zip(columns, solved.tolist(), strict=True):
+                found[column] = value / scales[column]
+            break
+        columns.pop(int(solved.argmin()))
+    return ItemCosts(*found)
+
+
+def _curve(usual: Sequence[_Timing], of_items: ItemCosts) -> EagerCurve:
+    """The eager costs by tokens, without what the items add."""
+    ascending = sorted(usual, key=lambda timing: timing.load.tokens)
+    seconds = [max(0.0, min(timing.eager_s, _NEVER_S) - of_items.of_call(timing.load)) for timing in ascending]
+    rising = np.maximum.accumulate(seconds).tolist()
+    by_tokens = dict(zip((timing.load.tokens for timing in ascending), rising, strict=True))
+    return EagerCurve(tuple(by_tokens), tuple(by_tokens.values()))
+
+
+def _squares(patches: npt.NDArray[np.int64], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    squares: npt.NDArray[np.float64] = patches.astype(np.float64) ** 2 / np.maximum(1, frames)
+    return squares
 
 
 def timed_s(run: Callable[[], object], device: torch.device) -> float:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NO_RUNG", "CallCosts", "Rung", "RungTable", "Sizes", "cheapest_cuts", "greedy_ends", "totals"]
+__all__ = ["NO_RUNG", "CallCosts", "Floats", "Rung", "RungTable", "Sizes", "cheapest_cuts", "greedy_ends", "totals"]
 
 Sizes = npt.NDArray[np.int64]
 """[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
 
 Floats = npt.NDArray[np.float64]
 CallCosts = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], Floats]
-"""Costs of eager calls with these token counts and numbers of items; infinite for calls that are not allowed."""
+"""Costs of eager calls over consecutive items, from their first items and their ends; infinite where not allowed."""
 
 NO_RUNG = -1
 WHOLE = 128
@@ -207,8 +207,7 @@ def _cut_once(
     costs[count - (num_blocks - 1) * length :, -1, -1] = 0  # blank items
     # Wide batches come first, so that among equal costs the plan with fewer replays is selected.
     bounds = np.concatenate(([0], ends))
-    lengths = bounds[starts + wide] - bounds[starts]
-    priced = cell_costs(sizes, peaks, starts, wide, table, lambda tokens: eager(tokens, lengths))
+    priced = cell_costs(sizes, peaks, starts, wide, table, eager(bounds[starts], bounds[starts + wide]))
     costs[place[starts], block[starts], width - wide] = priced
     return _walked(_widths_by_place(costs), count)
 
@@ -256,16 +255,16 @@ def cell_costs(
     starts: npt.NDArray[np.intp],
     wide: npt.NDArray[np.intp],
     table: RungTable,
-    eager: Callable[[npt.NDArray[np.int64]], Floats],
+    eager: Floats,
 ) -> Floats:
-    """The cost of each batch: batch ``i`` has ``wide[i]`` units and starts with unit ``starts[i]``."""
+    """The cost of each batch: ``wide[i]`` units from unit ``starts[i]``, as a replay or, for ``eager[i]``, eagerly."""
     sums = _running(sizes)
     batches = sums.take(starts + wide, axis=1)
     batches -= sums.take(starts, axis=1)
     highest = np.empty((len(peaks), len(starts)), dtype=np.int64)
     for row, running in zip(highest, peaks, strict=True):
         row[:] = _highest(running, int(wide.max()))[wide - 1, starts]
-    return np.minimum(table.costs(batches, highest), eager(batches[0]))
+    return np.minimum(table.costs(batches, highest), eager)
 
 
 def _highest(peaks: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:

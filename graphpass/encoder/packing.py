@@ -23,7 +23,17 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from graphpass.encoder.cuts import NO_RUNG, Rung, RungTable, Sizes, cheapest_cuts, greedy_ends, totals
+from graphpass.encoder.cuts import (
+    NO_RUNG,
+    CallCosts,
+    Floats,
+    Rung,
+    RungTable,
+    Sizes,
+    cheapest_cuts,
+    greedy_ends,
+    totals,
+)
 from graphpass.errors import EncoderConfigError
 
 __all__ = [
@@ -151,7 +161,12 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
 
 
 def plan_cheaply(
-    sizes: Sizes, table: RungTable, eager: TokenCosts, max_eager_tokens: int, peaks: Sizes | None = None
+    sizes: Sizes,
+    table: RungTable,
+    eager: TokenCosts,
+    max_eager_tokens: int,
+    peaks: Sizes | None = None,
+    surcharges: Floats | None = None,
 ) -> list[PlannedBatch]:
     """The cheapest of three plans: the cuts of :func:`cheapest_cuts`, the greedy plan, and eager calls only.
 
@@ -163,16 +178,19 @@ def plan_cheaply(
         eager: the costs of eager calls.
         max_eager_tokens: maximum output tokens of an eager call over several items.
         peaks: as for :func:`plan_greedily`.
+        surcharges: [item]: what the item adds to the cost of an eager call, beyond what it adds to that of a replay;
+            None: nothing.
     """
     peaks = _or_none(peaks, sizes)
+    surcharges = np.zeros(sizes.shape[1]) if surcharges is None else surcharges
     if sizes.shape[1] == 1:  # fast path
         costs, chosen = table.cheapest(sizes, peaks)
-        replays = chosen[0] != NO_RUNG and costs[0] <= eager(sizes[0])[0]
+        replays = chosen[0] != NO_RUNG and costs[0] <= eager(sizes[0])[0] + surcharges[0]
         return [PlannedBatch((0,), int(chosen[0]) if replays else None)]
     ordered = _Ordered.of(sizes, peaks, table)
-    calls = _EagerCalls(sizes[0], eager, max_eager_tokens)
+    calls = _EagerCalls(sizes[0], surcharges, eager, max_eager_tokens)
     cuts = (
-        cheapest_cuts(ordered.sizes, ordered.peaks, table, calls.costs, max_eager_tokens),
+        cheapest_cuts(ordered.sizes, ordered.peaks, table, calls.over(ordered.items), max_eager_tokens),
         greedy_ends(table.farthest(ordered.sizes, ordered.peaks)),
     )
     plans = [_priced(ordered, ends, table, calls) for ends in cuts]
@@ -237,7 +255,7 @@ def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, ca
     sums, highest = totals(ordered.sizes, ordered.peaks, ends)
     costs, rungs = table.cheapest(sums, highest)
     lengths = np.diff(ends, prepend=0)
-    replays = costs <= calls.costs(sums[0], lengths)
+    replays = costs <= calls.over(items)(ends - lengths, ends)
     is_replayed = np.repeat(replays, lengths)
     eager = calls.plan(
         np.concatenate((items[~is_replayed], unfit)),
@@ -255,16 +273,22 @@ def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, ca
 class _EagerCalls:
     """Plans eager calls. A call over several groups of items has at most ``most`` tokens."""
 
-    def __init__(self, tokens: npt.NDArray[np.int64], eager: TokenCosts, most: int) -> None:
-        self._tokens, self._eager, self._most = tokens, eager, most
+    def __init__(self, tokens: npt.NDArray[np.int64], surcharges: Floats, eager: TokenCosts, most: int) -> None:
+        self._tokens, self._surcharges, self._eager, self._most = tokens, surcharges, eager, most
 
-    def costs(self, tokens: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Costs of calls with these tokens and numbers of items; infinite above the maximum for several items."""
-        allowed = (tokens <= self._most) | (lengths == 1)
-        if allowed.all():
-            return self._eager(tokens)
-        costs = np.full(len(tokens), np.inf)
-        costs[allowed] = self._eager(tokens[allowed])
+    def over(self, items: npt.NDArray[np.intp]) -> CallCosts:
+        """Costs of calls over consecutive ``items``; infinite above the maximum of tokens for several items."""
+        tokens = np.concatenate(([0], np.cumsum(self._tokens[items])))
+        surcharges = np.concatenate(([0.0], np.cumsum(self._surcharges[items])))
+
+        def costs(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Floats:
+            sums = tokens[ends] - tokens[starts]
+            allowed = (sums <= self._most) | (ends - starts == 1)
+            found = np.full(len(sums), np.inf)
+            found[allowed] = self._eager(sums[allowed])
+            found += surcharges[ends] - surcharges[starts]
+            return found
+
         return costs
 
     def plan(self, items: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64] | None = None) -> _Plan:
@@ -281,7 +305,8 @@ class _EagerCalls:
         joined = _joined(tokens, self._most)
         apart_cost, joined_cost = (float(self._eager(sums).sum()) for sums in (tokens, _sums(tokens, joined)))
         ends = apart[joined - 1] if joined_cost <= apart_cost else apart
-        return _Plan(min(joined_cost, apart_cost), items, ends, np.full(len(ends), NO_RUNG))
+        cost = min(joined_cost, apart_cost) + float(self._surcharges[items].sum())
+        return _Plan(cost, items, ends, np.full(len(ends), NO_RUNG))
 
 
 def _joined(tokens: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:

@@ -89,7 +89,11 @@ class BatchPlanner:
             row[:] = np.searchsorted(bounds, [cast("int", spec.axes[place][1]) for spec in specs])
         if self._costs is None:
             return plan_greedily(table, self._tables[group], peaks)
-        return plan_cheaply(table, self._tables[group], self._costs.eager[group], self._max_eager_tokens, peaks)
+        surcharge, surcharges = self._costs.surcharges.get(group), None
+        if surcharge is not None:
+            surcharges = surcharge(table[1], np.array([spec.frames for spec in specs]))
+        eager = self._costs.eager[group]
+        return plan_cheaply(table, self._tables[group], eager, self._max_eager_tokens, peaks, surcharges)
 
     def _groups_of(self, specs: Sequence[EncoderItemSpec]) -> list[Hashable]:
         """:func:`group_of` each item, with a fast path if all axes round up."""

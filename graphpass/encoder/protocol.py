@@ -236,6 +236,16 @@ class SupportsEncoderExamples(Protocol):
     For other encoders, :meth:`~SupportsEncoderCudaGraph.encoder_cudagraph_forward` over full buffers is timed instead.
     """
 
-    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        """Items with the path and axes of ``key`` that fill it as far as possible, within ``key.tokens``."""
+    def get_encoder_example_items(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype, num_items: int | None = None
+    ) -> EncoderItems:
+        """Items with the path and axes of ``key`` that fill it as far as possible, within its limits.
+
+        Args:
+            key: the key that the items replay.
+            device: device of the items.
+            dtype: dtype of the items.
+            num_items: number of items, at most ``key.items``, of about equal size; None: items of a usual size. An
+                encoder whose items all have one size ignores it.
+        """
         ...

@@ -102,8 +102,10 @@ class FixedSizeAdapter(ABC):
             return {"pixel_values": images[first : first + count]}
         return {"pixel_values": images.index_select(0, torch.tensor(indices, device=images.device))}
 
-    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        """As many black images as fit ``key``."""
+    def get_encoder_example_items(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype, num_items: int | None = None
+    ) -> EncoderItems:
+        """As many black images as fit ``key``; they have one size, so no other number fills it."""
         return self.prepare_encoder_cudagraph_capture_inputs(key, device, dtype)
 
     def prepare_encoder_cudagraph_capture_inputs(

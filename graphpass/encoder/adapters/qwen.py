@@ -137,9 +137,11 @@ class GridAdapter(ABC):
         """The images and clips at ``indices``, as ``pixel_values`` and ``grid_thw``."""
         return self._read(items).selected(indices)
 
-    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        """Black images of a typical size that fill ``key``, as square as their number of tokens allows."""
-        grids = self._example_grids(key)
+    def get_encoder_example_items(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype, num_items: int | None = None
+    ) -> EncoderItems:
+        """Black images that fill ``key``, nearly square; by default of a typical size."""
+        grids = self._example_grids(key, num_items)
         num_patches = sum(math.prod(grid) for grid in grids)
         pixels = torch.zeros(num_patches, self._patch_width, device=device, dtype=dtype)
         return {"pixel_values": pixels, "grid_thw": torch.tensor(grids, device="cpu")}
@@ -227,12 +229,19 @@ class GridAdapter(ABC):
             rows |= zip(piece_keys(kind), (most + 1, most + 1, most), strict=True)
         return rows
 
-    def _example_grids(self, key: EncoderGraphKey) -> list[Grid]:
-        """At least one and at most ``key.items`` grids, with at most ``key.tokens`` tokens together."""
-        count = min(key.items, -(-key.tokens // _EXAMPLE_TOKENS_AN_IMAGE))
-        tokens = key.tokens // count
-        height = math.isqrt(tokens)
-        return [(1, height * self._merge, tokens // height * self._merge)] * count
+    def _example_grids(self, key: EncoderGraphKey, num_items: int | None = None) -> list[Grid]:
+        """At least one and at most ``key.items`` grids, with at most ``key.tokens`` tokens together.
+
+        Sides are chosen between a square and 1 : 4, so that few tokens remain unused.
+        """
+        count = min(key.items, key.tokens, num_items or -(-key.tokens // _EXAMPLE_TOKENS_AN_IMAGE))
+        each, more = divmod(key.tokens, count)
+        return [self._example_grid(each + (place < more)) for place in range(count)]
+
+    def _example_grid(self, tokens: int) -> Grid:
+        square = math.isqrt(tokens)
+        height = max(range(square, square // 2, -1), key=lambda height: tokens // height * height)
+        return 1, height * self._merge, tokens // height * self._merge
 
     def _frames(self, key: EncoderGraphKey) -> int:
         """Maximum number of temporal slices of a batch; each has at least one token."""

@@ -101,3 +101,18 @@ def test_a_budget_below_one_image() -> None:
     key = EncoderGraphKey(16, 16, 1)
     with pytest.raises(gp.errors.EncoderConfigError, match="at least 18 tokens"):
         adapter_for(CLIP.build(CPU)).prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL])
+@pytest.mark.parametrize("num_items", [None, 1, 7, 32])
+@pytest.mark.parametrize("tokens", [64, 107, 131, 1000, 2304])
+def test_examples_fill_the_tokens(stock: Tower, tokens: int, num_items: int | None) -> None:
+    """In that number of images, or of a usual size."""
+    adapter = adapter_for(stock.build(CPU))
+    key = EncoderGraphKey(tokens, tokens * adapter.get_encoder_cudagraph_config().patches_per_token, 32, 32)
+    items = adapter.get_encoder_example_items(key, torch.device("cpu"), torch.float32, num_items)
+    specs = adapter.get_encoder_cudagraph_item_specs(items)
+    assert len(specs) == (num_items or -(-tokens // 256))
+    assert 0.95 * tokens <= sum(spec.output_tokens for spec in specs) <= tokens
+    for _, height, width in items["grid_thw"].tolist():
+        assert width <= 8 * height

@@ -303,6 +303,50 @@ def test_with_several_limits_no_simple_plan_is_cheaper(problem: tuple[np.ndarray
     assert found <= greedy * (1 + 1e-9)
 
 
+@given(vector_problems(), st.lists(st.floats(-2, 20), min_size=7, max_size=7))
+def test_surcharges_of_eager_calls_are_part_of_the_plan(
+    problem: tuple[np.ndarray, np.ndarray, list[Rung]], surcharges: list[float]
+) -> None:
+    """No cut of the sorted items is cheaper."""
+    sizes, peaks, rungs = problem
+    sizes, peaks = sizes[:, :7], peaks[:, :7]
+    of_items = np.array(surcharges[: sizes.shape[1]])
+
+    def cost(items: Sequence[int], rung: int | None) -> float:
+        if rung is not None:
+            return rungs[rung].cost
+        return 5.0 + sizes[0, items].sum() + of_items[items].sum()
+
+    def least(items: list[int]) -> float:
+        of_all, highest = sizes[:, items].sum(axis=1), peaks[0, items].max()
+        fitting = [
+            index
+            for index, rung in enumerate(rungs)
+            if (of_all <= np.array(rung.limits)).all() and highest <= rung.bounds[0]
+        ]
+        eager = [None] if len(items) == 1 or of_all[0] <= 30 else []
+        return min((cost(items, rung) for rung in (*fitting, *eager)), default=float("inf"))
+
+    planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks, of_items)
+    found = sum(cost(list(batch.items), batch.rung) for batch in planned)
+    fits = [
+        item
+        for item in range(sizes.shape[1])
+        if any((sizes[:, item] <= np.array(rung.limits)).all() and peaks[0, item] <= rung.bounds[0] for rung in rungs)
+    ]
+    order = sorted(fits, key=lambda item: sizes[0, item])
+    apart = sum(cost([item], None) for item in range(sizes.shape[1]) if item not in fits)
+    cheapest = min(
+        (
+            sum(least(order[a:b]) for a, b in itertools.pairwise((0, *cut, len(order))))
+            for count in range(len(order))
+            for cut in itertools.combinations(range(1, len(order)), count)
+        ),
+        default=0.0,
+    )
+    assert found <= cheapest + apart + 1e-6
+
+
 def test_an_eager_call_of_one_item_has_no_maximum() -> None:
     cost = PackingCosts({1: 1.0, 5: 3.0}, lambda tokens: 1.0 * tokens, max_eager_tokens=1)
     batches = pack_items([2] * 200, [1, 5], 1, cost=cost)

@@ -174,8 +174,12 @@ class ToyEncoder:
 class WithExamples(ToyEncoder):
     """Its eager call can be timed."""
 
-    def get_encoder_example_items(self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        return {"patches": torch.zeros(key.patches, PATCH, device=device, dtype=dtype), "sizes": [key.patches]}
+    def get_encoder_example_items(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype, num_items: int | None = None
+    ) -> EncoderItems:
+        each, more = divmod(key.tokens, min(num_items or 1, key.items))
+        sizes = [MERGE * (each + (place < more)) for place in range(min(num_items or 1, key.items))]
+        return {"patches": torch.zeros(key.patches, PATCH, device=device, dtype=dtype), "sizes": sizes}
 
 
 def images(sizes: Sequence[int], *, seed: int = 1, **lists: Any) -> dict[str, Any]:
