@@ -1,0 +1,397 @@
+"""Figures of the pages in docs/gallery: ``python -m tests.bench.gallery [NAMES] [--out DIR] [--from FILE]``.
+
+Each page's program runs as it is printed, in a process of its own. All processes compile and capture at the same time;
+then they are measured one after the other, while the others wait. Of each page eager, torch.compile, reduce-overhead
+and graphpass are timed in interleaved rounds; results are compared with eager ones, in the dtype of the page.
+
+Writes ``gallery.json`` to ``--out`` and the tables to the pages. ``--from FILE`` writes the tables of such a file, and
+measures nothing. ``--small`` runs the small models of the tests, on any machine: the code, not the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from tests.bench.timing import Spread, Timing, environment, interleaved, with_own_code, write_json
+from tests.e2e.gallery import FOLDER, PAGES, GalleryPage, Namespace
+
+VARIANTS = ("eager", "torch.compile", "reduce-overhead", "graphpass")
+READY, RESULT = "ready", "result "
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is timed of a page.
+
+    Attributes:
+        name: the first column of its row.
+        units: what its time is divided by: calls, or new tokens.
+        runs: {variant: runs it once}; a variant returns what eager returns.
+        counts_host: whether the time until the run returns is a figure, too.
+        rounds: at most so many values are behind each median.
+    """
+
+    name: str
+    units: int
+    runs: Mapping[str, Run]
+    counts_host: bool = False
+    rounds: int = 100
+
+
+# -- variants of a page -------------------------------------------------------------------------------------------
+
+
+def workloads(page: GalleryPage, names: Namespace) -> list[Workload]:
+    """The workloads of a page whose program has run."""
+    return {"calls": _of_calls, "text": _of_text, "images": _of_images}[page.kind](names)
+
+
+def _compiled(model: Any) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"eager": model, "torch.compile": _compiled_apart(model, backend="aot_eager")}
+    reduced = _compiled_apart(model, mode="reduce-overhead")
+    return {"eager": model, "torch.compile": _compiled_apart(model), "reduce-overhead": reduced}
+
+
+def _compiled_apart(model: Any, **how: Any) -> Callable[..., Any]:
+    """Compiled by ``torch.compile`` for any size, apart from the other variants."""
+    compiled = torch.compile(with_own_code(lambda kwargs: model(**kwargs)), dynamic=True, **how)
+    return lambda **kwargs: compiled(kwargs)
+
+
+def _of_calls(names: Namespace) -> list[Workload]:
+    batches = names["batches"]
+    calls = {**_compiled(names["model"]), "graphpass": names["fast"]}
+    least = min(batches, key=lambda batch: len(next(iter(batch.values()))))
+    return [
+        Workload(
+            f"{len(batches)} batches, ms each", len(batches), {v: partial(_all, c, batches) for v, c in calls.items()}
+        ),
+        Workload("the smallest batch, ms", 1, {v: partial(_all, c, [least]) for v, c in calls.items()}, True),
+    ]
+
+
+def _all(call: Callable[..., Any], batches: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    return [_first_tensor(call(**batch)) for batch in batches]
+
+
+def _first_tensor(result: Any) -> torch.Tensor:
+    first = result if isinstance(result, torch.Tensor) else result[0]
+    return first.clone()  # the next replay of reduce-overhead overwrites it
+
+
+def _of_images(names: Namespace) -> list[Workload]:
+    manager, device = names["manager"], next(names["model"].parameters()).device
+    towers = _compiled(names["model"])
+    rows = []
+    for request in names["requests"]:
+        given = {"hidden_states": request["pixel_values"], "grid_thw": request["image_grid_thw"].to(device)}
+        runs = {variant: partial(_pooled, tower, given) for variant, tower in towers.items()}
+        runs["graphpass"] = partial(_executed, manager, request)
+        tokens = int(request["image_grid_thw"].prod(1).sum()) // 4
+        count = len(request["image_grid_thw"])
+        rows.append(Workload(f"{count} image{'s' * (count > 1)}, {tokens} tokens, ms", 1, runs))
+    return rows
+
+
+def _pooled(tower: Callable[..., Any], given: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [tower(**given).pooler_output.clone()]
+
+
+def _executed(manager: Any, request: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [torch.cat(list(manager.execute(request)))]
+
+
+def _of_text(names: Namespace) -> list[Workload]:
+    lm, model, prompts, new = names["lm"], names["model"], names["prompts"], names["new_tokens"]
+    config = copy.deepcopy(names["config"])
+    config._attn_implementation = "sdpa"
+    with torch.device(model.device):
+        stock = type(model)(config).to(model.dtype).eval()
+    stock.load_state_dict(model.state_dict())
+    runs: dict[str, Run] = {"eager": partial(_generated, stock, prompts, new)}
+    if torch.cuda.is_available():
+        runs["reduce-overhead"] = partial(_generated, stock, prompts, new, cache_implementation="static")
+    runs["graphpass"] = lambda: [torch.tensor(lm.generate(prompts, max_new_tokens=new, progress=False))]
+    count = f"{len(prompts)} text{'s' * (len(prompts) > 1)}"
+    return [Workload(f"{count} of {new} tokens, ms a step", new, runs, rounds=2)]
+
+
+def _generated(model: Any, prompts: Sequence[Sequence[int]], new: int, **cache: Any) -> list[torch.Tensor]:
+    """By Transformers, with its dynamic cache; or with its static cache, where it compiles the step itself."""
+    length, device = max(map(len, prompts)), model.device
+    ids = torch.tensor([[0] * (length - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=device)
+    given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, **cache}
+    return [model.generate(ids, attention_mask=mask, **given)[:, length:].cpu()]
+
+
+# -- one page, in its process -------------------------------------------------------------------------------------
+
+
+def measure(page: GalleryPage, given: argparse.Namespace, wait: Callable[[], None]) -> dict[str, Any]:
+    """Warm up all variants, wait until this process may measure, and time them."""
+    torch.manual_seed(0)
+    start = time.monotonic()
+    until = start + given.ready_s - 20
+    names = page.run_small() if given.small else page.run()
+    ready = {"graphpass": time.monotonic() - start}
+    device = next(names["model"].parameters()).device
+    figures: dict[str, Any] = {"title": page.title, "rows": [], "ready_s": ready, "failed": {}}
+    with torch.inference_mode():
+        measured = workloads(page, names)
+        differences = _warmed_up(measured, figures, until)
+        wait()
+        for workload, found in zip(measured, differences, strict=True):
+            runs = {variant: run for variant, run in workload.runs.items() if variant not in figures["failed"]}
+            rounds = min(given.rounds, workload.rounds)
+            timings = interleaved(runs, device=device, rounds=rounds, steps_a_round=1, host_calls=1)
+            figures["rows"].append(_row(workload, timings, found))
+    if "fast" in names:
+        import graphpass
+
+        figures["graphs"] = graphpass.runtime_of(names["fast"]).stats().captured
+    return {**figures, **environment(device)}
+
+
+def _warmed_up(measured: Sequence[Workload], figures: dict[str, Any], until: float) -> list[dict[str, float]]:
+    """Run each variant of each workload; for each workload how its variants differ from eager.
+
+    A variant of torch that fails, or that would make this process late, is not measured.
+    """
+    expected = [workload.runs["eager"]() for workload in measured]
+    differences: list[dict[str, float]] = [{} for _ in measured]
+    variants = ["graphpass", *(variant for variant in measured[0].runs if variant != "graphpass")]
+    for left, variant in zip(range(len(variants), 0, -1), variants, strict=True):
+        start = time.monotonic()
+        try:
+            with _limit((until - start) / left if variant in ("torch.compile", "reduce-overhead") else None):
+                for which, workload in enumerate(measured):
+                    for _ in range(3):
+                        made = workload.runs[variant]()
+                    differences[which][variant] = _difference(made, expected[which])
+        except Exception as error:
+            if variant in ("eager", "graphpass"):
+                raise
+            figures["failed"][variant] = f"{type(error).__name__}: {error}"[:500]
+        figures["ready_s"][variant] = figures["ready_s"].get(variant, 0) + time.monotonic() - start
+    return differences
+
+
+@contextmanager
+def _limit(seconds: float | None) -> Iterator[None]:
+    """A TimeoutError after so many seconds."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not ready within {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(0 if seconds is None else max(1, round(seconds)))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _difference(made: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest norm of a difference, as a share of the norm; of tokens, the share that differs."""
+    pairs = list(zip(made, expected, strict=True))
+    if not expected[0].is_floating_point():
+        return max(float((one != other).float().mean()) for one, other in pairs)
+    return max(float((one.float() - other.float()).norm() / other.float().norm()) for one, other in pairs)
+
+
+def _row(workload: Workload, timings: Mapping[str, Timing], differences: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "name": workload.name,
+        "ms": {variant: _ms(timing.step, workload.units) for variant, timing in timings.items()},
+        "host_us": {variant: asdict(timing.host) for variant, timing in timings.items()}
+        if workload.counts_host
+        else None,
+        "difference": {variant: differences[variant] for variant in timings},
+    }
+
+
+def _ms(spread: Spread, units: int) -> dict[str, float]:
+    return {name: value / units / 1e3 for name, value in asdict(spread).items()}
+
+
+# -- all pages ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the pages and write their tables."""
+    given = _parsed(arguments)
+    if given.one:
+        _in_this_process(given)
+        return
+    if given.from_file:
+        _write(json.loads(given.from_file.read_text(encoding="utf-8")))
+        return
+    console = Console(width=140)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(PAGES)) as threads:
+        children = {name: _Child(name, given, Path(folder)) for name in given.names or PAGES}
+        deadline = time.monotonic() + given.ready_s
+        waiting = {name: threads.submit(child.is_ready, deadline) for name, child in children.items()}
+        ready = {name: state.result() for name, state in waiting.items()}
+        for name, child in children.items():
+            if not ready[name]:
+                console.print(f"{name}: not ready within {given.ready_s} s\n{child.end()}", markup=False)
+                continue
+            found[name] = child.measured()
+            said = table_of(PAGES[name], found[name]) if "rows" in found[name] else found[name]["problem"]
+            console.print(f"{name}\n{said}", markup=False)
+            write_json(given.out and given.out / "gallery.json", found)
+    if not given.small:
+        _write(found)
+
+
+class _Child:
+    """The process of one page."""
+
+    def __init__(self, name: str, given: argparse.Namespace, folder: Path) -> None:
+        self._log = (folder / f"{name}.log").open("w+", encoding="utf-8")
+        command = [sys.executable, "-m", "tests.bench.gallery", "--one", name]
+        command += ["--rounds", str(given.rounds), "--ready-s", str(given.ready_s)]
+        self._process = subprocess.Popen(
+            [*command, "--small"] if given.small else command,
+            env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def is_ready(self, deadline: float) -> bool:
+        """Whether it has compiled everything before the deadline."""
+        return any(line.strip() == READY for line in self._lines(deadline))
+
+    def measured(self) -> dict[str, Any]:
+        """Its figures, from the moment that it may measure."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return {"problem": self.end()}
+        for line in self._lines(time.monotonic() + 120):
+            if line.startswith(RESULT):
+                self.end()
+                return dict(json.loads(line.removeprefix(RESULT)))
+        return {"problem": self.end()}
+
+    def end(self) -> str:
+        """End the process; the end of what it said."""
+        self._process.kill()
+        self._process.wait()
+        self._log.seek(0)
+        said = self._log.read()[-3000:]
+        self._log.close()
+        return said
+
+    def _lines(self, deadline: float) -> Iterator[str]:
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = self._process.stdout.readline()
+            if not line:
+                return
+            yield line
+
+
+def _in_this_process(given: argparse.Namespace) -> None:
+    page, says = PAGES[given.one], sys.stdout
+
+    def wait() -> None:
+        print(READY, file=says, flush=True)
+        sys.stdin.readline()
+
+    with redirect_stdout(sys.stderr):
+        figures = measure(page, given, wait)
+    figures[page.needs] = version(page.needs)
+    print(RESULT + json.dumps(figures), file=says, flush=True)
+
+
+# -- tables -------------------------------------------------------------------------------------------------------
+
+
+def _write(found: Mapping[str, Any]) -> None:
+    for name, figures in found.items():
+        if "rows" in figures:
+            PAGES[name].write_figures(table_of(PAGES[name], figures))
+    measured = {name: figures for name, figures in found.items() if "rows" in figures}
+    index = FOLDER / "index.md"
+    lines = index.read_text(encoding="utf-8").splitlines()
+    for name, figures in measured.items():
+        link = f"| [{PAGES[name].title}]({name}.md) |"
+        lines = [_index_row(link, figures) if line.startswith(link) else line for line in lines]
+    index.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def table_of(page: GalleryPage, figures: Mapping[str, Any]) -> str:
+    """The table of a page, with the machine and the versions."""
+    variants = [variant for variant in VARIANTS if variant in figures["rows"][0]["ms"]]
+    lines = [f"| | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
+    for row in figures["rows"]:
+        lines.append(_line(row["name"], [f"{row['ms'][variant]['median']:.3g}" for variant in variants]))
+        if row["host_us"]:
+            lines.append(_line("… host time, µs", [f"{row['host_us'][v]['median']:.0f}" for v in variants]))
+    worst = {variant: max(row["difference"][variant] for row in figures["rows"]) for variant in variants}
+    lines.append(
+        _line(
+            "tokens that differ" if page.kind == "text" else "difference from eager",
+            [f"{worst[variant]:.1g}" for variant in variants],
+        )
+    )
+    graphs = f" {figures['graphs']} graphs." if "graphs" in figures else ""
+    versions = f"torch {figures['torch']}, {page.needs} {figures[page.needs]}"
+    failed = "".join(f" {variant} failed: {why.splitlines()[0]}." for variant, why in figures["failed"].items())
+    return f"{figures['device']}, {versions}; medians.{graphs}{failed}\n\n" + "\n".join(lines) + "\n"
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _index_row(link: str, figures: Mapping[str, Any]) -> str:
+    row = figures["rows"][0]
+    cells = [f"{row['ms'][v]['median']:.3g}" if v in row["ms"] else "-" for v in VARIANTS]
+    return f"{link} {row['name']} | {' | '.join(cells)} |"
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *PAGES], help="pages; all by default")
+    parser.add_argument("--out", type=Path, help="a folder for gallery.json")
+    parser.add_argument("--from", type=Path, dest="from_file", help="write the tables of this gallery.json")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ready-s", type=float, default=170, help="what compiles longer is left out")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--one", choices=list(PAGES), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

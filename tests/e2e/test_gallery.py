@@ -1,0 +1,74 @@
+"""The pages of docs/gallery: short programs over stock models, whose results are those of the model by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphpass as gp
+from tests.e2e.gallery import BEGIN, END, FOLDER, MAX_LINES, PAGES, GalleryPage, Namespace
+from tests.e2e.greedy import continued
+from tests.e2e.one_argument import difference, tensors_of
+
+
+def check_calls(names: Namespace) -> None:
+    model, fast, runtime = names["model"], names["fast"], gp.runtime_of(names["fast"])
+    with torch.inference_mode():
+        for batch in names["batches"]:
+            calls = runtime.traffic.num_calls(with_graph=True)
+            assert difference(tensors_of(fast(**batch)), tensors_of(model(**batch))) == ""
+            assert runtime.traffic.num_calls(with_graph=True) == calls + 1, "a batch replays"
+    assert runtime.stats().captured <= len(names["batches"])
+
+
+def check_text(names: Namespace) -> None:
+    lm, model = names["lm"], names["model"]
+    replays = lm.stats().replays
+    assert lm.generate(names["prompts"], max_new_tokens=names["new_tokens"]) == names["texts"]
+    assert lm.stats().replays > replays
+    lm.close()
+    for which, (prompt, text) in enumerate(zip(names["prompts"], names["texts"], strict=True)):
+        continued(model, prompt, names["new_tokens"]).check(text, which)
+
+
+def check_images(names: Namespace) -> None:
+    manager, model = names["manager"], names["model"]
+    before = manager.get_cumulative_stats()
+    assert (before.requests, before.misses) == (len(names["requests"]), 0)
+    for request in names["requests"]:
+        found = manager.execute(request)
+        grids = request["image_grid_thw"]
+        patches = request["pixel_values"].split(grids.prod(1).tolist())
+        with torch.no_grad():
+            expected = [model(p, g.view(1, 3).to(p.device)).pooler_output for p, g in zip(patches, grids, strict=True)]
+        torch.testing.assert_close(list(found), expected, atol=2e-5, rtol=1e-4)
+    assert manager.get_cumulative_stats().replays > before.replays
+    manager.clear()
+
+
+CHECKS: dict[str, Callable[[Namespace], Any]] = {"calls": check_calls, "text": check_text, "images": check_images}
+
+
+def marked(page: GalleryPage) -> Any:
+    return pytest.param(page, id=page.name, marks=[] if page.on_cpu else pytest.mark.cuda)
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES.values()])
+def test_a_page_runs_and_its_results_are_eager_ones(page: GalleryPage) -> None:
+    """In float32, with a small model."""
+    pytest.importorskip(page.needs)
+    CHECKS[page.kind](page.run_small())
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+def test_a_program_is_short(page: GalleryPage) -> None:
+    assert len([line for line in page.program.splitlines() if line.strip()]) <= MAX_LINES
+    text = page.path.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_each_page_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.md")} == {*PAGES, "index"}
