@@ -44,7 +44,7 @@ class Outcome:
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
     """Every tensor of a model's result."""
-    values = tuple(result.values()) if hasattr(result, "values") else result
+    values = tuple(result.values()) if isinstance(result, Mapping) else result
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if torch.is_tensor(leaf)]
 
 
