@@ -44,6 +44,7 @@ class ForwardContext:
             capture if it is set already, so of nested wrappers only the outermost captures.
         owner: the callable whose auto dispatcher created this context, None for a context that a user set. Only that
             callable, its wrappers and graphpass's own ops see a context with an owner.
+        observer: a :class:`graphpass.capture.scope.CallObserver` of the calls of graphs in this forward, or None.
     """
 
     attn_metadata: Any
@@ -56,6 +57,7 @@ class ForwardContext:
     extra: Any
     capture: Any = None
     owner: Any = None
+    observer: Any = None
 
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("graphpass_forward_context", default=None)

@@ -152,6 +152,8 @@ class GraphedCallable:
         scope = self.runtime.scopes.current()
         if scope is not None and scope.stops_at_entry:
             raise EnteredCallable(self, args)
+        if context.observer is not None:
+            context.observer.entering(self, args)
         if not context.runtime_mode:
             return self._told_scope(args, self._stitched(*args))
         if context.runtime_mode not in self._modes:
@@ -188,9 +190,14 @@ class GraphedCallable:
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _told_scope(self, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None) -> Any:
-        scope = self.runtime.scopes.current()
-        if scope is not None:
-            scope.reached.append(ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan))
+        scope, context = self.runtime.scopes.current(), current_context()
+        observer = None if context is None else context.observer
+        if scope is not None or observer is not None:
+            reached = ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan)
+            if scope is not None:
+                scope.reached.append(reached)
+            if observer is not None:
+                observer.returned(reached)
         return outputs
 
     def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:

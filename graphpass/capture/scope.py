@@ -13,7 +13,7 @@ from graphpass.compat.sideeffects import SideEffect
 from graphpass.errors import CaptureError
 from graphpass.keys import BatchDescriptor
 
-__all__ = ["CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "ReachedCallable"]
+__all__ = ["CallObserver", "CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "ReachedCallable"]
 
 
 class ReachedCallable(Protocol):
@@ -48,12 +48,12 @@ class ReachedCallable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReachedCall:
-    """One call of a callable inside a scope.
+    """One call of a callable inside a scope, or under an observer.
 
     Attributes:
         callable: the callable.
         args: its flat arguments.
-        outputs: its flat outputs; holding them keeps their pool memory reserved.
+        outputs: its flat outputs, none while it runs; holding them keeps their pool memory reserved.
         plan: the plan that replays it; None if it ran without a graph, or a part of it did.
     """
 
@@ -61,6 +61,16 @@ class ReachedCall:
     args: tuple[Any, ...]
     outputs: tuple[Any, ...]
     plan: ReplayPlan | None
+
+
+class CallObserver(Protocol):
+    """Sees every call of a graph in a forward whose context names it; it gives no permission to capture."""
+
+    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
+        """Called before a graph runs or is captured, with its flat arguments; an error prevents that."""
+
+    def returned(self, call: ReachedCall) -> None:
+        """Called after it has run."""
 
 
 @dataclass(slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphpass.capture.scope import CallObserver
 from graphpass.compat import failures
-from graphpass.context import entered, set_forward_context
+from graphpass.context import ForwardContext, entered
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.hooks import ForwardHooks
@@ -76,6 +77,8 @@ class ForwardParts:
         key: BatchDescriptor | None,
         num_tokens: int,
         num_tokens_across_dp: tuple[int, ...] | None = None,
+        *,
+        observer: CallObserver | None = None,
     ) -> entered:
         """The forward context of one forward.
 
@@ -86,17 +89,21 @@ class ForwardParts:
             key: the padded shape; None for a first run, which has no key.
             num_tokens: real tokens of this rank.
             num_tokens_across_dp: real tokens of each rank; None if every rank has ``num_tokens``.
+            observer: sees the graphs that the forward calls.
         """
         alike = None if self.num_ranks is None else (num_tokens,) * self.num_ranks
-        return set_forward_context(
-            metadata,
-            runtime_mode=mode,
-            batch_descriptor=key,
-            num_tokens=num_tokens,
-            num_tokens_across_dp=alike if num_tokens_across_dp is None else num_tokens_across_dp,
-            slot_mapping=_slot_mapping_of(self.attention, metadata),
-            is_padding=inputs.is_padding,
-            extra=None if self.hooks is None else self.hooks.context,
+        return entered(
+            ForwardContext(
+                attn_metadata=metadata,
+                runtime_mode=mode,
+                batch_descriptor=key,
+                num_tokens=num_tokens,
+                num_tokens_across_dp=alike if num_tokens_across_dp is None else num_tokens_across_dp,
+                slot_mapping=_slot_mapping_of(self.attention, metadata),
+                is_padding=inputs.is_padding,
+                extra=None if self.hooks is None else self.hooks.context,
+                observer=observer,
+            )
         )
 
     def hooked(self, mode: CUDAGraphMode) -> contextlib.AbstractContextManager[None]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
 from graphpass.compat import sideeffects, trees
 from graphpass.engine.buffers import OutputBuffers, PaddedInputs, Sizes
 from graphpass.engine.firstrun import FirstRun, restoring_model_state
@@ -141,9 +142,15 @@ class ModelLearner:
     def check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
         """Check that each graph of a run keeps tokens and requests apart; a graph is checked once.
 
+        Args:
+            reached: the calls of the run so far; the last one may not have returned.
+            inputs: the inputs of the run.
+
         Raises:
             CaptureError: a graph mixes them; the error names op and line.
         """
+        if all(call.callable in self._checked for call in reached):
+            return
         declared = self._model.parts.mixing_ops()
         symbols = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
         for number, (call, of_graph) in enumerate(zip(reached, symbols, strict=True)):
@@ -153,6 +160,13 @@ class ModelLearner:
                     refuse_tensors_between(callable_, of_graph, PythonState.of(self._model.modules))
                 refuse_mixing(callable_, of_graph, declared)
                 self._checked.add(callable_)
+
+    def checking_graphs(self, inputs: PaddedInputs) -> CallObserver:
+        """An observer of one step through Dynamo that checks each graph before it runs.
+
+        A model whose code has changed since the capture is compiled again in a step, and that graph is new.
+        """
+        return _GraphChecks(self, inputs)
 
     def restoring_state(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
         """Save the model's tensors, its Python state and the random numbers, and restore them after the body.
@@ -230,3 +244,17 @@ class ModelLearner:
             return
         self._model.fallbacks.report_never_full(reason)
         dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, dispatcher.uniform_decode_query_len)
+
+
+class _GraphChecks:
+    """Checks the graphs of one step."""
+
+    def __init__(self, learner: ModelLearner, inputs: PaddedInputs) -> None:
+        self._learner, self._inputs = learner, inputs
+        self._reached: list[ReachedCall] = []
+
+    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
+        self._learner.check_graphs([*self._reached, ReachedCall(callable_, args, (), None)], self._inputs)
+
+    def returned(self, call: ReachedCall) -> None:
+        self._reached.append(call)

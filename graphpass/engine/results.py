@@ -171,7 +171,8 @@ def _followed(reached: Reached, buffers: Mapping[int, PaddedBuffer], padded: Map
         found.dims.update({id(args[p]): {} for p in callable_.static if id(args[p]) not in found.dims})
         symbols = _symbols(callable_, args, found.dims, padded)
         found.symbols.append(symbols)
-        for output, shape in zip(outputs, callable_.partition.output_shapes, strict=True):
+        shapes = callable_.partition.output_shapes if outputs else ()  # a call that has not returned has no outputs
+        for output, shape in zip(outputs, shapes, strict=True):
             if isinstance(output, torch.Tensor) and id(output) not in found.dims:
                 dims, problem = _dims_by_symbol(shape or (), symbols)
                 if problem is None:

@@ -46,6 +46,7 @@ class StepRunner:
             The model's result at real sizes, as views of the output buffers, which the next step overwrites.
 
         Raises:
+            CaptureError: the step goes through Dynamo, which compiles the model again, and it mixes tokens or requests.
             ShapeError: the inputs or requests do not fit the key.
             ContextError: the attention metadata lacks a field that the model reads.
         """
@@ -55,7 +56,8 @@ class StepRunner:
         model.runtime.lease.order_after_last_forward()
         model.inputs.fill(batch.inputs, sizes, step.inputs.buffers)
         metadata = parts.metadata(batch.attention, descriptor, mode)
-        entered = parts.context(metadata, step.inputs, mode, descriptor, batch.num_tokens, across_dp)
+        observer = self._learner.checking_graphs(step.inputs) if step.plan is None else None
+        entered = parts.context(metadata, step.inputs, mode, descriptor, batch.num_tokens, across_dp, observer=observer)
         with entered as context, parts.hooked(mode), fields_named(parts.attention, metadata):
             if step.plan is None:
                 with replay_settings():
@@ -84,6 +86,10 @@ class StepRunner:
             batch: the batch, without padding.
             sizes: the real size of each key field.
             across_dp: real tokens of each data-parallel rank; None without an agreement.
+
+        Raises:
+            CaptureError: the model is compiled again and now mixes tokens or requests.
+            ShapeError: the inputs or requests do not fit the buffers.
         """
         with replay_settings():
             model, parts, results = self._model, self._model.parts, self._learner.results()
@@ -99,7 +105,10 @@ class StepRunner:
             model.runtime.lease.order_after_last_forward()
             model.inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = parts.metadata(batch.attention, None, CUDAGraphMode.NONE)
-            context = parts.context(metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across_dp)
+            observer = self._learner.checking_graphs(inputs)
+            context = parts.context(
+                metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across_dp, observer=observer
+            )
             with context, parts.hooked(CUDAGraphMode.NONE), fields_named(parts.attention, metadata):
                 results.store(model.compiled(**inputs.arguments), inputs.sizes)
         _copy_back(results, batch, sizes, inputs)

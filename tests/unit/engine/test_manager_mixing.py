@@ -277,6 +277,53 @@ def test_a_model_that_fixes_the_number_of_tokens_is_refused() -> None:
     assert "g0, compiled for one num_tokens" in raised.value.found
 
 
+# -- graphs that Dynamo compiles after the capture
+
+
+class Changes(nn.Module):
+    """Its code depends on an attribute, in its only graph or in the second of two."""
+
+    def __init__(self, has_break: bool) -> None:
+        super().__init__()
+        self.has_break, self.form = has_break, "doubled"
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.has_break:
+            x = x + 1
+            self.note()
+        self.steps.add_(1)
+        if self.form == "taken away":
+            return x - x.mean(0)
+        return x * 2 if self.form == "doubled" else x * 3
+
+    @torch.compiler.disable
+    def note(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("has_break", [False, True])
+def test_a_graph_that_is_compiled_in_a_step_is_checked_before_it_runs(has_break: bool, mode: str) -> None:
+    """Nine tokens have no graph; with a graph break every step goes through Dynamo."""
+    model = Changes(has_break)
+    manager = captured(model, mode)
+    sizes = (9, 3) if has_break or mode == "NONE" else (9,)
+    for form, factor in (("doubled", 2), ("taken away", None), ("tripled", 3), ("doubled", 2)):
+        model.form = form
+        for num_tokens in sizes:
+            x, steps = rows(num_tokens), model.steps.item()
+            if factor is None:
+                for _ in range(2):
+                    with pytest.raises(CaptureError, match="mixes the tokens of a batch") as raised:
+                        run(manager, x)
+                    assert "mean" in raised.value.found
+                assert model.steps == steps
+            else:
+                torch.testing.assert_close(run(manager, x), (x + has_break) * factor)
+                assert model.steps == steps + 1
+
+
 # -- requests
 
 
