@@ -133,7 +133,13 @@ PAGES = {
             {**_IMAGES, '_224"': '_224", img_size=32, embed_dim=32, depth=1, num_heads=2'},
             False,
         ),
-        GalleryPage("convnext", "calls", "timm", {**_IMAGES, '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'}, False),
+        GalleryPage(
+            "convnext",
+            "calls",
+            "timm",
+            {**_IMAGES, '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'},
+            False,
+        ),
         GalleryPage(
             "dit",
             "calls",
