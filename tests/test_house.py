@@ -15,11 +15,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "graphpass").rglob("*.py"), *(ROOT / "backends" / "cgpass").rglob("*.py")])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-# The programs of the gallery run with small models, in tests/e2e/test_gallery.py.
-PAGES = [
-    ROOT / "README.md",
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "gallery"),
-]
 
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_FUNCTION_LINES = 400, 300, 60
 MAX_TEST_LINES = 500
@@ -461,15 +456,3 @@ def test_the_tree_page_lists_each_file(folder: str) -> None:
     listed = [name for row in re.findall(r"^\| (.+?) \|", section, re.M) for name in re.findall(r"`(\w+\.py)`", row)]
     files = {path.name for path in (ROOT / "graphpass" / folder).glob("*.py")} - {"__init__.py"}
     assert sorted(listed) == sorted(files)
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
-def test_documented_code_runs(page: Path) -> None:
-    """The blocks of one page run in order, in one namespace, on a machine without a GPU."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in python_blocks(page):
-        exec(compile(block, name_of(page), "exec"), namespace)

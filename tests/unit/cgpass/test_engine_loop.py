@@ -1,6 +1,6 @@
 """The documented engine loop: one compilation a graph, captures inside ``capturing()`` alone, replays afterwards.
 
-The loop is run as the quickstart prints it, and as engines write it: with buffers made in one way or another.
+The loop is run as its guide prints it, and as engines write it: with buffers made in one way or another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, GraphRuntime
 
-QUICKSTART = Path(__file__).parents[3] / "docs" / "quickstart.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "own_loop.md"
 SIZES = [1, 2, 4, 8]
 Made = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -38,14 +38,13 @@ def captures_and_replays(rt: GraphRuntime) -> dict[tuple[str, BatchDescriptor], 
     return {(str(mode), key): (c.captured, c.replayed) for (_, mode, key), c in rt.counts().items()}
 
 
-def test_the_quickstarts_loop_as_printed() -> None:
-    section = QUICKSTART.read_text(encoding="utf-8").split("## Your own loop")[1]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+def test_the_guides_loop_as_printed() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     loop, served = code.split("    step = dispatcher.dispatch(")
     served = "    step = dispatcher.dispatch(" + served.split("\n\nwith torch.no_grad()")[0]
-    names: dict[str, Any] = {"torch": torch, "graphpass": gp, "device": "cpu", "rows": torch.randn(5, 64)}
+    names: dict[str, Any] = {"torch": torch, "graphpass": gp, "device": "cpu"}
 
-    exec(compile(loop, str(QUICKSTART), "exec"), names)
+    exec(compile(loop, str(GUIDE), "exec"), names)
     rt = names["runtime"]
     keys = [key for _, descriptors in names["dispatcher"].capture_plan() for key in descriptors]
     assert captures_and_replays(rt) == {("FULL", key): (1, 1) for key in keys}
@@ -54,8 +53,9 @@ def test_the_quickstarts_loop_as_printed() -> None:
 
     served = "with torch.inference_mode():\n" + served
     for _ in range(3):
-        exec(compile(served, str(QUICKSTART), "exec"), names)
-        torch.testing.assert_close(names["result"], names["model"](names["rows"]).detach())
+        exec(compile(served, str(GUIDE), "exec"), names)
+        with torch.no_grad():
+            torch.testing.assert_close(names["result"], names["model"](names["rows"]))
     assert graphs_of_dynamo() == 2
     assert rt.stats().captured == len(SIZES)
     assert rt.stats().replayed == len(SIZES) + 3
