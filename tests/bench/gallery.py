@@ -1,8 +1,9 @@
 """Figures of the pages in docs/gallery: ``python -m tests.bench.gallery [NAMES] [--out DIR] [--from FILE]``.
 
-Each page's program runs as it is printed, in a process of its own. All processes compile and capture at the same time;
-then they are measured one after the other, while the others wait. Of each page eager, torch.compile, reduce-overhead
-and graphpass are timed in interleaved rounds; results are compared with eager ones, in the dtype of the page.
+Needs a GPU, transformers, timm and diffusers; a checkout on ``PYTHONPATH`` is enough. Each page's program runs as it is
+printed, in a process of its own. All processes compile and capture at the same time; then they are measured one after
+the other, while the others wait. Of each page eager, torch.compile, reduce-overhead and graphpass are timed in
+interleaved rounds; results are compared with eager ones, in the dtype of the page.
 
 Writes ``gallery.json`` to ``--out`` and the tables to the pages. ``--from FILE`` writes the tables of such a file, and
 measures nothing. ``--small`` runs the small models of the tests, on any machine: the code, not the figures.
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import cgpass
 from tests.bench.timing import Spread, Timing, environment, interleaved, with_own_code, write_json
 from tests.e2e.gallery import FOLDER, PAGES, GalleryPage, Namespace
 
@@ -323,6 +325,8 @@ class _Child:
 
 def _in_this_process(given: argparse.Namespace) -> None:
     page, says = PAGES[given.one], sys.stdout
+    if "cgpass" not in torch._dynamo.list_backends():  # graphpass is not installed
+        torch._dynamo.register_backend(cgpass.backend, name="cgpass")
 
     def wait() -> None:
         print(READY, file=says, flush=True)
