@@ -8,10 +8,23 @@ from typing import Any
 
 import torch
 
-from graphpass.compat import transforms
+from graphpass.compat import memory, transforms
 from graphpass.errors import CaptureError, ShapeError, StaticInputError
 
 __all__ = ["InputChecks", "refuse_transforms"]
+
+
+class _Verified:
+    """A native check of layouts, made from arguments that have passed the slow one.
+
+    Attributes:
+        has_layouts: the check; None before the first call.
+    """
+
+    __slots__ = ("has_layouts",)
+
+    def __init__(self) -> None:
+        self.has_layouts: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +36,8 @@ class InputChecks:
         key: the key's padded shape, as errors show it.
         names: a name for each argument.
         constants: (position, value) of arguments that are no tensors.
-        layouts: (position, alias) of static inputs without a module as owner. The alias has the layout at capture and
-            keeps the memory alive.
+        layouts: (position, alias) of static inputs whose layout nobody else checks. The alias has the layout at
+            capture. It keeps the memory alive if no module owns the input; otherwise it has no memory.
         viewed_strides: (position, strides in elements) of staged inputs that an output is a view of.
         pool_inputs: (position, address) of inputs in pool memory, written earlier in the same forward.
     """
@@ -36,6 +49,7 @@ class InputChecks:
     layouts: tuple[tuple[int, torch.Tensor], ...] = ()
     viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
     pool_inputs: tuple[tuple[int, int], ...] = ()
+    verified: _Verified = field(default_factory=_Verified, compare=False, repr=False)
 
     def __bool__(self) -> bool:
         return bool(self.constants or self.layouts or self.viewed_strides or self.pool_inputs)
@@ -59,6 +73,7 @@ class InputChecks:
             constants=tuple({(p, id(v)): (p, v) for checks in every for p, v in checks.constants}.values()),
             layouts=tuple(layouts.values()),
             viewed_strides=tuple(dict.fromkeys(pair for checks in every for pair in checks.viewed_strides)),
+            verified=_Verified(),
         )
 
     def _at(self, place: Callable[[int], int | None], names: Mapping[int, str]) -> InputChecks:
@@ -72,6 +87,7 @@ class InputChecks:
             layouts=moved(self.layouts),
             viewed_strides=moved(self.viewed_strides),
             pool_inputs=moved(self.pool_inputs),
+            verified=_Verified(),
         )
 
     def check(self, leaves: Sequence[Any]) -> None:
@@ -91,15 +107,8 @@ class InputChecks:
                     found=repr(found),
                     remedy="put it into the key: BatchDescriptor(..., extra=((name, value),))",
                 )
-        for position, static in self.layouts:
-            found = leaves[position]
-            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
-                raise ShapeError(
-                    f"static input {self.names[position]} of {self.name} has another layout than at capture",
-                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
-                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
-                    remedy="pass the same view of it, or dispatch to the key of its size",
-                )
+        if self.layouts:
+            self._check_layouts(leaves)
         for position, strides in self.viewed_strides:
             if leaves[position].stride() != strides:
                 raise ShapeError(
@@ -116,6 +125,21 @@ class InputChecks:
                     found=f"memory at {leaves[position].data_ptr():#x}",
                     remedy="run the forward in the order it was captured in, or capture again after runtime.close()",
                 )
+
+    def _check_layouts(self, leaves: Sequence[Any]) -> None:
+        tensors = [leaves[position] for position, _ in self.layouts]
+        if self.verified.has_layouts is not None and self.verified.has_layouts(*tensors):
+            return
+        for (position, static), found in zip(self.layouts, tensors, strict=True):
+            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
+                raise ShapeError(
+                    f"static input {self.names[position]} of {self.name} has another layout than at capture",
+                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
+                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
+                    remedy="pass the same view of it, or dispatch to the key of its size; assign a contiguous copy to "
+                    "a weight (w.data = new.contiguous())",
+                )
+        self.verified.has_layouts = memory.layouts_of(tensors)
 
 
 def refuse_transforms(name: str, values: Iterable[Any]) -> None:

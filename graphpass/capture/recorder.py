@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.torchsettings import without_cached_casts, without_collections
-from graphpass.compat import failures, memory, trees
+from graphpass.compat import dynamo, failures, memory, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
@@ -195,10 +195,19 @@ class Recorder:
             key=context.batch_descriptor,
             names=dict(enumerate(self.call.names)),
             constants=sources.constants,
-            layouts=tuple((p, leaves[p].detach()) for p in sources.static if p not in self.call.module_owned),
+            layouts=tuple(self._layouts(sources.static)),
             viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in outputs.viewed_positions),
             pool_inputs=sources.pool,
         )
+
+    def _layouts(self, static: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """An alias of each static input; for tensors of modules, only if Dynamo does not guard their layouts."""
+        for position in static:
+            leaf = self.call.leaves[position]
+            if position not in self.call.module_owned:
+                yield position, leaf.detach()
+            elif not dynamo.guards_module_layouts():
+                yield position, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
     def _graph_inputs(self, staging: Staging) -> list[Any]:
         """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import types
@@ -184,3 +185,30 @@ def forget_arguments(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         node.meta.pop("grapharg", None)
+
+
+@functools.cache
+def guards_module_layouts() -> bool:
+    """Whether Dynamo notices that a tensor of a module has other strides at its old address.
+
+    Torch 2.11 skips the guards of a dict's tensors while the dict is unchanged. This asks such a guard, without a
+    compilation; False also if its interface is unknown.
+    """
+    module, tensor = torch.nn.Module(), torch.empty(2, 3, device="cpu")
+    module.register_buffer("tensor", tensor)
+    try:
+        from torch._C._dynamo.guards import RootGuardManager
+        from torch._dynamo.guards import GuardManagerType
+
+        root: Any = RootGuardManager()
+        kind = {"source": "", "guard_manager_enum": GuardManagerType.GUARD_MANAGER}
+        guard = root.get_generic_dict_manager(example_value=module.__dict__, **kind)
+        guard = guard.dict_getitem_manager(key="_buffers", example_value=module._buffers, **kind)
+        guard = guard.dict_getitem_manager(key="tensor", example_value=tensor, **kind)
+        keys = torch._C._dispatch_keys(tensor)
+        guard.add_tensor_match_guard(tensor, [2, 3], [3, 1], "tensor", ["strides"], None, type(tensor), keys)
+        knows = bool(root.check(module) and root.check(module))
+        tensor.data = torch.empty(3, 2, device="cpu").t()
+        return knows and not root.check(module)
+    except (ImportError, AttributeError, TypeError):
+        return False

@@ -68,8 +68,17 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
 
     The check may also return False because a mode (autocast, inference) has changed.
     """
+    return partial(layouts_of(tensors), *tensors)
+
+
+def layouts_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A check that its arguments have the shapes and strides of ``tensors``, in one native call; it holds no tensor.
+
+    The check may also return False because a mode (autocast, inference) has changed.
+    """
     guards: Any = torch_attribute("_C._dynamo.guards.TensorGuards")
-    return partial(guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, *tensors)
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

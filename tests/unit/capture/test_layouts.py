@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from graphpass.capture.layout import distinct_elements, extent, same_view
 from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.compat import dynamo
 from graphpass.errors import DeviceError, ShapeError
 
 X = torch.arange(12.0).reshape(3, 4)
@@ -208,3 +211,38 @@ def test_clones_of_two_dtypes_in_one_storage() -> None:
     assert torch.equal(codes, views[0])
     assert torch.equal(scales.view(torch.uint8), memory[8:16])
     assert codes.untyped_storage().data_ptr() == scales.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_turned_weight_is_refused_where_dynamo_does_not_guard_it(
+    rig: Any, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without keeping the weight alive; a loop of one's own has no guards, and reads the old layout if nobody asks."""
+    monkeypatch.setattr(dynamo, "guards_module_layouts", lambda: guarded)
+    weight = torch.nn.Parameter(torch.arange(9.0).reshape(3, 3), requires_grad=False)
+    wrapper = rig.wrap(lambda x, w: x @ w, input_names=("x", "w"))
+    rig.capture(wrapper, X[:, :3], weight)
+    for _ in range(2):  # compared natively the second time
+        assert torch.equal(rig.call(wrapper, X[:, :3] + 1, weight), (X[:, :3] + 1) @ weight)
+    weight.data = weight.data.t()
+    if not guarded:
+        with pytest.raises(ShapeError, match=r"static input w .* another layout.*strides \(3, 1\).*strides \(1, 3\)"):
+            rig.call(wrapper, X[:, :3], weight)
+    weight.data = weight.data.t()
+    assert torch.equal(rig.call(wrapper, X[:, :3], weight), X[:, :3] @ weight)
+    died = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert died() is None
+
+
+def test_dynamo_s_guards_are_asked_without_a_compilation() -> None:
+    """What it answers is what Dynamo does."""
+    module = torch.nn.Linear(3, 3)
+    graphs: list[Any] = []
+    compiled = torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph.forward)  # type: ignore[func-returns-value]
+    with torch.no_grad():
+        compiled(torch.ones(2, 3))
+        module.weight.data = module.weight.data.t()
+        compiled(torch.ones(2, 3))
+    assert dynamo.guards_module_layouts() == (len(graphs) == 2)

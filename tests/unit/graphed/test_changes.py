@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from graphpass import GraphpassError
+from graphpass.compat import dynamo
+from graphpass.errors import ShapeError
 from tests.unit.graphed.oracle import graphed, replays
 
 
@@ -63,6 +65,7 @@ def written(model: Changing, weight: torch.Tensor) -> None:
         model.layers[0].weight.copy_(weight)  # type: ignore[operator, union-attr]
 
 
+TURNED = "strides of a weight, at its address"
 CHANGES: dict[str, Callable[[Changing], Any]] = {
     "a longer list": lambda m: m.scales.append(3.0),
     "a new item of a dict": lambda m: m.named.update(new=4.0),
@@ -84,7 +87,7 @@ CHANGES: dict[str, Callable[[Changing], Any]] = {
     "another submodule": lambda m: m.layers.__setitem__(0, nn.Linear(4, 4, bias=False)),
     "a submodule of another size": lambda m: m.layers.__setitem__(0, nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))),
     "a loaded state": lambda m: m.load_state_dict({name: t + 1 for name, t in m.state_dict().items()}),
-    "strides of a weight, at its address": turned,
+    TURNED: turned,
     "no grad for parameters": lambda m: m.requires_grad_(False),
 }
 
@@ -116,6 +119,11 @@ def test_a_change_is_seen(change: str, declared: bool) -> None:
         except GraphpassError:
             pytest.skip("refused by a typed error")
     before = replays(fast)
+    if change == TURNED and not dynamo.guards_module_layouts():
+        with pytest.raises(ShapeError, match=r"another layout than at capture.*strides \(1, 4\).*contiguous copy"):
+            fast(torch.randn(3, 4))
+        for each in (model, eager):  # the remedy
+            each.layers[0].weight.data = each.layers[0].weight.data.contiguous()
     same((3, 5, 4, 3, 5, 4, 3, 5, 4))
     assert replays(fast) > before
 

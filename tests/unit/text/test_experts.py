@@ -145,7 +145,7 @@ def test_stock_experts_compute_the_same(family: str) -> None:
     expected = model(input_ids=ids, use_cache=False).logits
     compute_experts_by_token(model)
     assert model.config._experts_implementation == HUGGING_FACE_NAME
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:  # torch 2.11 warns without it
         found = model(input_ids=ids, use_cache=False).logits
     calls = [event.count for event in profile.key_averages() if event.key == experts_op.EXPERT_LINEAR]
     assert calls == [2 * len(experts_of(model))]
