@@ -122,7 +122,11 @@ class CompiledModel:
         """Report a call that entered no compiled graph: there was nothing to compile, or Dynamo no longer compiles."""
         functions = (inspect.unwrap(compiled), inspect.unwrap(self._uncompiled()))
         if not any(map(dynamo.is_at_recompile_limit, functions)):
-            self.runtime.note("a call reached no graph: Dynamo found nothing to compile, or was off")
+            self.runtime.warn(
+                "a call reached no graph: Dynamo found nothing to compile, or was off",
+                "call it outside of torch.compiler.disable() and without TORCHDYNAMO_DISABLE; a model that computes "
+                "nothing on tensors has nothing to capture",
+            )
             return
         self._fallbacks.report(
             "no graph: Dynamo is at its recompile limit and no longer calls the backend",
@@ -130,7 +134,7 @@ class CompiledModel:
                 "a call ran without a graph, and on_fallback is 'error'",
                 expected="at most torch._dynamo.config.recompile_limit compilations of the model",
                 found="one more, past Dynamo's recompile limit: it ran the model as it is",
-                remedy="name every dimension that varies in dynamic_dims, raise the limit, or set on_fallback='warn'",
+                remedy="name every dimension that varies in dynamic_dims, or raise the limit",
             ),
             once_for="recompile limit",
         )

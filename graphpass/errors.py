@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 __all__ = [
     "AgreementError",
@@ -51,6 +52,24 @@ class GraphpassError(Exception):
 
 def _rebuild(kind: type[GraphpassError], problem: str, expected: str, found: str, remedy: str) -> GraphpassError:
     return kind(problem, expected=expected, found=found, remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class NoGraph:
+    """Why something runs without a graph; its text is :attr:`why`.
+
+    Attributes:
+        why: the reason, in one clause.
+        remedy: what works against it in this situation.
+        is_expected: nobody loses anything by it, so it is counted without a warning.
+    """
+
+    why: str
+    remedy: str
+    is_expected: bool = False
+
+    def __str__(self) -> str:
+        return self.why
 
 
 class OptionError(GraphpassError, ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -14,13 +13,11 @@ from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.checks import is_integer, one_of
 from graphpass.compile import COMPILERS
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import CaptureError, NoGraph, OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule, checked_rule
 
 __all__ = ["Fallbacks", "Settings", "options"]
-
-_log = logging.getLogger("graphpass")
 
 DynamicDims = Mapping[str, Mapping[int, str]]
 
@@ -123,7 +120,7 @@ def options(**values: Any) -> dict[str, Any]:
 
 
 class Fallbacks:
-    """Reports fallbacks: notes each one, and warns once for each reason.
+    """Reports fallbacks as ``on_fallback`` says: each in the report, the first one for each reason as a WARNING.
 
     Args:
         runtime: owner of the notes.
@@ -133,13 +130,12 @@ class Fallbacks:
     def __init__(self, runtime: GraphRuntime, on_fallback: Literal["warn", "error", "silent"]) -> None:
         self._runtime = runtime
         self._on_fallback = on_fallback
-        self._reasons: set[str] = set()
 
     def report(self, text: str, error: CaptureError, *, once_for: str) -> None:
         """Report one fallback as the option says.
 
         Args:
-            text: the note and the warning.
+            text: the warning and the line of the report; the remedy of ``error`` is appended.
             error: the error to raise.
             once_for: the reason; only its first report warns.
 
@@ -148,17 +144,9 @@ class Fallbacks:
         """
         if self._on_fallback == "error":
             raise error
-        if self._on_fallback == "warn":
-            self.warn_once(text, once_for=once_for)
-        self._runtime.note(text)
+        self._runtime.warn(text, error.remedy, once_for=once_for, is_silent=self._on_fallback == "silent")
 
-    def warn_once(self, text: str, *, once_for: str) -> None:
-        """Warn at the first report of this reason, whatever the option says."""
-        if once_for not in self._reasons:
-            self._reasons.add(once_for)
-            _log.warning("%s", text)
-
-    def report_never_full(self, reason: str) -> None:
+    def report_never_full(self, reason: NoGraph) -> None:
         """Report that ``FULL`` was requested for a model that cannot be captured as a whole.
 
         Args:
@@ -172,8 +160,8 @@ class Fallbacks:
             CaptureError(
                 "the model cannot be captured as a whole, and on_fallback is 'error'",
                 expected="a model without such an op, or mode='PIECEWISE'",
-                found=reason,
-                remedy="set mode='PIECEWISE' (in a manager's dispatcher), or on_fallback='warn'",
+                found=str(reason),
+                remedy=f"{reason.remedy}, or set mode='PIECEWISE' (in a manager's dispatcher)".removeprefix(", or "),
             ),
             once_for="never full",
         )

@@ -8,7 +8,6 @@ never sees padding.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,21 +18,18 @@ import torch
 from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
+from cgpass.reasons import BUSY, DECLARE, EMPTY, FIRST_CALLS, NoGraphNowError, failed, refused
 from graphpass.capture.records import CallCounts, Counts, RegionId
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
-from graphpass.errors import CaptureError, MismatchError, StaticInputError
+from graphpass.errors import CaptureError, MismatchError, NoGraph, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["AutoDispatcher", "RunsGraphs"]
-
-_log = logging.getLogger("graphpass")
-_FIRST_CALLS = "first calls of a key"
-_BUSY = "another capture or forward of the runtime was under way"
 
 
 class RunsGraphs(Protocol):
@@ -74,10 +70,6 @@ class _Checked:
     smallest: tuple[int, ...] | None = None
 
 
-class _NoGraphNowError(Exception):
-    """Control flow: this call must run without a graph, and no part of it has run yet."""
-
-
 class AutoDispatcher:
     """Dispatches the calls of one callable that have no forward context. Owns the padded input buffers.
 
@@ -97,7 +89,7 @@ class AutoDispatcher:
         self._table = CallTable(owner.name, owner.runtime, graph, rules)
         self._plain_counts: dict[str, CallCounts] = {}
         self._checked: dict[BatchDescriptor, _Checked] = {}
-        self._refuted: str | None = None
+        self._refuted: NoGraph | None = None
         self._generation = self._runtime.lease.generation
         self._runtime.adopt(self)
 
@@ -119,9 +111,9 @@ class AutoDispatcher:
         if self._rules.off is not None:
             return self._plain(self._rules.off, args)
         if self._runtime.is_busy() or memory.is_capturing_stream(self._runtime.lease.device):
-            return self._plain(_BUSY, args)
+            return self._plain(BUSY, args)
         if any(not args[position].numel() for position in self._rules.dynamic):
-            return self._plain("an input has no elements", args)
+            return self._plain(EMPTY, args)
         call = self._call_of(args)
         step = self._rules.keys.step(call.key)
         try:
@@ -129,11 +121,13 @@ class AutoDispatcher:
                 return self._run(call, args)
             if step is KeyStep.CAPTURE or (step is KeyStep.WARM and self._rules.is_strict):
                 return self._captured(call, args)
-        except _NoGraphNowError as reason:
-            return self._plain(str(reason), args)
+        except NoGraphNowError as error:
+            return self._plain(error.reason, args)
         if step is KeyStep.WARM:
-            return self._plain(_FIRST_CALLS, args)
-        return self._fall_back(self._rules.keys.reason(call.key) or "", call.key, args)
+            return self._plain(FIRST_CALLS, args)
+        reason = self._rules.keys.refusal(call.key)
+        assert reason is not None, "only a key that gets no graph is refused"
+        return self._fall_back(reason, args)
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -190,7 +184,7 @@ class AutoDispatcher:
             raise CaptureError(
                 f"{self._owner.name} could not be captured at {descriptor}",
                 expected="a graph that can be captured at each of its capture sizes",
-                found=key.reason or "inputs that share memory, or another capture in progress",
+                found=str(key.refusal or "inputs that share memory, or another capture in progress"),
                 remedy="leave the size out of capture_sizes, or fix the cause that the report names",
             )
 
@@ -202,36 +196,29 @@ class AutoDispatcher:
 
     # -- without a graph ----------------------------------------------------------------------------------------------
 
-    def _plain(self, reason: str, args: Sequence[Any]) -> Any:
-        """Run without a graph and count the call under ``reason``."""
-        counts = self._plain_counts.get(reason)
+    def _plain(self, reason: NoGraph, args: Sequence[Any]) -> Any:
+        """Run without a graph, count the call under ``reason``, and report the reason the first time."""
+        counts = self._plain_counts.get(reason.why)
         if counts is None:
-            counts = self._runtime.traffic.of(self._owner.name, CUDAGraphMode.NONE, None, reason)
-            self._plain_counts[reason] = counts
+            counts = self._runtime.traffic.of(self._owner.name, CUDAGraphMode.NONE, None, reason.why)
+            self._plain_counts[reason.why] = counts
+            if not reason.is_expected:
+                self._warn(f"{self._owner.name} runs without a graph: {reason}", reason)
         counts.saw(0, 0)
         if self._rules.is_strict:
-            raise self._refusal(reason, "padding_check is 'strict'", "set padding_check='prove'")
+            raise refused(self._owner.name, reason, "padding_check is 'strict'", "set padding_check='prove'")
         return self._owner.run_plain(args)
 
-    def _fall_back(self, reason: str, key: RecurringKey, args: Sequence[Any]) -> Any:
-        """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` applies."""
+    def _warn(self, text: str, reason: NoGraph) -> None:
+        once_for = f"{self._owner.name}: {reason.remedy}" if reason.remedy else None
+        is_silent = self._rules.on_fallback == "silent"
+        self._runtime.warn(text, reason.remedy, once_for=once_for, is_silent=is_silent)
+
+    def _fall_back(self, reason: NoGraph, args: Sequence[Any]) -> Any:
+        """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` may make it an error."""
         if self._rules.on_fallback == "error":
-            raise self._refusal(reason, "on_fallback is 'error'", "set on_fallback='warn'")
-        if self._rules.on_fallback == "warn" and reason not in self._plain_counts:
-            _log.warning("%s %s runs without a graph: %s", self._owner.name, key.descriptor, reason)
+            raise refused(self._owner.name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
         return self._plain(reason, args)
-
-    def _refusal(self, reason: str, option: str, remedy: str) -> CaptureError:
-        return CaptureError(
-            f"{self._owner.name} would run without a graph, and {option}",
-            expected="a call whose key has a graph, or may be captured now",
-            found=reason,
-            remedy=f"capture the sizes that calls have (capture_sizes, precapture), or {remedy}",
-        )
-
-    def _give_up(self, key: RecurringKey, error: BaseException) -> None:
-        key.reason = f"its capture failed: {error}"
-        _log.warning("%s %s runs without a graph: %s", self._owner.name, key.descriptor, key.reason)
 
     # -- over a graph -------------------------------------------------------------------------------------------------
 
@@ -255,19 +242,20 @@ class AutoDispatcher:
         allowed = [True]
         with self._runtime.scopes.opened_automatically() as scope:
             if scope is None:
-                raise _NoGraphNowError(_BUSY)
+                raise NoGraphNowError(BUSY)
             try:
                 yield allowed
-            except (_NoGraphNowError, MismatchError):
+            except (NoGraphNowError, MismatchError):
                 raise
             except Exception as error:
                 if self._rules.mode is not CUDAGraphMode.FULL:  # some regions may have run
                     raise
-                self._give_up(key, error)
-                raise _NoGraphNowError(key.reason) from error
+                key.refusal = failed(key, error)
+                raise NoGraphNowError(key.refusal) from error
             if scope.failures:
                 allowed.clear()
-                self._give_up(key, scope.failures[0])
+                reason = key.refusal = failed(key, scope.failures[0])
+                self._warn(f"{self._owner.name}: {reason}", reason)
 
     def _run(self, call: AutoCall, args: Sequence[Any]) -> Any:
         """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
@@ -313,7 +301,8 @@ class AutoDispatcher:
                 pass
         keys = self._rules.keys
         if not call.key.is_declared and keys.num_graphs >= keys.max_graphs:
-            raise _NoGraphNowError(f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured")
+            why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
+            raise NoGraphNowError(NoGraph(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
         with self._permission(call.key) as allowed:
             outputs = self._owner.run_key(context, args, clone=clone)
         if allowed:
@@ -364,18 +353,22 @@ class AutoDispatcher:
         checked.smallest = tuple(min(pair) for pair in zip(call.real, smallest, strict=True))
         name = f"{self._owner.name} {call.key.descriptor}"
         if is_noisy:
-            self._runtime.note(f"{name}: replays of equal contents differ; padding was compared within their spread")
+            self._runtime.warn(
+                f"{name}: replays of equal contents differ; padding was compared within their spread",
+                "set torch.use_deterministic_algorithms(True) for a check by bits",
+                once_for=f"{self._owner.name}: noisy replays",
+            )
         if reached is not None:
-            self._refuted = f"real entries of {reached} depend on the padding"
-            _log.warning("%s: %s; its calls are no longer padded", name, self._refuted)
+            self._refuted = NoGraph(f"real entries of {reached} depend on the padding", DECLARE)
+            self._runtime.warn(f"{name}: {self._refuted}; its calls are no longer padded", DECLARE)
             if self._rules.is_strict:
                 raise MismatchError(
                     f"{name}: {self._refuted}",
                     expected="the same bits in real entries for all contents of the padding",
                     found=f"other bits at the real sizes {call.real}",
-                    remedy="declare what the model needs there (padding={input: value}), or mask it in the model",
+                    remedy=DECLARE,
                 )
-            raise _NoGraphNowError(self._refuted)
+            raise NoGraphNowError(self._refuted)
 
 
 def _volume(sizes: Sequence[int]) -> int:

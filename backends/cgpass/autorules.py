@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Literal
 
@@ -14,7 +13,7 @@ from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import KeyField, RecurringKeys
 from graphpass.dispatch.sizes import Ladder
-from graphpass.errors import CaptureError
+from graphpass.errors import CaptureError, NoGraph
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof, Verdict
@@ -24,7 +23,10 @@ from graphpass.regions.symbols import GraphInput
 
 __all__ = ["dispatched"]
 
-_log = logging.getLogger("graphpass")
+_DECLARE = "declare what the model needs in the padding (padding={input: value}), or mask it in the model"
+_OWN_OPS = ("aten.", "prims.", "result")
+_REGISTER = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
+_DECLARE_DIMS = "declare the dimension (dynamic_dims): it is then padded, and checked at run time"
 
 
 class _KeyNames:
@@ -136,7 +138,7 @@ def _rules_of(
 ) -> AutoRules:
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, graph)
-    padded, contents_decide = _padded_symbols(name, names, proof, settings)
+    padded, contents_decide = _padded_symbols(names, proof, settings)
     positions = {
         position: settings.padding.get(_source(parts.inputs[position]), "repeat")
         for position, layout in graph.layouts.items()
@@ -162,26 +164,32 @@ def _rules_of(
         moves=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
         off=off,
+        unproved=() if off is not None else _unproved(name, names, padded, proof, settings),
     )
 
 
-def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, str | None]:
+def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, NoGraph | None]:
     modes, not_whole = settings.runtime_modes(), parts.never_full()
     if CUDAGraphMode.FULL in modes and not_whole is None:
         return CUDAGraphMode.FULL, None
     if CUDAGraphMode.PIECEWISE in modes:
         return CUDAGraphMode.PIECEWISE, None
-    reason = f"mode {settings.mode}" + (f", and the graph cannot be captured whole: {not_whole}" if modes else "")
-    return CUDAGraphMode.NONE, reason
+    if not modes or not_whole is None:  # the user asked for no graphs
+        return CUDAGraphMode.NONE, NoGraph(f"mode {settings.mode}", "", is_expected=True)
+    why = f"mode {settings.mode}, and the graph cannot be captured whole: {not_whole}"
+    pieces = "set mode='FULL_AND_PIECEWISE': the regions around it get graphs"
+    return CUDAGraphMode.NONE, NoGraph(why, f"{pieces}, or {not_whole.remedy}" if not_whole.remedy else pieces)
 
 
-def _never_captured(parts: Partition, graph: GraphSizes) -> str | None:
+def _never_captured(parts: Partition, graph: GraphSizes) -> NoGraph | None:
     if graph.unread:
-        return f"sizes that cannot be read from an input: {', '.join(sorted(map(str, graph.unread)))}"
+        why = f"sizes that cannot be read from an input: {', '.join(sorted(map(str, graph.unread)))}"
+        return NoGraph(why, "pass the tensor that has this size as an argument of the model")
     if _calls(parts, "c10d") or _calls(parts, "torch.distributed"):
-        return "collectives: the ranks have to agree on a key; set a forward context on every rank"
+        why = "collectives: the ranks have to agree on a key"
+        return NoGraph(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
     if not any(region.kind == "captured" for region in parts.regions):
-        return "nothing to capture"
+        return NoGraph("nothing to capture", "", is_expected=True)  # regions that cannot be are reported by themselves
     return None
 
 
@@ -195,14 +203,8 @@ def _calls(parts: Partition, part_of_name: str) -> bool:
     )
 
 
-def _padded_symbols(
-    name: str, names: _KeyNames, proof: PaddingProof, settings: Settings
-) -> tuple[frozenset[sympy.Symbol], bool]:
-    """The sizes to pad, and whether the safety of some depends on the contents of a call.
-
-    Raises:
-        CaptureError: see :func:`dispatched`.
-    """
+def _padded_symbols(names: _KeyNames, proof: PaddingProof, settings: Settings) -> tuple[frozenset[sympy.Symbol], bool]:
+    """The sizes to pad, and whether the safety of some depends on the contents of a call."""
     padded, contents_decide = set(), False
     for symbol, field in names.candidates.items():
         verdict = proof.verdicts[field]
@@ -211,22 +213,45 @@ def _padded_symbols(
         if verdict is Verdict.PROVED or (is_declared and (verdict is Verdict.RUNTIME or asks_anyway)):
             padded.add(symbol)
             contents_decide |= verdict is not Verdict.PROVED
-        elif is_declared:
-            _say_unproved(name, field, proof, settings)
     return frozenset(padded), contents_decide
 
 
-def _say_unproved(name: str, field: str, proof: PaddingProof, settings: Settings) -> None:
-    reasons = [str(finding) for finding in proof.findings if finding.field == field] or ["no proof covers it"]
-    if settings.padding_check == "strict":
-        raise CaptureError(
-            f"{name}: {field} cannot be padded",
-            expected="a graph whose real entries do not depend on padding",
-            found=reasons[0],
-            remedy="declare what the model needs in the padding (padding={input: value}), mask it in the model, or set "
-            "padding_check='prove' to capture exact sizes",
-        )
-    _log.warning("%s: %s is not padded, its sizes are captured unpadded: %s", name, field, reasons[0])
+def _unproved(
+    name: str,
+    names: _KeyNames,
+    padded: frozenset[sympy.Symbol],
+    proof: PaddingProof,
+    settings: Settings,
+) -> tuple[tuple[str, str], ...]:
+    """(text, remedy) of each size that is not padded, or that is padded without proof and without a check.
+
+    Raises:
+        CaptureError: see :func:`dispatched`.
+    """
+    problems = {}
+    for symbol, field in names.candidates.items():
+        verdict = proof.verdicts[field]
+        if verdict is Verdict.PROVED:
+            continue
+        findings = [finding for finding in proof.findings if finding.field == field]
+        why = str(findings[0]) if findings else "no proof covers it"
+        if symbol in padded and settings.padding_check == "off":
+            problems[f"{field} is padded without a check: {why}"] = "set padding_check='declared'"
+        if symbol in padded:
+            continue
+        is_declared = symbol in names.declared
+        if is_declared and settings.padding_check == "strict":
+            raise CaptureError(
+                f"{name}: {field} cannot be padded",
+                expected="a graph whose real entries do not depend on padding",
+                found=why,
+                remedy=f"{_DECLARE}, or set padding_check='prove' to capture exact sizes",
+            )
+        may_be_checked = verdict is Verdict.RUNTIME and not is_declared
+        is_custom = bool(findings) and not findings[0].op.startswith(_OWN_OPS)
+        remedy = _DECLARE_DIMS if may_be_checked else _REGISTER if is_custom else _DECLARE
+        problems[f"{field} is not padded, its sizes are captured unpadded: {why}"] = remedy
+    return tuple(problems.items())
 
 
 def _key_fields(

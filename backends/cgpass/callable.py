@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,6 @@ from graphpass.regions.symbols import GraphInput, layout_inputs
 
 __all__ = ["CompiledGraph", "GraphedCallable"]
 
-_log = logging.getLogger("graphpass")
 _RUNS_BEFORE_ADVICE = 8
 
 
@@ -171,7 +169,7 @@ class GraphedCallable:
             raise CaptureError(
                 f"{self.name} cannot be captured as a whole",
                 expected="runtime mode PIECEWISE, or a model without such an op",
-                found=self.never_full,
+                found=str(self.never_full),
                 remedy="dispatch with mode PIECEWISE: the region stays eager and costs one split",
             )
         assert context.batch_descriptor is not None, "PIECEWISE and FULL come with a descriptor"
@@ -187,6 +185,10 @@ class GraphedCallable:
         """
         if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
             refuse_transforms(self.name, args)
+        self.runtime.warn(
+            f"{self.name}: a call under vmap or forward-mode AD runs without compiled code and graphs",
+            "transform the model itself, or compile a function that has the transform inside",
+        )
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _told_scope(self, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None) -> Any:
@@ -216,12 +218,11 @@ class GraphedCallable:
             return self._auto(args)
         self._runs_without_graph += 1
         if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
-            _log.warning(
-                "%s ran %d times without a forward context and therefore without graphs: capture inside "
-                "`with runtime.capturing():` and call it inside `with graphpass.set_forward_context(...)`, "
+            self.runtime.warn(
+                f"{self.name} ran {self._runs_without_graph} times without a forward context and therefore without "
+                "graphs",
+                "capture inside `with runtime.capturing():` and call it in `with graphpass.set_forward_context(...)`, "
                 "or set dispatch='auto', as graphpass.graphed(model, ...) does",
-                self.name,
-                self._runs_without_graph,
             )
         return self._stitched(*args)
 

@@ -15,6 +15,7 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.records import CallCounts
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
+from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule
@@ -42,6 +43,7 @@ class AutoRules:
         moves: whether a key may be captured again when a static input has moved.
         reads_padding: whether an op of the graph reads the mask of padded rows.
         off: why no call is captured; None if calls are captured.
+        unproved: (text, remedy) of each size that is not padded, or padded without proof and check.
     """
 
     mode: CUDAGraphMode
@@ -55,7 +57,8 @@ class AutoRules:
     is_strict: bool
     moves: bool
     reads_padding: bool
-    off: str | None
+    off: NoGraph | None
+    unproved: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +180,16 @@ class CallTable:
         if not self._rules.padded:
             return self._exact(self._rules.keys.key_of(real), real)
         if as_is:
+            if self._rules.keys.differs(real):
+                self._say_exact("sizes of one key field differ in a call", "name them apart in dynamic_dims")
+            elif self._watches_memory and self._shares_memory(args):
+                self._say_exact("inputs share memory, and the graph writes to an input", "pass copies (`x.clone()`)")
             return self._exact(self._rules.keys.key_of(real, as_is=True), real)
         key = self._rules.keys.key_of(real)
         padded, sizes = self._graph.named(key.sizes), self._graph.named(real)
         numbers = layout_numbers(self._graph.layouts, tuple(self._rules.padded), padded, self._graph.numbers)
         if numbers is None:  # no dense buffer has the strides that the graph was traced with
+            self._say_exact("no dense buffer has the strides of the inputs", "pass `x.contiguous()`")
             return self._exact(self._rules.keys.key_of(real, as_is=True), real)
         for position, expression in self._graph.numbers.items():
             if getattr(expression, "free_symbols", frozenset()) <= padded.keys():
@@ -204,6 +212,10 @@ class CallTable:
             mask=mask,
             real_rows=real_rows,
         )
+
+    def _say_exact(self, why: str, remedy: str) -> None:
+        is_silent = self._rules.on_fallback == "silent"
+        self._runtime.warn(f"{self._name}: calls are not padded: {why}", remedy, is_silent=is_silent)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
         return AutoCall(key, real, self._counts(key, "exact"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from cgpass.autorules import dispatched
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keysizes import KeySizes
 from cgpass.recorded import padding_rows, region_records, size_records
+from cgpass.reporting import report_graph
 from cgpass.retraces import Retraces, TraceKey
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.records import CallableRecord, CompileSeconds
@@ -28,8 +28,6 @@ from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
 
 __all__ = ["backend"]
-
-_log = logging.getLogger("graphpass")
 
 
 def backend(
@@ -103,10 +101,12 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
             padding=() if proof is None else padding_rows(proof),
             sizes=() if auto is None else size_records(*auto),
             mode=None if auto is None else auto[1].mode if auto[1].off is None else CUDAGraphMode.NONE,
-            off=None if auto is None else auto[1].off,
+            off=None if auto is None or auto[1].off is None else auto[1].off.why,
         )
     )
     _note_problems(name, sizes, runtime)
+    dispatch = None if auto is None or proof is None else (auto[1], proof)
+    report_graph(name, parts, traced.ends_early, dispatch, runtime, settings)
     graph = CompiledGraph(
         name=name,
         partition=parts,
@@ -162,7 +162,7 @@ def _no_presets(mode: str) -> OptionError:
 def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
     unmatched = sizes.unmatched_names()
     if unmatched is not None:
-        runtime.note(f"{name}: {unmatched}", level=logging.WARNING)
+        runtime.warn(f"{name}: {unmatched}", "name the inputs as the graph does")
     for problem in sizes.problems():
         runtime.note(f"{name}: {problem}")
 
@@ -170,12 +170,9 @@ def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
 def _training(
     name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], runtime: GraphRuntime, settings: Settings
 ) -> Any:
-    reason = (
-        "compiled under autograd: never captured; call it under torch.inference_mode() or torch.no_grad() for graphs"
-    )
-    if reason not in {record.reason for record in runtime.callables()}:
-        _log.warning("%s %s", name, reason)
-    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, reason=reason))
+    why, remedy = "compiled under autograd: never captured", "call it under torch.inference_mode() or torch.no_grad()"
+    runtime.warn(f"{name} {why}", remedy, once_for=why)
+    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, reason=f"{why}; {remedy} for graphs"))
     return compile_training(graph_module, example_inputs, settings.compiler)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,8 @@ from graphpass.modes import CUDAGraphMode
 
 __all__ = ["MAX_STATIC_SETS", "CapturePermit"]
 
-_log = logging.getLogger("graphpass")
 MAX_STATIC_SETS = 4
+_REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,7 @@ class CapturePermit:
         runtime: whose scope has to be open.
         policy: what to do about moved inputs, and whether to capture while serving.
         entries: the graphs that exist.
+        num_captured: captures of the key so far, also of graphs that were dropped since.
     """
 
     region: RegionId
@@ -39,6 +39,7 @@ class CapturePermit:
     runtime: GraphRuntime
     policy: CapturePolicy
     entries: EntryTable
+    num_captured: int
 
     def baked(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
         """Permit the capture of this key, and return the positions of the inputs that the new graph may bake in.
@@ -66,15 +67,25 @@ class CapturePermit:
         if not is_open and not is_lazy:
             raise self._not_captured(descriptor)
         scope = self.runtime.scopes.current()
-        if scope is not None and scope.is_automatic:
-            _log.info("%s %s: captured without a context, because its size recurs", self.region, descriptor)
+        is_automatic = scope is not None and scope.is_automatic
         if is_lazy:
             self._refuse_lazy_capture_across_ranks(context)
-            self.runtime.note(
+            self.runtime.warn(
                 f"{self.region} {descriptor}: captured while serving, as lazy_capture allows; a capture takes much "
-                "longer than a replay: capture the key inside `with runtime.capturing():`",
-                level=logging.WARNING,
+                "longer than a replay",
+                "capture the key inside `with runtime.capturing():`",
+                once_for=f"{self.region.callable}: lazy capture",
             )
+        elif is_automatic and self.num_captured and not peers:
+            self.runtime.warn(
+                f"{self.region} {descriptor}: captured again while serving, because its graph was dropped when a "
+                "parameter was replaced or freed",
+                "update weights in place (`parameter.copy_(new)` under torch.no_grad()), or capture again before "
+                "serving: precapture(), or `with runtime.capturing():`",
+                once_for=f"{self.region.callable}: graph dropped",
+            )
+        elif is_automatic and not moved:
+            self.runtime.note(f"{self.region} {descriptor}: captured without a context, because its size recurs")
         return (
             self._baked_of_moved(descriptor, call, moved, num_peers=len(peers), num_own=len(own))
             if moved
@@ -87,9 +98,11 @@ class CapturePermit:
         """Positions that the next graph of a key may bake in, after static inputs have moved."""
         names = ", ".join(call.names[p] for p in moved[:3])
         if num_own < MAX_STATIC_SETS:
-            self.runtime.note(
-                f"{self.region} {descriptor}: static inputs moved ({names}), set {num_peers + 1} captured"
-            )
+            text = f"{self.region} {descriptor}: static inputs moved ({names}), set {num_peers + 1} captured"
+            if num_own and self._is_serving():
+                self.runtime.warn(text, _REFILL, once_for=f"{self.region.callable}: static inputs moved")
+            else:  # another instance of the module, or a capture that the caller asked for
+                self.runtime.note(text)
             return call.static
         inside = call.inside_static().intersection(moved)
         if inside:
@@ -99,10 +112,17 @@ class CapturePermit:
                 found=f"{num_own} offsets captured, and another one now",
                 remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
             )
-        self.runtime.note(
-            f"{self.region} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on"
+        self.runtime.warn(
+            f"{self.region} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on",
+            _REFILL,
+            once_for=f"{self.region.callable}: static inputs keep moving",
         )
         return call.static - set(moved)
+
+    def _is_serving(self) -> bool:
+        """Whether the auto dispatcher captures, in an ordinary call; a lazy capture has its own warning."""
+        scope = self.runtime.scopes.current()
+        return scope is not None and scope.is_automatic
 
     def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
         return StaticInputError(

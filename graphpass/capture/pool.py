@@ -248,11 +248,8 @@ class PoolLease:
             self._device.close()
 
     def _warn_of_held(self, name: str) -> None:
-        text = (
-            f"a view of {name} is still held after a later replay overwrote it: it was valid until the next replay; "
-            "drop it, clone it, or set outputs='clone'"
-        )
-        self._notes.add(text, level=logging.WARNING)
+        text = f"a view of {name} is still held after a later replay overwrote it: it was valid until the next replay"
+        self._notes.add(text, remedy="drop it, clone it, or set outputs='clone'", level=logging.WARNING)
 
     def _make_device(self, device: torch.device) -> GraphDevice:
         if device.type == "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +27,14 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.torchsettings import without_cached_casts, without_collections
-from graphpass.compat import dynamo, failures, memory, trees
+from graphpass.compat import dynamo, failures, memory, tracing, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["Recorder"]
+
+_log = logging.getLogger("graphpass")
 
 _AFTER_FAILURE = (
     "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops; "
@@ -154,8 +157,23 @@ class Recorder:
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
         self.runtime.lease.make_stale(built.pool_outputs)
         tally.captured += 1
+        _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
+        tracing.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
         recording = _Recording(graph, staging, built, log.reads(), tuple(observed), body.returned_spec)
         return self._entry(recording, sources, context, tally), outputs
+
+    def _traced(self, context: ForwardContext, staging: Staging, outputs: OutputPlan) -> dict[str, object]:
+        """One captured graph, for the trace."""
+        return {
+            "region": self.name,
+            "mode": str(self.mode),
+            "key": str(context.batch_descriptor),
+            "inputs": len(self.call.leaves),
+            "copied_inputs": [self.call.names[position] for position in staging.positions],
+            "written_inputs": [self.call.names[position] for position in sorted(self.call.mutated)],
+            "outputs": len(outputs.pool_outputs),
+            "pool_bytes": self.runtime.pool_bytes(),
+        }
 
     def _entry(
         self, recording: _Recording, sources: _Sources, context: ForwardContext, tally: RunningCounts

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from graphpass.compat import tracing
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Table
@@ -225,11 +226,29 @@ class SizesSeen(Counter[int]):
 class Notes(Counter[str]):
     """Notes for the report, each with the number of times it was added."""
 
-    def add(self, text: str, *, level: int = logging.INFO) -> None:
-        """Count ``text``; log it at its first occurrence."""
-        if text not in self:
-            _log.log(level, "%s", text)
-        self[text] += 1
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned: set[str] = set()
+
+    def add(self, text: str, *, remedy: str = "", level: int = logging.INFO, once_for: str | None = None) -> None:
+        """Count a note; log it at its first occurrence.
+
+        Args:
+            text: what happened, and why.
+            remedy: what the user can do about it; appended to ``text``.
+            level: the level of the log record.
+            once_for: the reason that several notes share: only the first of them is logged above INFO.
+        """
+        noted = f"{text}; {remedy}" if remedy else text
+        if noted not in self:
+            reason = once_for or noted
+            _log.log(min(level, logging.INFO) if reason in self._warned else level, "%s", noted)
+            if level > logging.INFO:
+                self._warned.add(reason)
+            tracing.trace_json(
+                "graphpass_note", lambda: {"what": text, "remedy": remedy, "is_warning": level > logging.INFO}
+            )
+        self[noted] += 1
 
 
 @dataclass(slots=True)

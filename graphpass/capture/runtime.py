@@ -79,8 +79,8 @@ class GraphRuntime:
             try:
                 with frozen_objects():
                     yield scope
-                    for sentence in left_behind(self._alive(), self._callables):
-                        self.note(sentence, level=logging.WARNING)
+                    for sentence, remedy in left_behind(self._alive(), self._callables):
+                        self.warn(sentence, remedy)
             finally:
                 gc.collect()
 
@@ -224,15 +224,30 @@ class GraphRuntime:
         is_late = not self.scopes.is_mine() and any(
             wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
-        advice = ": inputs in serving are of another kind than in capture; make all under torch.inference_mode()"
-        self.note(
-            f"{name}: torch.compile traced its function once more and got the same graph{advice if is_late else ''}",
-            level=logging.WARNING if is_late else logging.INFO,
-        )
+        text = f"{name}: torch.compile traced its function once more and got the same graph"
+        if is_late:
+            self.warn(
+                f"{text}: inputs in serving are of another kind than in capture",
+                "create the inputs of capture and serving alike, all under torch.inference_mode()",
+            )
+        else:
+            self.note(text)
 
-    def note(self, text: str, *, level: int = logging.INFO) -> None:
-        """Add an explanation to the report; ``text`` is logged at ``level`` the first time only."""
-        self._notes.add(text, level=level)
+    def note(self, text: str) -> None:
+        """Add an explanation to the report; it is logged at INFO the first time only."""
+        self._notes.add(text)
+
+    def warn(self, text: str, remedy: str, *, once_for: str | None = None, is_silent: bool = False) -> None:
+        """Add to the report that something has no graph, is not padded or not checked; the first time is a WARNING.
+
+        Args:
+            text: what happened, and why.
+            remedy: what works against it in this situation; empty if ``text`` says it.
+            once_for: the reason that several texts share: only the first of them is a WARNING, later ones are INFO.
+            is_silent: log at INFO the first time, too; ``on_fallback="silent"`` sets it.
+        """
+        level = logging.INFO if is_silent else logging.WARNING
+        self._notes.add(text, remedy=remedy, level=level, once_for=once_for)
 
     def saw_size(self, size: int) -> None:
         """Count a batch size, for :meth:`suggested_sizes`."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.compat.sideeffects import SideEffect
-from graphpass.errors import CaptureError
+from graphpass.errors import CaptureError, NoGraph
 from graphpass.keys import BatchDescriptor
 
 __all__ = ["CallObserver", "CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "ReachedCallable"]
@@ -36,7 +36,7 @@ class ReachedCallable(Protocol):
     static: tuple[int, ...]
     returns_flat: bool
     ends_early: str | None
-    never_full: str | None
+    never_full: NoGraph | None
     side_effects: tuple[SideEffect, ...]
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:

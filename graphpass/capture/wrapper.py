@@ -281,9 +281,12 @@ class CUDAGraphWrapper:
     def _capture(
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
     ) -> tuple[GraphEntry, Sequence[Any]]:
-        permit = CapturePermit(self.region, self._mode, self._runtime, self._policy, self._captured.entries)
+        tally = self._captured.tallies.get(descriptor, RunningCounts())
+        permit = CapturePermit(
+            self.region, self._mode, self._runtime, self._policy, self._captured.entries, tally.captured
+        )
         baked = permit.baked(context, descriptor, call)
-        tally = self._captured.tallies.setdefault(descriptor, RunningCounts())
+        self._captured.tallies[descriptor] = tally
         entry, recorded = Recorder(
             region=self.region,
             mode=self._mode,

@@ -29,6 +29,11 @@ class DispatchReason(enum.Enum):
         """The reason as a clause, for reports and errors."""
         return _EXPLANATIONS[self]
 
+    @property
+    def remedy(self) -> str:
+        """What gives such a batch a graph; empty for reasons of batches that have one."""
+        return _REMEDIES.get(self, "")
+
     def __str__(self) -> str:
         return self.value
 
@@ -43,6 +48,14 @@ _EXPLANATIONS = {
     DispatchReason.DISABLED: "the mode, or allowed_modes, leaves no graphs to such batches",
     DispatchReason.NOT_CAPTURED: "its key has not been captured yet",
     DispatchReason.AGREED: "the other ranks need another mode or size",
+}
+_REMEDIES = {
+    DispatchReason.EMPTY: "skip the step",
+    DispatchReason.TOO_LARGE: "add a capture size that holds it, or split the batch",
+    DispatchReason.NO_KEY: "add that value to capture_sizes, or that number of adapters to LoraKeys",
+    DispatchReason.DISABLED: "use a mode that has graphs for such batches, or allow it in allowed_modes",
+    DispatchReason.NOT_CAPTURED: "call capture(), with a max_bytes that leaves room for the key",
+    DispatchReason.AGREED: "capture the sizes that this rank has on every rank, and balance the batches",
 }
 
 

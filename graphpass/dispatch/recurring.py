@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.dispatch.sizes import Ladder
+from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
 
 __all__ = ["KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
@@ -60,7 +61,7 @@ class RecurringKey:
         is_declared: the user declared the sizes of all fields; such keys do not count towards ``max_graphs``.
         calls: number of calls so far.
         is_captured: whether it has a graph.
-        reason: why it gets no graph; None if it may get one.
+        refusal: why it gets no graph; None if it may get one.
     """
 
     descriptor: BatchDescriptor
@@ -68,7 +69,7 @@ class RecurringKey:
     is_declared: bool
     calls: int = 0
     is_captured: bool = False
-    reason: str | None = None
+    refusal: NoGraph | None = None
 
 
 def step_above(size: int) -> int:
@@ -122,15 +123,15 @@ class RecurringKeys:
         if as_is:
             return self._key(real, as_is=True)
         key = self._key(self._padded(real))
-        if key.calls == 0 and key.reason is None:
-            key.reason = self._too_large(real)
+        if key.calls == 0 and key.refusal is None:
+            key.refusal = self._too_large(real)
         return key
 
     def _key(self, sizes: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
         key = self._keys.get((sizes, as_is))
         if key is None:
             if len(self._keys) >= _MAX_COUNTED:
-                self._keys = {s: k for s, k in self._keys.items() if k.is_captured or k.reason is not None}
+                self._keys = {s: k for s, k in self._keys.items() if k.is_captured or k.refusal is not None}
             descriptor = self._descriptor(sizes, as_is)
             key = RecurringKey(descriptor, sizes, not as_is and self._is_declared(sizes))
             self._keys[sizes, as_is] = key
@@ -141,16 +142,17 @@ class RecurringKeys:
         key.calls += 1
         if key.is_captured:
             return KeyStep.REPLAY
-        if self.reason(key) is not None:
+        if self.refusal(key) is not None:
             return KeyStep.REFUSE
         needed = 0 if key.is_declared and self._at_once else self._calls_needed
         return KeyStep.CAPTURE if key.calls > needed else KeyStep.WARM
 
-    def reason(self, key: RecurringKey) -> str | None:
+    def refusal(self, key: RecurringKey) -> NoGraph | None:
         """Why the key gets no graph; None while it may get one."""
-        if key.reason is None and not key.is_declared and self.num_graphs >= self.max_graphs:
-            return f"{self.num_graphs} keys have graphs already (max_graphs={self.max_graphs})"
-        return key.reason
+        if key.refusal is None and not key.is_declared and self.num_graphs >= self.max_graphs:
+            why = f"{self.num_graphs} keys have graphs already (max_graphs={self.max_graphs})"
+            return NoGraph(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
+        return key.refusal
 
     def captured(self, key: RecurringKey) -> None:
         """Record a new graph of the key; a key has one graph for each set of static inputs."""
@@ -212,10 +214,11 @@ class RecurringKeys:
         declared = [(field.ladder, size) for field, size in zip(self.fields, sizes, strict=True) if field.ladder]
         return bool(declared or self._fixed) and all(size in ladder.rungs for ladder, size in declared)
 
-    def _too_large(self, real: Sequence[int]) -> str | None:
+    def _too_large(self, real: Sequence[int]) -> NoGraph | None:
         for field, size in zip(self.fields, real, strict=True):
             if field.ladder is not None and field.is_padded and size > field.ladder.rungs[-1]:
-                return f"{field.name}={size} is above the largest capture size {field.ladder.rungs[-1]}"
+                why = f"{field.name}={size} is above the largest capture size {field.ladder.rungs[-1]}"
+                return NoGraph(why, "add a size that holds it to capture_sizes")
         return None
 
 

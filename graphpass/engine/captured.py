@@ -77,7 +77,11 @@ class CapturedLadder:
             self.left_out = self._capture_in_order(max_bytes, fits)
         self._capturer.meter.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:
-            self._runtime.note(f"{len(self.left_out)} keys left out: the pool would exceed {max_bytes} bytes")
+            mode, descriptor = self.left_out[0]
+            self._runtime.warn(
+                f"{len(self.left_out)} keys left out, as {mode} {descriptor}: the pool would exceed {max_bytes} bytes",
+                "raise max_bytes, or pass fewer or smaller capture sizes: batches of these keys run without a graph",
+            )
 
     def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
         """Capture the missing keys, or as many as fit; returns the keys that are left out."""
@@ -161,8 +165,11 @@ class CapturedLadder:
             remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
             raise moved_weights(key, remedy)
         if is_known:
-            text = f"{mode} {descriptor}: captured again, because weights were replaced or a graph was dropped"
-            self._runtime.note(text)
+            self._runtime.warn(
+                f"{mode} {descriptor}: captured again, because weights were replaced or a graph was dropped",
+                "call recapture() after a change of weights, or copy the new weights into the old parameters",
+                once_for="captured again",
+            )
         if stale is not None:  # drop all steps of the old weights, which would stay allocated until each key's next use
             self.steps = {other: step for other, step in self.steps.items() if step.model is not stale.model}
             del stale

@@ -17,7 +17,7 @@ from graphpass.engine.model import CompiledModel
 from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.refusals import not_with_offloading
 from graphpass.engine.results import LeafSources, Reached, ResultRecipe, leaf_sources, symbols_of
-from graphpass.errors import ShapeError
+from graphpass.errors import NoGraph, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.padding import by_tensor
 from graphpass.modes import CUDAGraphMode
@@ -41,7 +41,7 @@ class ModelResults:
     recipe: ResultRecipe
     outputs: OutputBuffers
     sources: LeafSources | None
-    why_through_dynamo: str | None
+    why_through_dynamo: NoGraph | None
 
     def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
         """The leaves of the result, from the flat outputs of a captured graph."""
@@ -134,7 +134,7 @@ class ModelLearner:
                 self._results, never_full = self._first_run()
             if self._results.why_through_dynamo is not None:
                 why = self._results.why_through_dynamo
-                self._model.runtime.note(f"every step goes through Dynamo's guards: {why}")
+                self._model.runtime.warn(f"every step goes through Dynamo's guards: {why}", why.remedy)
             if never_full is not None:
                 self._give_up_full(never_full)
         return self._results
@@ -179,7 +179,7 @@ class ModelLearner:
         modules = () if is_step and results.why_through_dynamo is None else self._model.modules
         return restoring_model_state(modules, results.recipe.state, results.recipe.generators, device)
 
-    def _first_run(self) -> tuple[ModelResults, str | None]:
+    def _first_run(self) -> tuple[ModelResults, NoGraph | None]:
         """Run the model once; returns its results, and why it cannot have FULL graphs, or None."""
         model = self._model
         keys = [key for _, keys in model.dispatcher.capture_plan() for key in keys]
@@ -214,7 +214,7 @@ class ModelLearner:
                     raise not_with_offloading(found, "a model without graph breaks")
                 yield run
 
-    def _learned_from(self, run: FirstRun) -> tuple[ModelResults, str | None]:
+    def _learned_from(self, run: FirstRun) -> tuple[ModelResults, NoGraph | None]:
         self.check_graphs(run.reached, run.inputs)
         recipe, inputs = run.recipe(), self._model.inputs
         leaves = trees.flatten(run.result)[0]
@@ -227,18 +227,19 @@ class ModelLearner:
 
     def _why_through_dynamo(
         self, side_effects: Sequence[sideeffects.SideEffect], sources: LeafSources | str, args: Sequence[Any]
-    ) -> str | None:
+    ) -> NoGraph | None:
         if isinstance(sources, str):
-            return sources
+            return NoGraph(sources, "return tensors of one graph alone: no graph break, no object made in forward")
         if self._model.settings.policy.compare:
-            return "compare=True"
+            return NoGraph("compare=True", "leave compare out where speed matters: it runs each replay beside eager")
         if side_effects:
-            return f"the model {side_effects[0].text}"
+            return NoGraph(f"the model {side_effects[0].text}", "keep that state in a buffer, or return it")
         if self._model.state_of(args) is None:
-            return "it reads tensors that are neither arguments, parameters nor buffers"
+            why = "it reads tensors that are neither arguments, parameters nor buffers"
+            return NoGraph(why, "register them as buffers of the module, or pass them as arguments")
         return None
 
-    def _give_up_full(self, reason: str) -> None:
+    def _give_up_full(self, reason: NoGraph) -> None:
         dispatcher = self._model.dispatcher
         if not dispatcher.mode.has_mode(CUDAGraphMode.FULL):
             return

@@ -7,7 +7,6 @@ Dynamo, see Note [Steps without Dynamo].
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +41,6 @@ from graphpass.report import Report
 
 __all__ = ["CudaGraphManager"]
 
-_log = logging.getLogger("graphpass")
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
 
 
@@ -254,8 +252,8 @@ class CudaGraphManager:
         query_len = self.dispatcher.uniform_decode_query_len
         mode, reason = resolve_mode(self.dispatcher.mode, self.attention.support, query_len=query_len, piecewise=True)
         if mode is not self.dispatcher.mode:
-            _log.warning("%s", reason)
-            self.runtime.note(reason)
+            remedy = f"create the dispatcher with mode {mode}, or use an attention with more support"
+            self.runtime.warn(reason, remedy)
             self.dispatcher.initialize_keys(mode, query_len)
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -300,7 +298,11 @@ class CudaGraphManager:
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
         self.last_step = step
         if decision is not None and decision.is_lower:
-            self.runtime.note(f"all ranks run {step.mode}: {decision.agreed.why}")
+            self.runtime.warn(
+                f"all ranks run {step.mode}: {decision.agreed.why}",
+                DispatchReason.AGREED.remedy,
+                once_for="ranks agreed on less",
+            )
         if not step.mode:
             return self._without_graph(step, batch, sizes, decision)
         key = (step.mode, step.descriptor)

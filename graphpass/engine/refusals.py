@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from graphpass.dispatch.dispatcher import Dispatch
+from graphpass.dispatch.dispatcher import Dispatch, DispatchReason
 from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
@@ -82,7 +82,7 @@ def no_graph(step: Dispatch, why: str) -> CaptureError:
         "this batch has no graph, and on_fallback is 'error'",
         expected="a batch that fits a captured key",
         found=f"{step.descriptor} ({step.reason}): {why}",
-        remedy="add a larger capture size, or set on_fallback='warn'",
+        remedy=step.reason.remedy or DispatchReason.AGREED.remedy,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import dynamo, symbolic, trees
-from graphpass.errors import PartitionError
+from graphpass.errors import NoGraph, PartitionError
 from graphpass.regions.analysis import annotate
 from graphpass.regions.assign import assign
 from graphpass.regions.dump import dump_partition
@@ -61,7 +61,7 @@ class Partition:
         """
         return self._stitching.bind(callees)
 
-    def never_full(self) -> str | None:
+    def never_full(self) -> NoGraph | None:
         """The first region that cannot be captured, with its reason: the graph cannot be captured as a whole.
 
         None if there is none. A region that is eager only because of ``splitting_ops`` can be captured.
@@ -69,7 +69,7 @@ class Partition:
         for region in self.regions:
             for reason in region.reasons:
                 if not reason.captures_whole:
-                    return f"{region.name}: {reason}"
+                    return NoGraph(f"{region.name}: {reason}", reason.remedy)
         return None
 
     def has_symbols(self) -> bool:

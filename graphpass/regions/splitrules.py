@@ -37,6 +37,19 @@ __all__ = [
 _CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
 
 
+_REMEDIES = {
+    "unsafe tag": "use an operator without that tag",
+    "host read": "keep the value on the device: compute with the tensor instead of a Python number",
+    "control flow": "compute both branches and choose with torch.where",
+    "data-dependent shape": "keep the shape fixed: a mask and torch.where, instead of indexing with a mask",
+    "host scalar": "keep the number on the device, as a tensor of no dimensions",
+    "beyond an input": "pass the whole tensor and index it, instead of as_strided of a view",
+    "cpu tensor": "create the tensor on the model's device, or register it as a buffer of the module",
+    "second device": "move the tensor to the model's device before the call",
+    "mode pair": "enter and exit the mode around the whole model, not in the middle of it",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SplitReason:
     """Why a node runs eagerly.
@@ -57,6 +70,11 @@ class SplitReason:
     def captures_whole(self) -> bool:
         """Whether a graph of the whole callable can hold the node: the cut serves the graphs of single regions."""
         return self.kind in _CAPTURED_IN_A_WHOLE
+
+    @property
+    def remedy(self) -> str:
+        """A change of the model after which the node can be captured; empty for a rule that the user wrote."""
+        return _REMEDIES.get(self.kind, "")
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"

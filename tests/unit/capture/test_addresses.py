@@ -228,10 +228,10 @@ def test_a_moved_input_is_no_reason_to_capture_while_serving(rig: Any, caplog: p
     lazy = rig.wrap(lambda x, w: x * w, static_inputs=[1], input_names=("x", "positions"), name="g1.full", lazy=True)
     with caplog.at_level(logging.WARNING, "graphpass"):
         rig.capture(lazy, X, weight)
-        assert not caplog.records
+        assert not [record for record in caplog.records if record.name == "graphpass"]
         for moved in (other, third, other):
             assert torch.equal(rig.call(lazy, X, moved), X * moved)
-    (warning,) = caplog.records
+    (warning,) = [record for record in caplog.records if record.name == "graphpass"]
     for piece in ("g1.full", "8 tokens", "while serving"):
         assert piece in warning.message
     assert rig.counts(lazy).captured == 3
