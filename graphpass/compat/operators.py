@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -142,14 +142,32 @@ def keep_in_order(name: str) -> None:
     effects._register_effectful_op(getattr(getattr(torch.ops, namespace), op).default, ordered)
 
 
+class PackedSequences(NamedTuple):
+    """Where the queries and keys of concatenated sequences lie.
+
+    Attributes:
+        query_bounds: the row of each sequence's first query and the end of the last sequence, int32 [sequences + 1].
+        key_starts: the row of each sequence's first key, int32 [sequences + 1]; the last entry is not used.
+        key_lengths: the number of keys of each sequence, int32 [sequences].
+        max_query_len: upper bound on the queries of a sequence.
+        max_key_len: upper bound on the keys of a sequence.
+    """
+
+    query_bounds: torch.Tensor
+    key_starts: torch.Tensor
+    key_lengths: torch.Tensor
+    max_query_len: int
+    max_key_len: int
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    max_query_len: int,
+    sequences: PackedSequences,
     *,
     scale: float,
+    causal_window: int | None = None,
 ) -> torch.Tensor:
     """Torch's flash attention, where the keys of a sequence need not follow the keys of the sequence before it.
 
@@ -158,20 +176,32 @@ def flash_attention(
 
     Args:
         query: [tokens, heads, head_dim], half precision, on a GPU.
-        key: like ``query``.
-        value: like ``query``.
-        bounds: the row of each sequence's first query and the end of the last sequence, int32 [sequences + 1]; the row
-            of each sequence's first key, int32 [sequences + 1], whose last entry is not used; the number of keys of
-            each sequence, int32 [sequences].
-        max_query_len: upper bound on the queries of a sequence.
+        key: [rows, kv heads, head_dim]; ``kv heads`` divides ``heads``.
+        value: like ``key``.
+        sequences: where the sequences lie in them.
         scale: factor of the scores.
+        causal_window: None: every query attends to all keys of its sequence. Otherwise the last query of a sequence has
+            the position of its last key, and a query attends to the keys up to its own position: to this many of them,
+            its own position included, or to all for 0.
 
     Returns:
-        Shaped like ``query``.
+        Shaped like ``query``. Rows of a sequence without keys are zero; rows behind the last sequence are
+        uninitialised.
     """
-    query_bounds, key_starts, key_lengths = bounds
-    limits = (max_query_len, key.shape[0])
+    options: dict[str, int] = {"window_size_left": causal_window - 1, "window_size_right": 0} if causal_window else {}
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, query_bounds, key_starts, *limits, 0.0, False, False, scale=scale, seqused_k=key_lengths
+        query,
+        key,
+        value,
+        sequences.query_bounds,
+        sequences.key_starts,
+        sequences.max_query_len,
+        sequences.max_key_len,
+        0.0,
+        causal_window is not None,
+        False,
+        scale=scale,
+        seqused_k=sequences.key_lengths,
+        **options,
     )[0]
     return attended

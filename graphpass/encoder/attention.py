@@ -174,7 +174,8 @@ def _flash(
     missing = -head_dim % _HEAD_ALIGNMENT
     if missing:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    return operators.flash_attention(query, key, value, pieces, PIECE_LENGTH, scale=scale)[..., :head_dim]
+    sequences = operators.PackedSequences(*pieces, PIECE_LENGTH, key.shape[0])
+    return operators.flash_attention(query, key, value, sequences, scale=scale)[..., :head_dim]
 
 
 @functools.cache

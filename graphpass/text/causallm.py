@@ -77,7 +77,7 @@ class CausalLMConfig:
         seq_len_buckets: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
         mode: capture mode. ``FULL`` captures graphs of mixed batches too; each of them attends over the most requests
             at the longest length.
-        page_size: tokens per page of the KV cache.
+        page_size: tokens per page of the KV cache; None: see :meth:`PagedAttention.for_model`.
         num_pages: pages of the KV cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len`` tokens.
         draft_tokens: guesses that a step verifies for each request, see Note [Draft tokens]. A decode graph then has
             ``1 + draft_tokens`` tokens per request. 0: no drafts.
@@ -93,7 +93,7 @@ class CausalLMConfig:
     capture_sizes: Sequence[int] | None = None
     seq_len_buckets: Sequence[int] | None = None
     mode: str | CUDAGraphMode = "FULL_AND_PIECEWISE"
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     draft_tokens: int = 0
     lora: LoraKeys | None = None
@@ -254,10 +254,10 @@ class CausalLM:
 
 def _attention_of(model: torch.nn.Module, config: CausalLMConfig) -> PagedAttention:
     """Paged attention for the model, with a new KV cache."""
-    mode, pages_each = CUDAGraphMode.parse(config.mode), -(-config.max_seq_len // config.page_size)
+    mode = CUDAGraphMode.parse(config.mode)
     return PagedAttention.for_model(
         model,
-        num_pages=config.max_num_reqs * pages_each if config.num_pages is None else config.num_pages,
+        num_pages=config.num_pages,
         page_size=config.page_size,
         max_num_reqs=config.max_num_reqs,
         max_num_tokens=config.max_num_tokens,

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from graphpass.compat import operators
 from graphpass.encoder import attention as att
 from graphpass.encoder.adapters import adapter_for
 from tests.e2e.hugging_face import CPU
@@ -58,11 +59,11 @@ def flash_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        max_query_len: int,
+        sequences: operators.PackedSequences,
         *,
         scale: float,
     ) -> torch.Tensor:
+        *bounds, max_query_len, _ = sequences
         attended: torch.Tensor = attend_in_pieces(query, key, value, *bounds, max_query_len, scale)
         return attended
 

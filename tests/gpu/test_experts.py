@@ -37,7 +37,7 @@ def test_a_graph_computes_the_experts_of_other_tokens(
         expert_linear(x, experts, weight, bias, False)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         found = expert_linear(x, experts, weight, bias, False)
     for _ in range(3):
         x.copy_(drawn(tokens, width))

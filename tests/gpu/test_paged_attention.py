@@ -11,7 +11,8 @@ import torch
 import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.paged.keys import BatchedKeys, PackedKeys
+from graphpass.text.paged.kernels import fault_in_place
+from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, PackedKeys
 from tests.unit.text.paged_reference import Heads, Paged, StepTensors
 
 pytestmark = pytest.mark.cuda
@@ -26,9 +27,10 @@ MASKED_HEADS = [
     Heads(4, 2, 64, has_sinks=True),
     Heads(4, 2, 264),
 ]
-"""Layers that ``varlen_attn`` does not serve."""
+"""Layers that flash attention does not serve."""
 HEADS = [*PLAIN_HEADS, *MASKED_HEADS]
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+PAGE_SIZES = pytest.mark.parametrize("page_size", [4, 32], ids=["small pages", "pages of whole sequences"])
 STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 6, 1]]
 
 
@@ -50,30 +52,33 @@ def run_eager(paged: Paged, requests: Sequence[Any], query_lens: Sequence[int]) 
 
 
 @DTYPES
+@PAGE_SIZES
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_eager_steps_and_mixed_keys(heads: Heads, dtype: torch.dtype, cuda: torch.device) -> None:
-    """Half precision goes to ``varlen_attn``, float32 and uniform batches to one masked attention."""
-    paged = Paged(heads, dtype=dtype, device=cuda, support=AttentionSupport.ALWAYS)
+def test_eager_steps_and_mixed_keys(heads: Heads, page_size: int, dtype: torch.dtype, cuda: torch.device) -> None:
+    """Half precision goes to flash attention, float32 to one masked attention, as do uniform batches of small pages."""
+    paged = Paged(heads, page_size=page_size, dtype=dtype, device=cuda, support=AttentionSupport.ALWAYS)
     requests = [paged.begin() for _ in range(3)]
     key = BatchDescriptor(20, num_reqs=6)
     for query_lens in STEPS:
         step, tensors = paged.grow(requests, query_lens)
         eager = paged.attention.build(step, None)
-        is_packed = dtype is torch.bfloat16 and len(set(query_lens)) > 1 and heads in PLAIN_HEADS
-        assert isinstance(eager.keys, PackedKeys if is_packed else BatchedKeys)
+        has_flash, is_mixed = dtype is torch.bfloat16 and heads in PLAIN_HEADS, len(set(query_lens)) > 1
+        by_flash = KeysInPlace if page_size == 32 else PackedKeys if is_mixed else BatchedKeys
+        assert isinstance(eager.keys, by_flash if has_flash else BatchedKeys)
         assert_right(run(paged, tensors, eager, 25, torch.nan), tensors)
         assert_right(run(paged, tensors, paged.attention.build(step, key), 20, torch.nan), tensors)
     assert not any(pages[0].any() for pages in paged.pages())
 
 
 @DTYPES
+@PAGE_SIZES
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_uniform_keys(heads: Heads, query_len: int, dtype: torch.dtype, cuda: torch.device) -> None:
+def test_uniform_keys(heads: Heads, query_len: int, page_size: int, dtype: torch.dtype, cuda: torch.device) -> None:
     """Real rows have the same bits whatever padding holds."""
     results = []
     for padding in (0.0, 7.5, torch.nan):
-        paged = Paged(heads, dtype=dtype, device=cuda)
+        paged = Paged(heads, page_size=page_size, dtype=dtype, device=cuda)
         requests = [paged.begin() for _ in range(3)]
         run_eager(paged, requests, [7, 2, 4])
         key = BatchDescriptor(5 * query_len, num_reqs=5, uniform=True, extra=(("max_seq_len", 24),))
@@ -86,6 +91,7 @@ def test_uniform_keys(heads: Heads, query_len: int, dtype: torch.dtype, cuda: to
 
 
 @DTYPES
+@PAGE_SIZES
 @pytest.mark.parametrize(
     ("key", "query_lens"),
     [
@@ -96,9 +102,9 @@ def test_uniform_keys(heads: Heads, query_len: int, dtype: torch.dtype, cuda: to
     ids=["decode", "drafts", "mixed"],
 )
 def test_a_captured_op_follows_its_refilled_metadata(
-    key: BatchDescriptor, query_lens: list[list[int]], dtype: torch.dtype, cuda: torch.device
+    key: BatchDescriptor, query_lens: list[list[int]], page_size: int, dtype: torch.dtype, cuda: torch.device
 ) -> None:
-    paged = Paged(Heads(4, 2, 64), dtype=dtype, device=cuda, support=AttentionSupport.ALWAYS)
+    paged = Paged(Heads(4, 2, 64), page_size=page_size, dtype=dtype, device=cuda, support=AttentionSupport.ALWAYS)
     requests = [paged.begin() for _ in range(3)]
     run_eager(paged, requests, [7, 2, 4])
     example = paged.attention.example(key, query_len=key.num_tokens // key.num_reqs if key.uniform else None)
@@ -169,3 +175,25 @@ def test_the_wrapper_checks_what_the_graph_read(dtype: torch.dtype, cuda: torch.
         call(wrapper, paged.attention.build(example, keys[0]))
         with pytest.raises((gp.errors.StaticInputError, gp.errors.CaptureError)):
             call(wrapper, paged.attention.build(example, keys[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_flash_attention_reads_pages_of_whole_sequences(head_dim: int, dtype: torch.dtype, cuda: torch.device) -> None:
+    assert fault_in_place(cuda, dtype, head_dim) is None
+
+
+@pytest.mark.parametrize("heads", [Heads(16, 2, 64), Heads(4, 4, 128)], ids=str)
+def test_long_sequences_in_place(heads: Heads, cuda: torch.device) -> None:
+    """Over several blocks of keys; the kernel splits them among multiprocessors. The pages had other owners before."""
+    paged = Paged(
+        heads, num_layers=1, page_size=1024, num_pages=3, max_num_tokens=2048, max_seq_len=1024, dtype=torch.bfloat16,
+        device=cuda,
+    )  # fmt: skip
+    for query_lens in ([700, 130, 257], [300, 1, 64]):
+        requests = [paged.begin() for _ in query_lens]
+        run_eager(paged, requests, query_lens)
+        for counts in ([1, 1, 1], [4, 4, 4], [1, 5, 2]):
+            run_eager(paged, requests, counts)
+        for request in requests:
+            paged.end(request)

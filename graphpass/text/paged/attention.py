@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +17,17 @@ from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.report import Table
-from graphpass.text.paged.cache import SCRATCH_PAGE, PageAllocator, PagedKVCache, PagedRequests, round_up
-from graphpass.text.paged.kernels import AttentionKernels
-from graphpass.text.paged.keys import BatchedKeys, NewTensor, PackedKeys
+from graphpass.text.paged.cache import (
+    FIRST_LIVE_PAGE,
+    SCRATCH_PAGE,
+    PageAllocator,
+    PagedKVCache,
+    PagedRequests,
+    round_up,
+)
+from graphpass.text.paged.kernels import AttentionKernels, flash_obstacle
+from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, NewTensor, PackedKeys
+from graphpass.text.paged.layers import PagedLayer
 from graphpass.text.paged.metadata import FixedMetadata, PagedMetadata
 from graphpass.text.paged.op import PAGED_ATTENTION
 from graphpass.text.paged.probe import served_layers
@@ -28,6 +37,9 @@ __all__ = ["PagedAttention"]
 
 _MAX_DECODE_QUERY_LEN = 8
 """An eager batch of requests of equal length counts as prefill if each has more tokens than this."""
+_PAGE_SIZE = 16
+_MAX_RESERVED_BYTES, _MAX_RESERVED_SHARE = 256 << 20, 0.1
+"""What the two reserved pages of a cache may take for its pages to be whole sequences: one of the two limits."""
 _MASK_ALIGNMENT = 8
 """In elements; CUDA's memory-efficient kernel copies a mask unless its row length is a multiple of this."""
 
@@ -71,11 +83,11 @@ class PagedAttention:
         self.pages = PageAllocator(cache.num_pages)
         self._support = support
         self._length_step = math.lcm(cache.page_size, _MASK_ALIGNMENT)
-        longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens))
+        longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens), max_num_reqs + 1)
         self._fixed = FixedMetadata.of(
             cache, max_seq_len, torch.arange(longest, dtype=torch.int32, device=cache.device)
         )
-        self._kernels = AttentionKernels.choose(cache, self._fixed.masks)
+        self._kernels = AttentionKernels.choose(cache, max_seq_len)
         self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
         self._by_key: dict[BatchDescriptor, _KeyMetadata] = {}
         self._shared = _SharedMemory(cache.device)
@@ -85,8 +97,8 @@ class PagedAttention:
         cls,
         model: Any,
         *,
-        num_pages: int,
-        page_size: int,
+        num_pages: int | None = None,
+        page_size: int | None = None,
         max_num_reqs: int,
         max_num_tokens: int,
         max_seq_len: int,
@@ -98,12 +110,30 @@ class PagedAttention:
         ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the tokens of all requests one
         behind the other.
 
+        Args:
+            model: the decoder.
+            num_pages: live pages of the cache; None: enough for ``max_num_reqs`` sequences of ``max_seq_len`` tokens.
+            page_size: positions of a page. None: a whole sequence if ``num_pages`` is None too and flash attention can
+                then read the pages without a copy, unless the two reserved pages would take over 256 MiB and over a
+                tenth of the cache; otherwise 16.
+            max_num_reqs: as for the class.
+            max_num_tokens: as for the class.
+            max_seq_len: as for the class.
+            support: as for the class.
+
         Raises:
             OptionError: a layer does not use the attention that is set, or needs attention that is not supported; the
                 model is then as before.
         """
+        layers = served_layers(model, max_seq_len=positive(max_seq_len, "max_seq_len of paged attention"))
+        if page_size is None:
+            in_place = num_pages is None and flash_obstacle(layers, max_seq_len, model.dtype, model.device) is None
+            whole = _whole_sequence(layers, max_num_reqs, max_seq_len, model.dtype) if in_place else None
+            page_size = whole or _PAGE_SIZE
+        if num_pages is None:
+            num_pages = max_num_reqs * -(-max_seq_len // positive(page_size, "page_size of a KV cache"))
         cache = PagedKVCache(
-            served_layers(model, max_seq_len=positive(max_seq_len, "max_seq_len of paged attention")),
+            layers,
             num_pages=num_pages,
             page_size=page_size,
             dtype=model.dtype,
@@ -236,7 +266,7 @@ class PagedAttention:
     def _layout(
         self, *, num_tokens: int, num_reqs: int, query_len: int | None, max_query_len: int, longest: int, num_keys: int
     ) -> TableLayout:
-        is_packed = query_len is None and self._kernels.varlen is not None
+        is_packed = query_len is None and self._kernels.has_flash and not self._kernels.in_place
         return TableLayout(
             num_tokens=num_tokens,
             num_reqs=num_reqs,
@@ -255,9 +285,11 @@ class PagedAttention:
         return length
 
     def _metadata(self, layout: TableLayout, flat: torch.Tensor, new: NewTensor, *, is_padded: bool) -> PagedMetadata:
-        keys: BatchedKeys | PackedKeys
-        if layout.num_keys and self._kernels.varlen is not None:
-            keys = PackedKeys.empty(layout, self._kernels.varlen, new)
+        keys: BatchedKeys | KeysInPlace | PackedKeys
+        if self._kernels.in_place:
+            keys = KeysInPlace.empty(layout, new)
+        elif layout.num_keys:
+            keys = PackedKeys.empty(layout, new)
         else:
             keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._fixed.masks), new)
         return PagedMetadata(
@@ -306,6 +338,17 @@ class _SharedMemory:
 def _new_tensor(device: torch.device, _: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False):  # it may be written outside of it
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _whole_sequence(
+    layers: Sequence[PagedLayer | None], max_num_reqs: int, max_seq_len: int, dtype: torch.dtype
+) -> int | None:
+    """The size of a page for a whole sequence; None if two more of them would take too much memory."""
+    size = round_up(max_seq_len, _MASK_ALIGNMENT)
+    elements = sum(layer.num_kv_heads * (layer.head_dim + layer.dim_of_values) for layer in layers if layer is not None)
+    reserved = FIRST_LIVE_PAGE * size * elements * dtype.itemsize
+    is_small = reserved <= _MAX_RESERVED_BYTES or max_num_reqs * _MAX_RESERVED_SHARE >= FIRST_LIVE_PAGE
+    return size if is_small else None
 
 
 def _power_of_two(size: int) -> int:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 
+from graphpass.compat import operators
 from graphpass.report import Table
 from graphpass.text.paged.cache import PagedKVCache
 from graphpass.text.paged.layers import LayerMask, PagedLayer
 
-__all__ = ["AttentionKernels", "Scores", "Varlen", "masked_attention", "torch_varlen"]
+__all__ = ["AttentionKernels", "Scores", "fault_in_place", "flash_obstacle", "masked_attention"]
 
-Varlen = Callable[..., torch.Tensor]
-"""``f(query, keys, values, query_starts, key_starts, max_query_len, max_seq_len, scale, window)``: causal attention of
-packed sequences."""
+_TOLERANCE = 2e-2
+"""Allowed relative norm of the difference between half precision and float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,125 +76,102 @@ def masked_attention(
     return torch.matmul(weights, values.float()).to(values.dtype)
 
 
-def torch_varlen(*, has_windows: bool) -> Varlen | None:
-    """Torch's variable-length attention, causal; None if this torch does not support it.
-
-    Its signature has changed from release to release: ``is_causal`` became ``window_size``, ``enable_gqa`` came later
-    (the kernel itself has always let heads share keys).
-
-    Args:
-        has_windows: whether a layer has a sliding window.
-    """
-    names = _varlen_parameters()
-    if "scale" not in names:
-        return None
-    varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in names else {}
-    if "window_size" in names:
-
-        def windowed(*args: Any) -> Any:
-            *tensors_and_bounds, scale, window = args
-            return varlen_attn(*tensors_and_bounds, scale=scale, window_size=(window - 1, 0), **options)
-
-        return windowed
-    if "is_causal" not in names or has_windows:
-        return None
-
-    def causal(*args: Any) -> Any:
-        *tensors_and_bounds, scale, _ = args
-        return varlen_attn(*tensors_and_bounds, is_causal=True, scale=scale, **options)
-
-    return causal
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
     """The kernels that serve the steps of one cache.
 
     Attributes:
-        varlen: attends over packed keys, for steps whose requests have different numbers of tokens; None: gathered keys
-            and a mask serve those steps too.
-        reasons: for each candidate why it serves or does not serve such steps.
+        has_flash: flash attention serves the layers, at least over copies of their keys that lie one behind the other.
+        in_place: flash attention reads the pages themselves and serves all steps.
+        reasons: for each candidate why it serves or does not serve steps.
     """
 
-    varlen: Varlen | None
+    has_flash: bool
+    in_place: bool
     reasons: tuple[tuple[str, str], ...]
 
     @classmethod
-    def choose(cls, cache: PagedKVCache, masks: tuple[LayerMask, ...]) -> AttentionKernels:
-        """Choose by device, layers and the abilities of this torch.
+    def choose(cls, cache: PagedKVCache, max_seq_len: int) -> AttentionKernels:
+        """Choose by device, layers, page size and the abilities of this torch.
 
         Args:
             cache: the KV cache.
-            masks: the masks of its layers, without limits that no sequence reaches.
+            max_seq_len: the longest sequence.
         """
-        varlen = torch_varlen(has_windows=any(mask.window for mask in masks))
-        obstacle = _varlen_obstacle(cache, masks)
-        if obstacle is None and varlen is None:
-            obstacle = f"varlen_attn of torch {torch.__version__} has no scale, or no windows for the sliding layers"
+        of_flash = flash_obstacle(cache.layers, max_seq_len, cache.dtype, cache.device)
+        of_pages = of_flash or _page_obstacle(cache, max_seq_len)
+        if of_pages is None:
+            packed = masked = "flash attention over pages copies no keys"
+        elif of_flash is None:
+            packed, masked = "serves the layers, and computes no masked products", "serves the steps of equal lengths"
+        else:
+            packed, masked = of_flash, "serves every layer on every device"
         return cls(
-            varlen=None if obstacle else varlen,
+            has_flash=of_flash is None,
+            in_place=of_pages is None,
             reasons=(
-                (_PAGES, _block_table_obstacle()),
-                (_VARLEN, obstacle or "serves the layers, and computes no masked products"),
-                (_MASKED, "serves every layer on every device" if obstacle else "serves the steps of equal lengths"),
+                (_BLOCK_TABLES, _block_table_obstacle()),
+                (_IN_PLACE, of_pages or "each sequence lies in one page"),
+                (_PACKED, packed),
+                (_MASKED, masked),
             ),
         )
 
     def table(self) -> Table:
         """Which kernel serves which steps, and why."""
-        mixed = _MASKED if self.varlen is None else _VARLEN
-        rows = [(kernel, _STEPS[kernel == mixed, kernel == _MASKED], reason) for kernel, reason in self.reasons]
+        if self.in_place:
+            served = {_IN_PLACE: "all steps"}
+        elif self.has_flash:
+            served = {
+                _PACKED: "prompts and mixed steps",
+                _MASKED: "steps with the same number of tokens in every request",
+            }
+        else:
+            served = {_MASKED: "all steps"}
+        rows = [(kernel, served.get(kernel, "none"), reason) for kernel, reason in self.reasons]
         return Table("paged attention", ("kernel", "serves", "why"), tuple(rows))
 
 
-_PAGES = "varlen_attn over pages (block_table)"
-_VARLEN = "varlen_attn over packed keys"
+_BLOCK_TABLES = "varlen_attn over pages (block_table)"
+_IN_PLACE = "flash attention over pages of whole sequences"
+_PACKED = "flash attention over packed keys"
 _MASKED = "scaled_dot_product_attention over gathered keys"
-_STEPS = {
-    (True, True): "all steps",
-    (True, False): "prompts and mixed steps",
-    (False, True): "steps with the same number of tokens in every request",
-    (False, False): "none",
-}
-
-
-def _varlen_parameters() -> Mapping[str, Any]:
-    """The parameters of torch's ``varlen_attn``; none if this torch does not have it."""
-    try:
-        return inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn).parameters
-    except ImportError:
-        return {}
 
 
 def _block_table_obstacle() -> str:
-    """Why no kernel reads the pages in place.
+    """Why no kernel reads pages through a table.
 
     ``varlen_attn`` has block tables from torch 2.13 on, which FlashAttention 3 and 4 (packages of their own) and, from
     torch 2.15 on, cuDNN serve. A page may contain NaN of its last owner behind a sequence's end, and it is nowhere
     stated that these kernels do not multiply it by a weight of zero.
     """
-    if "block_table" not in _varlen_parameters():
+    try:
+        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn"
+    if "block_table" not in inspect.signature(function).parameters:
         return f"torch {torch.__version__} has none"
     return "it is not known to ignore what a page's last owner left behind a sequence's end"
 
 
-def _varlen_obstacle(cache: PagedKVCache, masks: tuple[LayerMask, ...]) -> str | None:
-    """Why flash attention, which ``varlen_attn`` calls, cannot serve the layers of this cache; None if it can."""
-    if cache.device.type != "cuda":
-        return f"it runs on CUDA, the cache is on {cache.device.type}"
-    if cache.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, the cache has {cache.dtype}"
-    capability = torch.cuda.get_device_capability(cache.device)
+def flash_obstacle(
+    layers: Sequence[PagedLayer | None], max_seq_len: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why torch's flash attention cannot serve these layers; None if it can."""
+    if device.type != "cuda":
+        return f"it runs on CUDA, the cache is on {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, the cache has {dtype}"
+    capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"it needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
-    if any(mask.chunk for mask in masks):
-        return "it has no chunked attention"
-    reasons = (_layer_obstacle(layer) for layer in cache.layers if layer is not None)
+    reasons = [_layer_obstacle(layer, max_seq_len) for layer in layers if layer is not None]
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _layer_obstacle(layer: PagedLayer) -> str | None:
+def _layer_obstacle(layer: PagedLayer, max_seq_len: int) -> str | None:
+    if layer.mask.within(max_seq_len).chunk:
+        return "it has no chunked attention"
     if not layer.is_plain:
         return "it has neither a soft cap nor sinks"
     if layer.dim_of_values != layer.head_dim:
@@ -201,3 +179,74 @@ def _layer_obstacle(layer: PagedLayer) -> str | None:
     if layer.head_dim % 8 or layer.head_dim > 256:
         return f"it takes heads of a multiple of 8 up to 256, a layer has {layer.head_dim}"
     return None
+
+
+def _page_obstacle(cache: PagedKVCache, max_seq_len: int) -> str | None:
+    """Why flash attention cannot read the pages themselves; None if it can."""
+    if cache.page_size < max_seq_len:
+        return f"a page has {cache.page_size} positions, a sequence up to {max_seq_len}: its keys are apart"
+    faults = [fault_in_place(cache.device, cache.dtype, layer.head_dim) for layer in cache.layers if layer is not None]
+    return next((fault for fault in faults if fault is not None), None)
+
+
+@functools.cache
+def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Test flash attention over pages on this device; returns the reason why it cannot be used, or None.
+
+    Torch documents the kernel for consecutive keys. Here sequences lie in any order, with NaN between and behind them.
+    """
+    lengths, query_lens, places, page_size, num_kv_heads = (70, 0, 5, 129), (3, 1, 1, 129), (3, 0, 1, 2), 160, 2
+    seeded = torch.Generator().manual_seed(0)
+    pages = torch.full((2, 4, page_size, num_kv_heads, head_dim), torch.nan)
+    for place, length in zip(places, lengths, strict=True):
+        pages[:, place, :length] = torch.randn(2, length, num_kv_heads, head_dim, generator=seeded)
+    query = torch.randn(sum(query_lens), 2 * num_kv_heads, head_dim, generator=seeded)
+    keys, values = pages.to(device, dtype).flatten(1, 2)
+    query, scale = query.to(device, dtype), head_dim**-0.5
+    for window in (0, 4):
+        for query_len in (None, 1):
+            ends = [0, *accumulate(query_lens if query_len is None else (1,) * len(lengths))]
+            bounds, starts, used = (
+                torch.tensor(numbers, dtype=torch.int32, device=device)
+                for numbers in (ends, [*(place * page_size for place in places), 0], lengths)
+            )
+            sequences = operators.PackedSequences(bounds, starts, used, query_len or max(query_lens), page_size)
+            try:
+                found = operators.flash_attention(
+                    query[: ends[-1]], keys, values, sequences, scale=scale, causal_window=window
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                return str(error)
+            expected = _one_by_one(query[: ends[-1]], keys, values, sequences, scale, window)
+            if not (found.float() - expected).norm() < _TOLERANCE * expected.norm():
+                return f"with heads of width {head_dim} it attends to wrong keys"
+    return None
+
+
+def _one_by_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequences: operators.PackedSequences,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """What flash attention should compute, in float32, sequence by sequence."""
+    results = []
+    bounds = pairwise(sequences.query_bounds.tolist())
+    starts, lengths = sequences.key_starts.tolist()[:-1], sequences.key_lengths.tolist()
+    for (begin, end), start, length in zip(bounds, starts, lengths, strict=True):
+        of_sequence = query[begin:end].float().transpose(0, 1)
+        if not length:
+            results.append(torch.zeros_like(query[begin:end], dtype=torch.float32))
+            continue
+        own, others = (torch.arange(n, device=query.device) for n in (end - begin, length))
+        visible = LayerMask(window=window).visible((own + length - len(own)).unsqueeze(1), others)
+        key, value = (t[start : start + length].float().transpose(0, 1) for t in (keys, values))
+        attended = F.scaled_dot_product_attention(
+            of_sequence, key, value, attn_mask=visible, scale=scale, enable_gqa=True
+        )
+        results.append(attended.transpose(0, 1))
+    return torch.cat(results)

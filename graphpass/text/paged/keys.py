@@ -1,12 +1,12 @@
-"""The keys and values of a step, copied from their pages, and the attention of the step's tokens over them.
+"""The keys and values of a step, and the attention of the step's tokens over them.
 
-There are two ways to the same result. *Batched*: each request's keys are gathered into a row of the longest length, and
-one attention with a mask serves all rows; the heads that share keys are folded into the query dimension, so that no key
-is repeated. It serves steps of equal lengths, such as decode, and everything that the other way does not serve.
-*Packed*: the keys of all requests lie one behind the other and go to ``varlen_attn``.
+There are three ways to the same result. *In place*: each request has one page, where flash attention reads.
+*Packed*: the keys of all requests are copied one behind the other and go to flash attention. *Batched*: each request's
+keys are copied into a row of the longest length, and one attention with a mask serves all rows; the heads that share
+keys are folded into the query dimension, so that no key is repeated. It serves every layer on every device.
 
-Positions that a request has not reached are read from the null page, not from the end of its last page: a page contains
-what its last owner wrote, and a weight of zero does not keep a NaN out.
+Copies of positions that a request has not reached come from the null page, not from the end of its last page: a page
+contains what its last owner wrote, and a weight of zero does not keep a NaN out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graphpass.compat.operators import PackedSequences, flash_attention
 from graphpass.text.paged.cache import LayerMemory
-from graphpass.text.paged.kernels import Scores, Varlen, masked_attention
+from graphpass.text.paged.kernels import Scores, masked_attention
 from graphpass.text.paged.tables import TableLayout
 
 if TYPE_CHECKING:
     from graphpass.text.paged.metadata import PagedMetadata
 
-__all__ = ["BatchedKeys", "NewTensor", "PackedKeys"]
+__all__ = ["BatchedKeys", "KeysInPlace", "NewTensor", "PackedKeys"]
 
 NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """``f(name, shape, dtype)``: uninitialised memory."""
@@ -123,16 +124,14 @@ class PackedKeys:
 
     Attributes:
         slots: of keys, and of values in the same layer's memory, int64 [2, keys].
-        varlen: the kernel.
     """
 
     slots: torch.Tensor
-    varlen: Varlen
 
     @classmethod
-    def empty(cls, layout: TableLayout, varlen: Varlen, new: NewTensor) -> PackedKeys:
+    def empty(cls, layout: TableLayout, new: NewTensor) -> PackedKeys:
         """Memory for steps of one layout."""
-        return cls(new("slots", (2, layout.num_keys), torch.int64), varlen)
+        return cls(new("slots", (2, layout.num_keys), torch.int64))
 
     def prepare(self, metadata: PagedMetadata) -> None:
         """Compute the tensors for this step, on the device."""
@@ -143,7 +142,59 @@ class PackedKeys:
     ) -> torch.Tensor:
         """Attention of the tokens' queries, as :meth:`BatchedKeys.attend`; results of padded rows are undefined."""
         keys, values = memory.gather(self.slots)
-        starts, key_starts = metadata.tables.query_start_loc, metadata.tables.key_start_loc
-        longest = (metadata.max_query_len, metadata.max_seq_len)
+        tables = metadata.tables
+        sequences = PackedSequences(
+            tables.query_start_loc,
+            tables.key_start_loc,
+            tables.seq_lens,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+        )
         window = metadata.fixed.masks[mask].window
-        return self.varlen(query, keys, values, starts, key_starts, *longest, scores.scale, window)
+        return flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeysInPlace:
+    """The keys of each request where they lie, in one page; for layers with plain scores.
+
+    Attributes:
+        starts: slot of each request's first key, and a 0, int32 [requests + 1].
+        query_bounds: of uniform batches: where each request's tokens begin, unused ones included, int32 [requests + 1].
+        max_seq_len: bound on the lengths of sequences.
+    """
+
+    starts: torch.Tensor
+    query_bounds: torch.Tensor
+    max_seq_len: int
+
+    @classmethod
+    def empty(cls, layout: TableLayout, new: NewTensor) -> KeysInPlace:
+        """Memory for steps of one layout."""
+        count = layout.num_reqs + 1
+        return cls(
+            starts=new("starts", (count,), torch.int32),
+            query_bounds=new("query_bounds", (count if layout.query_len is not None else 0,), torch.int32),
+            max_seq_len=layout.limit,
+        )
+
+    def prepare(self, metadata: PagedMetadata) -> None:
+        """Compute the tensors for this step, on the device."""
+        self.starts.zero_()
+        torch.mul(metadata.tables.block_tables[:, 0], metadata.fixed.page_size, out=self.starts[:-1])
+        if metadata.query_len is not None:
+            torch.mul(metadata.fixed.numbers[: len(self.query_bounds)], metadata.query_len, out=self.query_bounds)
+
+    def attend(
+        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
+    ) -> torch.Tensor:
+        """Attention of the tokens' queries, as :meth:`BatchedKeys.attend`.
+
+        Unused requests of a uniform batch have no keys, so their rows are zero. Results of padded rows of a mixed batch
+        are undefined.
+        """
+        tables = metadata.tables
+        bounds = tables.query_start_loc if metadata.query_len is None else self.query_bounds
+        sequences = PackedSequences(bounds, self.starts, tables.seq_lens, metadata.max_query_len, self.max_seq_len)
+        window = metadata.fixed.masks[mask].window
+        return flash_attention(query, memory.keys, memory.values, sequences, scale=scores.scale, causal_window=window)

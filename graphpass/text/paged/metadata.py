@@ -10,7 +10,7 @@ import torch
 from graphpass.errors import ShapeError
 from graphpass.text.paged.cache import LayerMemory, PagedKVCache
 from graphpass.text.paged.kernels import Scores
-from graphpass.text.paged.keys import BatchedKeys, PackedKeys
+from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, PackedKeys
 from graphpass.text.paged.layers import LayerMask, PagedLayer
 from graphpass.text.paged.tables import Tables
 
@@ -154,7 +154,7 @@ class PagedMetadata(PagedStep):
     tables: Tables[torch.Tensor]
     is_padded: bool
     fixed: FixedMetadata
-    keys: BatchedKeys | PackedKeys
+    keys: BatchedKeys | KeysInPlace | PackedKeys
     first_layer: int | None = None
 
     @property

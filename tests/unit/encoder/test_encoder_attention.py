@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphpass as gp
+from graphpass.compat.operators import PackedSequences
 from graphpass.encoder import attention as att
 from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces, pieces_of
 
@@ -100,13 +101,12 @@ def by_the_table(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    longest: int,
+    sequences: PackedSequences,
     *,
     scale: float,
 ) -> torch.Tensor:
     """What the kernel does, a piece at a time."""
-    ends, starts, lengths = bounds
+    ends, starts, lengths, longest, _ = sequences
     found = torch.full_like(query, torch.nan)
     for begin, end, start, length in zip(*(part.tolist() for part in (ends, ends[1:], starts, lengths)), strict=False):
         assert end - begin <= longest
@@ -120,14 +120,13 @@ def to_own_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    longest: int,
+    sequences: PackedSequences,
     *,
     scale: float,
 ) -> torch.Tensor:
     """A kernel for which keys of a sequence end where those of the next begin."""
-    ends, starts, _ = bounds
-    return by_the_table(query, key, value, (ends, starts, torch.diff(starts)), longest, scale=scale)
+    lengths = torch.diff(sequences.key_starts)
+    return by_the_table(query, key, value, sequences._replace(key_lengths=lengths), scale=scale)
 
 
 def refuses(*_: object, **__: object) -> torch.Tensor:

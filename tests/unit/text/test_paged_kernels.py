@@ -8,49 +8,65 @@ from typing import Any
 import pytest
 import torch
 
+from graphpass.text.paged import kernels
 from graphpass.text.paged.kernels import AttentionKernels, Scores, masked_attention
 from graphpass.text.paged.layers import LayerMask, PagedLayer
 
 PLAIN = PagedLayer(2, 64)
-MASKED, PACKED, PAGES = (
-    "scaled_dot_product_attention over gathered keys",
-    "varlen_attn over packed keys",
+TABLES, IN_PLACE, PACKED, MASKED = (
     "varlen_attn over pages (block_table)",
+    "flash attention over pages of whole sequences",
+    "flash attention over packed keys",
+    "scaled_dot_product_attention over gathered keys",
 )
 
 
-def chosen(layer: PagedLayer = PLAIN, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
+def chosen(
+    layer: PagedLayer = PLAIN, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", page_size: int = 16
+) -> AttentionKernels:
     """The choice for two layers, the second one plain."""
-    cache: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, layers=(layer, None, PLAIN))
-    return AttentionKernels.choose(cache, (LayerMask(), layer.mask))
+    cache: Any = SimpleNamespace(
+        device=torch.device(device), dtype=dtype, layers=(layer, None, PLAIN), page_size=page_size
+    )
+    return AttentionKernels.choose(cache, 64)
 
 
-def varlen_with_everything(q: Any, *, scale: Any, window_size: Any, enable_gqa: Any, block_table: Any) -> None:
-    raise AssertionError
+def served(choice: AttentionKernels) -> dict[str, str]:
+    return {kernel: steps for kernel, steps, _ in choice.table().rows}
 
 
-def varlen_without_windows(q: Any, *, scale: Any, is_causal: Any) -> None:
-    raise AssertionError
+def why(choice: AttentionKernels, kernel: str) -> str:
+    return next(reason for name, _, reason in choice.table().rows if name == kernel)
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A GPU, and a torch whose ``varlen_attn`` has every argument."""
+    """A GPU whose flash attention passes its trial."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_with_everything)
+    monkeypatch.setattr(kernels, "fault_in_place", lambda *_: None)
     return monkeypatch
 
 
-def test_plain_layers_in_half_precision_on_cuda_use_varlen() -> None:
+def test_pages_of_whole_sequences_are_read_in_place() -> None:
+    choice = chosen(page_size=64)
+    assert served(choice) == {TABLES: "none", IN_PLACE: "all steps", PACKED: "none", MASKED: "none"}
+    assert choice.has_flash
+    assert choice.in_place
+
+
+def test_keys_of_small_pages_are_packed_or_gathered() -> None:
     choice = chosen()
-    assert choice.varlen is not None
-    assert [row[:2] for row in choice.table().rows] == [
-        (PAGES, "none"),
-        (PACKED, "prompts and mixed steps"),
-        (MASKED, "steps with the same number of tokens in every request"),
-    ]
+    assert not choice.in_place
+    assert served(choice) == {
+        TABLES: "none",
+        IN_PLACE: "none",
+        PACKED: "prompts and mixed steps",
+        MASKED: "steps with the same number of tokens in every request",
+    }
+    assert why(choice, IN_PLACE) == "a page has 16 positions, a sequence up to 64: its keys are apart"
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -63,24 +79,37 @@ def test_plain_layers_in_half_precision_on_cuda_use_varlen() -> None:
         ({"layer": PagedLayer(2, 20)}, "20"),
     ],
 )
-def test_other_caches_use_masked_attention_and_the_table_says_why(changes: dict[str, Any], reason: str) -> None:
-    choice = chosen(**changes)
-    assert choice.varlen is None
-    _, packed, masked = choice.table().rows
-    assert (packed[1], masked[1]) == ("none", "all steps")
-    assert reason in packed[2]
+def test_other_caches_use_masked_attention_and_the_table_says_why(
+    changes: dict[str, Any], reason: str, page_size: int
+) -> None:
+    choice = chosen(**changes, page_size=page_size)
+    assert served(choice) == {TABLES: "none", IN_PLACE: "none", PACKED: "none", MASKED: "all steps"}
+    assert reason in why(choice, PACKED)
+    assert reason in why(choice, IN_PLACE)
+
+
+def test_a_chunk_that_no_sequence_reaches_is_none() -> None:
+    assert chosen(PagedLayer(2, 64, mask=LayerMask(chunk=64))).has_flash
 
 
 def test_the_gpu_and_this_torch_are_asked(gpu: pytest.MonkeyPatch) -> None:
+    def with_tables(q: Any, *, block_table: Any) -> None:
+        raise AssertionError
+
+    def without_tables(q: Any) -> None:
+        raise AssertionError
+
+    gpu.setattr("torch.nn.attention.varlen.varlen_attn", with_tables)
+    assert "last owner" in why(chosen(), TABLES)
+    gpu.setattr("torch.nn.attention.varlen.varlen_attn", without_tables)
+    assert "has none" in why(chosen(), TABLES)
     gpu.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
-    assert "7.5" in chosen().table().rows[1][2]
+    assert "7.5" in why(chosen(), PACKED)
     gpu.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    gpu.setattr("torch.nn.attention.varlen.varlen_attn", varlen_without_windows)
-    windowed = chosen(PagedLayer(2, 64, mask=LayerMask(window=8)))
-    assert windowed.varlen is None
-    assert "windows" in windowed.table().rows[1][2]
-    assert chosen().varlen is not None
-    assert "has none" in chosen().table().rows[0][2]
+    gpu.setattr(kernels, "fault_in_place", lambda *_: "it attends to wrong keys")
+    choice = chosen(page_size=64)
+    assert (choice.has_flash, choice.in_place) == (True, False)
+    assert why(choice, IN_PLACE) == "it attends to wrong keys"
 
 
 def test_scores_of_either_kind_agree_with_scaled_dot_product_attention() -> None:

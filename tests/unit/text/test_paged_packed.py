@@ -1,90 +1,158 @@
-"""Packed keys, which torch attends to on CUDA: here with a plain stand-in of the same meaning in torch's place."""
+"""Keys that flash attention reads, copied or in their pages: here with a plain stand-in in the kernel's place."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from graphpass import AttentionSupport, BatchDescriptor
-from graphpass.text.paged import kernels
-from graphpass.text.paged.kernels import torch_varlen
-from graphpass.text.paged.keys import BatchedKeys, PackedKeys
+from graphpass.compat import operators
+from graphpass.compat.operators import PackedSequences
+from graphpass.text.paged import attention, kernels, keys
+from graphpass.text.paged.attention import PagedAttention
+from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, PackedKeys
+from graphpass.text.paged.layers import PagedLayer
 from tests.unit.text.paged_reference import Heads, Paged, reference
-from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS, assert_right, run
+from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS, assert_right, run, uniform_key
+
+CPU = torch.device("cpu")
 
 
-def plain_varlen(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, scale: float, window: int
+def plain_flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: PackedSequences,
+    *,
+    scale: float,
+    causal_window: int | None = None,
 ) -> torch.Tensor:
+    """What the kernel does: NaN where it does not write, and it reads nothing but the keys in use."""
+    assert causal_window is not None
+    bounds, starts, lengths, max_query_len, max_key_len = sequences
+    assert len(bounds) == len(starts) == len(lengths) + 1
     out = torch.full_like(query, torch.nan)
-    heads = Heads(query.shape[1], key.shape[1], query.shape[2], max(window, 0))
-    bounds = zip(itertools.pairwise(cu_seq_q.tolist()), itertools.pairwise(cu_seq_k.tolist()), strict=True)
-    for (q0, q1), (k0, k1) in bounds:
-        assert q1 - q0 <= max_q
-        assert k1 - k0 <= max_k
-        if q1 > q0:
-            scaled = query[q0:q1] * (scale / heads.scale)
-            out[q0:q1] = reference(scaled, key[k0:k1], value[k0:k1], heads).to(query.dtype)
+    heads = Heads(query.shape[1], key.shape[1], query.shape[2], causal_window)
+    for (q0, q1), k0, length in zip(
+        itertools.pairwise(bounds.tolist()), starts.tolist(), lengths.tolist(), strict=False
+    ):
+        assert q1 - q0 <= max_query_len
+        assert length <= max_key_len
+        own = slice(k0, k0 + length)
+        if length == 0:
+            out[q0:q1] = 0.0
+        elif q1 > q0:
+            out[q0:q1] = reference(query[q0:q1] * (scale / heads.scale), key[own], value[own], heads).to(query.dtype)
     return out
 
 
-def varlen_of_windows(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: Any = None,
-    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    assert enable_gqa
-    assert window_size[1] == 0
-    window = -1 if window_size[0] < 0 else window_size[0] + 1
-    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window)
-
-
-def varlen_of_is_causal(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, is_causal: bool = False,
-    scale: Any = None,
-) -> torch.Tensor:  # fmt: skip
-    assert is_causal
-    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, -1)
-
-
-def varlen_without_scale(query: Any, key: Any, value: Any, is_causal: bool = False) -> None:
-    raise AssertionError
-
-
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
-    def install(function: Any) -> None:
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-        monkeypatch.setattr(kernels, "_varlen_obstacle", lambda cache, masks: None)
+def flash(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The stand-in, which serves every plain layer."""
+    monkeypatch.setattr(operators, "flash_attention", plain_flash)
+    monkeypatch.setattr(keys, "flash_attention", plain_flash)
+    for module in (attention, kernels):
+        monkeypatch.setattr(module, "flash_obstacle", lambda *_: None)
+    kernels.fault_in_place.cache_clear()
+    return monkeypatch
 
-    return install
 
-
+@pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
-@pytest.mark.parametrize("function", [varlen_of_windows, varlen_of_is_causal])
-def test_packed_keys(heads: Heads, function: Any, stand_in: Callable[[Any], None]) -> None:
-    stand_in(function)
+def test_packed_keys(heads: Heads) -> None:
     paged = Paged(heads, support=AttentionSupport.ALWAYS)
     requests = [paged.begin() for _ in range(3)]
     key = BatchDescriptor(20, num_reqs=6)
-    is_packed = function is varlen_of_windows or not heads.window
     for query_lens in STEPS:
         step, tensors = paged.grow(requests, query_lens)
         eager, full = paged.attention.build(step, None), paged.attention.build(step, key)
         is_uniform = len(set(query_lens)) == 1
-        assert isinstance(eager.keys, PackedKeys if is_packed and not is_uniform else BatchedKeys)
-        assert isinstance(full.keys, PackedKeys if is_packed else BatchedKeys)
+        assert isinstance(eager.keys, BatchedKeys if is_uniform else PackedKeys)
+        assert isinstance(full.keys, PackedKeys)
         for metadata, num_rows in ((eager, 20), (full, 20)):
             assert_right(run(paged, tensors, metadata, num_rows), tensors)
 
 
-def test_varlen_attention_without_scale_is_not_used(stand_in: Callable[[Any], None]) -> None:
-    stand_in(varlen_without_scale)
-    assert torch_varlen(has_windows=False) is None
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
+def test_keys_in_place(heads: Heads) -> None:
+    """Pages of whole sequences, whose free positions are NaN: of prompts, decode and drafts, in keys and eagerly."""
+    paged = Paged(heads, page_size=32, num_pages=6, support=AttentionSupport.ALWAYS)
+    requests = [paged.begin() for _ in range(3)]
+    for query_lens in STEPS:
+        step, tensors = paged.grow(requests, query_lens)
+        of_keys: list[BatchDescriptor | None] = [None, BatchDescriptor(20, num_reqs=6)]
+        if len(set(query_lens)) == 1:
+            of_keys.append(uniform_key(5, query_lens[0]))
+        for key in of_keys:
+            metadata = paged.attention.build(step, key)
+            assert isinstance(metadata.keys, KeysInPlace)
+            assert_right(run(paged, tensors, metadata, 20 if key is None else key.num_tokens), tensors)
 
 
-def test_this_torchs_signature_is_known() -> None:
-    assert torch_varlen(has_windows=True) is not None
+@pytest.mark.usefixtures("flash")
+def test_unused_requests_of_a_key_come_and_go() -> None:
+    paged = Paged(Heads(4, 2, 16), page_size=32, num_pages=6)
+    requests = [paged.begin() for _ in range(4)]
+    for count in (4, 1, 3):
+        step, tensors = paged.grow(requests[:count], [1] * count)
+        assert_right(run(paged, tensors, paged.attention.build(step, uniform_key(5)), 5), tensors)
+
+
+def test_the_kernel_is_tried_over_pages(flash: pytest.MonkeyPatch) -> None:
+    def fault() -> str | None:
+        return kernels.fault_in_place.__wrapped__(CPU, torch.bfloat16, 16)
+
+    def reads_on(query: Any, key: Any, value: Any, sequences: PackedSequences, **options: Any) -> torch.Tensor:
+        """A kernel that goes by the starts alone, as torch documents it."""
+        lengths = torch.diff(sequences.key_starts).clamp(min=0, max=sequences.max_key_len)
+        return plain_flash(query, key, value, sequences._replace(key_lengths=lengths.to(torch.int32)), **options)
+
+    def refuses(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("seqused_k is not supported")
+
+    assert fault() is None
+    flash.setattr(operators, "flash_attention", reads_on)
+    assert fault() == "with heads of width 16 it attends to wrong keys"
+    flash.setattr(operators, "flash_attention", refuses)
+    assert fault() == "seqused_k is not supported"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "page_size", "num_pages"),
+    [
+        ({"max_num_reqs": 40, "max_seq_len": 1001}, 1008, 40),
+        ({"max_num_reqs": 1, "max_seq_len": 1001}, 1008, 1),
+        ({"max_num_reqs": 19, "max_seq_len": 1 << 17}, 16, 19 << 13),
+        ({"max_num_reqs": 20, "max_seq_len": 1 << 17}, 1 << 17, 20),
+        ({"max_num_reqs": 40, "max_seq_len": 1001, "num_pages": 7}, 16, 7),
+        ({"max_num_reqs": 40, "max_seq_len": 1001, "page_size": 8}, 8, 40 * 126),
+    ],
+    ids=["whole", "small", "large reserve", "small share", "own number", "own size"],
+)
+def test_a_page_is_a_whole_sequence_where_that_saves_copies(
+    sizes: dict[str, int], page_size: int, num_pages: int, flash: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    class StopError(Exception):
+        pass
+
+    def cache(layers: Any, **options: Any) -> None:
+        given.update(options)
+        raise StopError
+
+    model: Any = SimpleNamespace(dtype=torch.bfloat16, device=CPU)
+    flash.setattr(attention, "served_layers", lambda *_, **__: [PagedLayer(8, 128)] * 4)
+    flash.setattr(attention, "PagedKVCache", cache)
+    with pytest.raises(StopError):
+        PagedAttention.for_model(model, max_num_tokens=64, **sizes)
+    assert (given["page_size"], given["num_pages"]) == (page_size, num_pages)
+    flash.setattr(attention, "flash_obstacle", lambda *_: "it runs on CUDA")
+    with pytest.raises(StopError):
+        PagedAttention.for_model(model, max_num_tokens=64, **sizes)
+    assert given["page_size"] == sizes.get("page_size", 16)
