@@ -20,6 +20,7 @@ import graphpass
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.result import Heading, Part, Result, Text
 from graphpass.report import Table
+from graphpass.text.paged.kernels import fault_in_place
 
 __all__ = ["doctor"]
 
@@ -145,7 +146,7 @@ def _attention(device: torch.device) -> dict[str, bool]:
     with warnings.catch_warnings():  # torch warns of each reason why a kernel does not run
         warnings.simplefilter("ignore")
         found = {name: runs(kernel) for name, kernel in named.items()}
-    found["varlen_attn"] = device.type == "cuda" and _has("torch.nn.attention.varlen", "varlen_attn")
+    found["flash over pages"] = device.type == "cuda" and fault_in_place(device, dtype, head_dim=64) is None
     found["flex_attention"] = _has("torch.nn.attention.flex_attention", "flex_attention")
     found["flash_attn package"] = _version("flash-attn") is not None
     return found
@@ -214,8 +215,12 @@ def _slow(
             yield "bfloat16", "this GPU has no bfloat16 units", "use float16"
         if not kernels["flash"]:
             yield "attention", "the flash kernel does not run here", "see the table of attention kernels"
-        if not kernels["varlen_attn"]:
-            yield "paged prefill", "this torch has no varlen_attn", "install a newer torch"
+        if not kernels["flash over pages"]:
+            yield (
+                "text",
+                "flash attention cannot read pages in place, so their keys are copied",
+                "install a newer torch",
+            )
         if machine["float32_matmul_precision"] == "highest":
             yield (
                 "float32 matrix products",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -37,7 +38,8 @@ class NextToken(torch.nn.Module):
 
     The tokens of all requests are packed into one row: ``input_ids`` and ``position_ids`` have shape (1, tokens).
     ``last_rows``, shape (requests,), is the index of each request's last token in that row. The result are token ids,
-    int64 (requests,). Logits are computed for the last tokens only, and compared in float32.
+    int64 (requests,). Logits are computed for the last tokens only, if the model has the argument ``logits_to_keep``, and
+    compared in float32.
 
     To verify k drafts, ``last_rows`` has shape (requests, 1 + k): the indices of each request's last ``1 + k`` tokens.
     If a request has fewer tokens in the step, the index of its first one is repeated in front. The result then has
@@ -50,6 +52,7 @@ class NextToken(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
+        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def vocab_size(self) -> int:
@@ -59,8 +62,9 @@ class NextToken(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
         """See the class."""
         rows = last_rows.reshape(-1)
-        output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
-        tokens: torch.Tensor = output.logits[0].float().argmax(-1)
+        selected = {"logits_to_keep": rows} if self._selects_rows else {}
+        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **selected).logits[0]
+        tokens: torch.Tensor = (logits if self._selects_rows else logits[rows]).float().argmax(-1)
         return tokens.view(last_rows.shape)
 
 

@@ -56,7 +56,7 @@ class Outcome:
     Attributes:
         name: the class.
         outcome: ``equal``, ``refused``, ``not built``, or a failure of the test: ``different``, ``untyped``,
-            ``not given back``, ``blind`` (wrong attention would not be seen), ``no answer`` (out of time).
+            ``not given back``, ``blind`` (equal, but wrong attention would not be seen), ``no answer`` (out of time).
         sentence: the problem, as the error or the test states it.
     """
 
@@ -98,13 +98,11 @@ def tried(name: str) -> Outcome:
         blind = seen_of(model, references)
     except Exception as error:
         return Outcome(name, NOT_BUILT, f"its own generate() fails: {_first_line(error)}")
-    if blind:
-        return Outcome(name, BLIND, blind)
     before = _configs(model)
     outcome = _served(name, model, references)
     if _configs(model) != before or not references[0].accepts(continued(model, prompts()[0], COUNTS[0]).tokens):
         return Outcome(name, "not given back", f"after: {outcome.outcome} {outcome.sentence}")
-    return outcome
+    return Outcome(name, BLIND, blind) if blind and outcome.outcome == "equal" else outcome
 
 
 def _served(name: str, model: Any, references: Sequence[Reference]) -> Outcome:
