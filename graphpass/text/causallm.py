@@ -38,8 +38,8 @@ class NextToken(torch.nn.Module):
 
     The tokens of all requests are packed into one row: ``input_ids`` and ``position_ids`` have shape (1, tokens).
     ``last_rows``, shape (requests,), is the index of each request's last token in that row. The result are token ids,
-    int64 (requests,). Logits are computed for the last tokens only, if the model has the argument ``logits_to_keep``, and
-    compared in float32.
+    int64 (requests,). Logits are computed for the last tokens only, if the model has the argument ``logits_to_keep``,
+    and compared in float32.
 
     To verify k drafts, ``last_rows`` has shape (requests, 1 + k): the indices of each request's last ``1 + k`` tokens.
     If a request has fewer tokens in the step, the index of its first one is repeated in front. The result then has
