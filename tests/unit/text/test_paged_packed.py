@@ -156,3 +156,16 @@ def test_a_page_is_a_whole_sequence_where_that_saves_copies(
     with pytest.raises(StopError):
         PagedAttention.for_model(model, max_num_tokens=64, **sizes)
     assert given["page_size"] == sizes.get("page_size", 16)
+
+
+def test_a_kernel_that_fails_its_trial_reads_no_pages(flash: pytest.MonkeyPatch) -> None:
+    def of_own_rows(query: Any, key: Any, value: Any, sequences: PackedSequences, **options: Any) -> torch.Tensor:
+        starts = sequences.query_bounds
+        return plain_flash(query, key, value, sequences._replace(key_starts=starts), **options)
+
+    flash.setattr(operators, "flash_attention", of_own_rows)
+    paged = Paged(Heads(4, 2, 16), page_size=32, num_pages=6)
+    step, tensors = paged.grow([paged.begin(), paged.begin()], [1, 1])
+    metadata = paged.attention.build(step, None)
+    assert isinstance(metadata.keys, BatchedKeys)
+    assert_right(run(paged, tensors, metadata, 2), tensors)
