@@ -66,6 +66,16 @@ def test_runtime_of_returns_the_runtime_option_before_the_first_call(make: Calla
     assert runtime.stats().callables == 1
 
 
+def test_a_model_that_dynamo_does_not_compile_is_pointed_to_its_log() -> None:
+    """Dynamo runs recurrent layers as they are."""
+    compiled = torch.compile(nn.LSTM(6, 6), backend="cgpass", options={"compiler": "eager"})
+    with torch.no_grad():
+        compiled(torch.randn(3, 4, 6))
+    with pytest.raises(OptionError, match="no graphpass runtime") as raised:
+        runtime_of(compiled)
+    assert "TORCH_LOGS=graph_breaks" in raised.value.remedy
+
+
 @MAKERS
 def test_runtime_of_returns_a_private_runtime_after_the_first_call(make: Callable[..., Any], at_key: Run) -> None:
     compiled = make(compiler="eager")
