@@ -27,7 +27,7 @@ from graphpass.text.causallm import CausalLM
 from tests.e2e.greedy import Reference, continued
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 
-__all__ = ["BUILT", "Outcome", "described", "outcomes", "recorded", "tried", "versions"]
+__all__ = ["BUILT", "Outcome", "described", "outcomes", "recorded", "rows_of", "table_of_page", "tried", "versions"]
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
@@ -209,8 +209,8 @@ def versions() -> str:
     return f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
 
 
-def described(found: Sequence[Outcome]) -> str:
-    """The table, with the counts in front of it."""
+def described(found: Sequence[Outcome], of_versions: str) -> str:
+    """The table, with the versions and the counts in front of it."""
     ordered = sorted(found, key=lambda outcome: outcome.name)
     kinds = dict.fromkeys(outcome.outcome for outcome in ordered)
     counts = ", ".join(f"{sum(other.outcome == kind for other in ordered)} {kind}" for kind in sorted(kinds))
@@ -219,22 +219,31 @@ def described(found: Sequence[Outcome]) -> str:
         for outcome in ordered
     ]
     return "\n".join(
-        [f"{versions()}: {len(ordered)} classes, {counts}.", "", "| class | outcome | why |", "|---|---|---|", *rows]
+        [f"{of_versions}: {len(ordered)} classes, {counts}.", "", "| class | outcome | why |", "|---|---|---|", *rows]
     )
 
 
 def recorded() -> tuple[str, dict[str, Outcome]]:
     """The versions of the page's table, and its rows by class."""
-    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    table = table_of_page()
+    return table.partition(":")[0], rows_of(table)
+
+
+def table_of_page() -> str:
+    """The table, as :func:`described` wrote it."""
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def rows_of(table: str) -> dict[str, Outcome]:
+    """The rows of a table, by class."""
     rows = [line[2:-2].split(" | ", 2) for line in table.splitlines() if line.startswith("| ")]
-    found = {name: Outcome(name, kind, why.replace("\\|", "|")) for name, kind, why in rows if name != "class"}
-    return table.partition(":")[0], found
+    return {name: Outcome(name, kind, why.replace("\\|", "|")) for name, kind, why in rows if name != "class"}
 
 
 def _write(found: Sequence[Outcome]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{described(found)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{described(found, versions())}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -104,6 +104,11 @@ def clips(batch: int, length: int) -> Tensors:
     return {"pixel_values": torch.randn(batch, 4, 3, 16, 16)}
 
 
+def pixels(batch: int, length: int) -> Tensors:
+    """Images as sequences of colours."""
+    return {"input_ids": torch.randint(0, 99, (batch, 16))}
+
+
 def samples(batch: int, length: int) -> Tensors:
     return {"input_values": torch.randn(batch, length)}
 

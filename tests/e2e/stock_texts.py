@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.e2e.stock_encoder import BART, T5, TEXT, characters, named, text
+from tests.e2e.stock_encoder import BART, CLIP_TEXT, T5, TEXT, boxes, characters, named, text, tokens
 
 TEXTS = named(
     text("BertModel", "BertConfig", **TEXT),
@@ -53,4 +53,59 @@ TEXTS = named(
     ),
     text("PegasusEncoder", "PegasusConfig", of="pegasus.modeling_pegasus", **BART),
     text("SiglipTextModel", "SiglipTextConfig", **{**TEXT, "max_position_embeddings": 64}),
+    text("AlbertModel", "AlbertConfig", **TEXT, embedding_size=16),
+    text("BigBirdModel", "BigBirdConfig", **TEXT, attention_type="original_full"),
+    text("CLIPTextModel", "CLIPTextConfig", **CLIP_TEXT),
+    text("CLIPTextModelWithProjection", "CLIPTextConfig", **CLIP_TEXT, projection_dim=16),
+    text("ChineseCLIPTextModel", "ChineseCLIPTextConfig", **TEXT),
+    text("AltCLIPTextModel", "AltCLIPTextConfig", of="altclip.modeling_altclip", **TEXT, project_dim=16),
+    text("Aimv2TextModel", "Aimv2TextConfig", **{**TEXT, "max_position_embeddings": 64, "eos_token_id": 2}),
+    text("FlaubertModel", "FlaubertConfig", vocab_size=99, emb_dim=32, n_layers=2, n_heads=2),
+    text("XLMModel", "XLMConfig", vocab_size=99, emb_dim=32, n_layers=2, n_heads=2),
+    text("LongformerModel", "LongformerConfig", **TEXT, attention_window=[8, 8], max_position_embeddings=64),
+    text("RoCBertModel", "RoCBertConfig", **TEXT, enable_pronunciation=False, enable_shape=False),
+    text("RobertaPreLayerNormModel", "RobertaPreLayerNormConfig", **TEXT),
+    text("ConvBertModel", "ConvBertConfig", **TEXT, embedding_size=16, conv_kernel_size=3),
+    text("ErnieModel", "ErnieConfig", **TEXT),
+    text("EsmModel", "EsmConfig", **TEXT, pad_token_id=1, position_embedding_type="rotary"),
+    text("FNetModel", "FNetConfig", inputs=tokens, **{k: v for k, v in TEXT.items() if k != "num_attention_heads"}),
+    text("LayoutLMModel", "LayoutLMConfig", inputs=boxes, **TEXT, max_2d_position_embeddings=1024),
+    text(
+        "LiltModel",
+        "LiltConfig",
+        inputs=boxes,
+        **{**TEXT, "hidden_size": 48},
+        max_2d_position_embeddings=1024,
+        channel_shrink_ratio=2,
+    ),
+    text("LukeModel", "LukeConfig", **TEXT, entity_vocab_size=8, entity_emb_size=8),
+    text("YosoModel", "YosoConfig", **TEXT, use_expectation=True),
+    text(
+        "FunnelBaseModel",
+        "FunnelConfig",
+        vocab_size=99,
+        d_model=32,
+        n_head=2,
+        d_head=16,
+        d_inner=64,
+        block_sizes=[1, 1],
+    ),
+    text("BartEncoder", "BartConfig", of="bart.modeling_bart", **BART),
+    text("MBartEncoder", "MBartConfig", of="mbart.modeling_mbart", **BART),
+    text("MarianEncoder", "MarianConfig", of="marian.modeling_marian", **BART),
+    text("BlenderbotEncoder", "BlenderbotConfig", of="blenderbot.modeling_blenderbot", **BART),
+    text(
+        "LEDEncoder",
+        "LEDConfig",
+        of="led.modeling_led",
+        **{k: v for k, v in BART.items() if k != "max_position_embeddings"},
+        attention_window=[8, 8],
+        max_encoder_position_embeddings=64,
+    ),
+    text("M2M100Encoder", "M2M100Config", of="m2m_100.modeling_m2m_100", **BART),
+    text("BlipTextModel", "BlipTextConfig", of="blip.modeling_blip_text", **TEXT),
+    text("GroupViTTextModel", "GroupViTTextConfig", **CLIP_TEXT),
+    text("XCLIPTextModel", "XCLIPTextConfig", **CLIP_TEXT),
+    text("MetaClip2TextModel", "MetaClip2TextConfig", **CLIP_TEXT),
+    text("Siglip2TextModel", "Siglip2TextConfig", **{**TEXT, "max_position_embeddings": 64}),
 )

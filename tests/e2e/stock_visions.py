@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.e2e.stock_encoder import LAYERS, PATCHES, clips, images, images_with_noise, named, vision
+from tests.e2e.stock_encoder import LAYERS, PATCHES, clips, images, images_with_noise, named, pixels, vision
 
 VISIONS = named(
     vision("ViTModel", "ViTConfig", **PATCHES),
@@ -139,4 +139,102 @@ VISIONS = named(
     vision(
         "VivitModel", "VivitConfig", inputs=clips, **{**LAYERS, "image_size": 16}, num_frames=4, tubelet_size=[2, 4, 4]
     ),
+    vision(
+        "BitModel", "BitConfig", inputs=images(32), embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_groups=4
+    ),
+    vision("ConvNextV2Model", "ConvNextV2Config", inputs=images(32), hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+    vision(
+        "DINOv3ConvNextModel", "DINOv3ConvNextConfig", inputs=images(32), hidden_sizes=[8, 8, 16, 16], depths=[1] * 4
+    ),
+    vision(
+        "FocalNetModel",
+        "FocalNetConfig",
+        inputs=images(32),
+        image_size=32,
+        embed_dim=8,
+        depths=[1, 1],
+        focal_levels=[1, 1],
+        focal_windows=[3, 3],
+    ),
+    vision(
+        "HieraModel",
+        "HieraConfig",
+        inputs=images(32),
+        image_size=[32, 32],
+        embed_dim=8,
+        depths=[1, 1],
+        num_heads=[1, 2],
+        embed_dim_multiplier=2.0,
+        num_query_pool=1,
+        query_stride=[2, 2],
+        masked_unit_size=[2, 2],
+        masked_unit_attention=[True, False],
+    ),
+    vision(
+        "LevitModel",
+        "LevitConfig",
+        inputs=images(64),
+        image_size=64,
+        hidden_sizes=[16, 16, 16],
+        num_attention_heads=[1, 1, 1],
+        depths=[1, 1, 1],
+        key_dim=[8, 8, 8],
+    ),
+    vision("MLCDVisionModel", "MLCDVisionConfig", **PATCHES),
+    vision("MetaClip2VisionModel", "MetaClip2VisionConfig", **PATCHES),
+    vision(
+        "GroupViTVisionModel",
+        "GroupViTVisionConfig",
+        **{**PATCHES, "num_hidden_layers": 3},
+        depths=[1, 1, 1],
+        num_group_tokens=[4, 4, 0],
+        num_output_groups=[4, 4, 0],
+    ),
+    vision("CLIPVisionModelWithProjection", "CLIPVisionConfig", **PATCHES, projection_dim=16),
+    vision(
+        "MobileViTModel",
+        "MobileViTConfig",
+        inputs=images(32),
+        image_size=32,
+        hidden_sizes=[8, 8, 8],
+        neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 8],
+        num_attention_heads=2,
+    ),
+    vision("MobileViTV2Model", "MobileViTV2Config", inputs=images(64), image_size=64, width_multiplier=0.25),
+    vision(
+        "PvtV2Model",
+        "PvtV2Config",
+        inputs=images(32),
+        image_size=32,
+        hidden_sizes=[8, 8, 16, 16],
+        depths=[1] * 4,
+        num_attention_heads=[1, 1, 2, 2],
+    ),
+    vision("SwiftFormerModel", "SwiftFormerConfig", inputs=images(32), embed_dims=[8, 8, 16, 16], depths=[1] * 4),
+    vision(
+        "Swin2SRModel",
+        "Swin2SRConfig",
+        inputs=images(16),
+        image_size=16,
+        embed_dim=16,
+        depths=[1],
+        num_heads=[2],
+        window_size=4,
+        upscale=2,
+    ),
+    vision("TimesformerModel", "TimesformerConfig", inputs=clips, **PATCHES, num_frames=4),
+    vision("VideoMAEModel", "VideoMAEConfig", inputs=clips, **PATCHES, num_frames=4),
+    vision("VitDetModel", "VitDetConfig", **{k: v for k, v in PATCHES.items() if k != "intermediate_size"}),
+    vision("DPTModel", "DPTConfig", **PATCHES),
+    vision("PixioModel", "PixioConfig", **PATCHES),
+    vision(
+        "ImageGPTModel", "ImageGPTConfig", inputs=pixels, vocab_size=99, n_positions=64, n_embd=32, n_layer=2, n_head=2
+    ),
+    vision("InstructBlipVisionModel", "InstructBlipVisionConfig", **PATCHES),
+    vision("Kosmos2VisionModel", "Kosmos2VisionConfig", of="kosmos2.modeling_kosmos2", **PATCHES),
+    vision("Owlv2VisionModel", "Owlv2VisionConfig", **PATCHES),
+    vision("OwlViTVisionModel", "OwlViTVisionConfig", **PATCHES),
+    vision("CLIPSegVisionModel", "CLIPSegVisionConfig", **PATCHES),
+    vision("GitVisionModel", "GitVisionConfig", of="git.modeling_git", **PATCHES),
+    vision("Idefics3VisionTransformer", "Idefics3VisionConfig", of="idefics3.modeling_idefics3", **PATCHES),
 )

@@ -5,12 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.e2e.decoder_classes import BUILT, COUNTS, outcomes, prompts, recorded, seen_of, tried, versions
+from tests.e2e.decoder_classes import (
+    BUILT,
+    COUNTS,
+    Outcome,
+    described,
+    outcomes,
+    prompts,
+    recorded,
+    rows_of,
+    seen_of,
+    table_of_page,
+    tried,
+    versions,
+)
 from tests.e2e.greedy import continued
 from tests.e2e.small_decoders import decoder_classes
 
 pytest.importorskip("transformers")
 
+FEWEST_BUILT = 40
 FEW = {
     "GPT2LMHeadModel": ("equal", ""),
     "FalconForCausalLM": ("refused", "Falcon"),
@@ -42,13 +56,30 @@ def test_texts_that_hide_a_wrong_attention_are_noticed() -> None:
     assert "0 prompts continue differently" in seen_of(model, references)
 
 
+def test_the_page_has_every_class_and_none_that_is_wrong() -> None:
+    of_versions, rows = recorded()
+    assert [row for row in rows.values() if row.outcome not in ("equal", "refused", "not built")] == []
+    assert [row.name for row in rows.values() if (row.outcome == "equal") != (row.sentence == "")] == []
+    assert len([row for row in rows.values() if row.outcome in BUILT]) >= FEWEST_BUILT
+    assert described(list(rows.values()), of_versions) == table_of_page()
+    if of_versions == versions():
+        assert list(rows) == list(decoder_classes())
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    found = [Outcome("A", "equal"), Outcome("B", "refused", "`a | b` mixes"), Outcome("C", "different", "2 of 8 texts")]
+    table = described(found, "transformers 1.0, torch 2.0")
+    assert table.startswith("transformers 1.0, torch 2.0: 3 classes, 1 different, 1 equal, 1 refused.")
+    assert rows_of(table) == {outcome.name: outcome for outcome in found}
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
 def test_every_class_is_equal_or_refused() -> None:
     found = {outcome.name: outcome for outcome in outcomes(list(decoder_classes()))}
     wrong = [outcome for outcome in found.values() if outcome.outcome not in ("equal", "refused", "not built")]
     assert wrong == []
-    assert len([outcome for outcome in found.values() if outcome.outcome in BUILT]) >= 40
+    assert len([outcome for outcome in found.values() if outcome.outcome in BUILT]) >= FEWEST_BUILT
     of_versions, rows = recorded()
     if of_versions == versions():
         assert found == rows
