@@ -242,7 +242,7 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         for callable_, call_args in _distinct(reached).items()
         for key in callable_.ladder(call_args)
     ]
-    with runtime.capturing(), capture_progress(keys) as progress:
+    with runtime.capturing(), capture_progress(keys, options.get("progress")) as progress:
         for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")
             callable_.capture_key(key, call_args)

@@ -44,6 +44,7 @@ class Settings:
             call without a graph is an error. ``declared``: declared sizes are padded and checked at run time. ``off``:
             declared sizes are padded without a check.
         max_graphs: the maximum number of keys that a callable captures besides those of ``capture_sizes``.
+        progress: whether captures show a progress bar; None: where stderr is a terminal and TQDM_DISABLE is not set.
         dump_dir: a directory for the text of partitions, one file for each graph.
         runtime: the owner of the memory pool and statistics; None creates one for each ``torch.compile``.
     """
@@ -61,6 +62,7 @@ class Settings:
     padding: Mapping[str, PadRule] = field(default_factory=dict)
     padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
     max_graphs: int = 64
+    progress: bool | None = None
     dump_dir: Path | None = None
     runtime: GraphRuntime | None = None
 
@@ -245,6 +247,7 @@ _VALUES: Mapping[str, tuple[str | None, ...]] = {
     "on_fallback": ("warn", "error", "silent"),
     "dispatch": ("auto", "context", None),
     "padding_check": ("prove", "strict", "declared", "off"),
+    "progress": (None, False, True),
 }
 _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {

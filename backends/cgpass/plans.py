@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -17,7 +18,9 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.replayplan import ReplayPlan, StaticSet, without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import Staging, alias_pattern
+from graphpass.compat import nnmodules, profiling
 from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
 from graphpass.regions.regions import Region
 from graphpass.regions.split import Partition
 from graphpass.regions.splitrules import reshapes_in_place
@@ -73,6 +76,8 @@ class PlannedCallable:
         bind: builds the stitched code from region name -> callee, for the captured regions.
         static: positions of the arguments declared static, whether a graph baked them in or not.
         reuses_outputs: see :meth:`PlannedReplay.callee`.
+        eager: region name -> code of the eager regions.
+        places: region name -> path of its module, for profiles.
     """
 
     name: str
@@ -80,10 +85,16 @@ class PlannedCallable:
     bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]]
     static: frozenset[int]
     reuses_outputs: bool
+    eager: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def label(self, region: str, how: str) -> str:
+        """The name of a region's range in a profile."""
+        return " ".join(filter(None, (f"{self.name}.{region}", how, self.places.get(region, ""))))
 
 
 def plan_of_regions(
-    callable_: PlannedCallable, replays: Mapping[str, PlannedReplay], args: Sequence[Any]
+    callable_: PlannedCallable, replays: Mapping[str, PlannedReplay], args: Sequence[Any], key: str
 ) -> ReplayPlan:
     """The plan of a callable for calls like ``args``.
 
@@ -91,6 +102,7 @@ def plan_of_regions(
         callable_: the callable.
         replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
         args: flat arguments of the call that was captured.
+        key: the key, for profiles.
     """
     plans = [planned.entry.plan for planned in replays.values()]
     baked = {storage for plan in plans for storage in plan.statics.storages}
@@ -103,7 +115,16 @@ def plan_of_regions(
     checks = [planned.entry.plan.checks.at(planned.arguments) for planned in replays.values()]
     staging = [planned.entry.plan.staging.at(planned.arguments) for planned in replays.values()]
     reuses = callable_.reuses_outputs
-    stitched = callable_.bind({region: planned.callee(reuses_outputs=reuses) for region, planned in replays.items()})
+    callees = {region: planned.callee(reuses_outputs=reuses) for region, planned in replays.items()}
+    stitched = callable_.bind(callees)
+
+    @functools.cache
+    def ranged() -> Callable[[Sequence[Any]], Any]:
+        named = {name: profiling.ranged(callable_.label(name, "replay"), callee) for name, callee in callees.items()}
+        eager = {name: profiling.ranged(callable_.label(name, "eager"), run) for name, run in callable_.eager.items()}
+        stitched = callable_.bind({**eager, **named})
+        return profiling.ranged(f"{callable_.name} {key}", lambda args: stitched(*args))
+
     return ReplayPlan(
         name=callable_.name,
         steps=callable_.steps,
@@ -117,6 +138,7 @@ def plan_of_regions(
         pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
         pool_outputs=tuple(output for plan in plans for output in plan.pool_outputs),
         launch=lambda args: stitched(*args),
+        ranged=ranged,
     )
 
 
@@ -144,13 +166,16 @@ class ReplayPlans:
         # With the generation of the lease: after a graph is dropped, no plan that may contain it is valid.
         self._plans: dict[BatchDescriptor, list[tuple[int, ReplayPlan]]] = {}
         eager = [region for region in partition.regions if region.kind == "eager"]
-        unplanned = {**callees, **{region.name: region.graph_module.forward for region in eager}}
+        code = {region.name: region.graph_module.forward for region in eager}
+        unplanned = {**callees, **code}
         self._callable = PlannedCallable(
             name=name,
             steps=tuple((r.name, "replay" if r.kind == "captured" else "eager") for r in partition.regions),
             bind=lambda planned: partition.bind({**unplanned, **planned}),
             static=frozenset(static),
             reuses_outputs=not any(reshapes_in_place(node) for r in eager for node in r.graph_module.graph.nodes),
+            eager=code,
+            places={region.name: nnmodules.path_of_graph(region.graph_module) for region in partition.regions},
         )
 
     def serving(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
@@ -173,7 +198,8 @@ class ReplayPlans:
         captured = [region for region in self._partition.regions if region.kind == "captured"]
         if any(region.name not in entries for region in captured):
             return None
-        plan = plan_of_regions(self._callable, self._planned(captured, entries), args)
+        key = f"{CUDAGraphMode.PIECEWISE} {descriptor}"
+        plan = plan_of_regions(self._callable, self._planned(captured, entries), args, key)
         generation = self._runtime.lease.generation
         valid = [pair for pair in self._plans.get(descriptor, []) if pair[0] == generation]
         self._plans[descriptor] = [*valid[1 - MAX_STATIC_SETS :], (generation, plan)]

@@ -27,7 +27,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.torchsettings import without_cached_casts, without_collections
-from graphpass.compat import dynamo, failures, memory, tracing, trees
+from graphpass.compat import dynamo, failures, memory, profiling, tracing, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
@@ -179,6 +179,8 @@ class Recorder:
         self, recording: _Recording, sources: _Sources, context: ForwardContext, tally: RunningCounts
     ) -> GraphEntry:
         staging, outputs = recording.staging, recording.outputs
+        launch = launch_of(recording.graph, staging, outputs)
+        label = f"{self.name} {self.mode} {context.batch_descriptor}"
         plan = ReplayPlan(
             name=self.name,
             steps=((self.region.region, "replay"),),
@@ -191,7 +193,8 @@ class Recorder:
             tallies=((tally, len(staging.positions)),),
             pool_storages=outputs.pool_storages,
             pool_outputs=outputs.pool_outputs,
-            launch=launch_of(recording.graph, staging, outputs),
+            launch=launch,
+            ranged=partial(profiling.ranged, label, launch),
         )
         return GraphEntry(
             region=self.region,

@@ -22,7 +22,7 @@ from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.records import RunningCounts
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
-from graphpass.compat import memory
+from graphpass.compat import memory, profiling
 from graphpass.context import ForwardContext
 
 __all__ = ["ReplayPlan", "StaticSet", "launch_of", "without_grad"]
@@ -78,6 +78,7 @@ class ReplayPlan:
         pool_storages: addresses of the pool storages that the graphs write outputs to.
         pool_outputs: these outputs, as tensors that do not keep that memory reserved.
         launch: called with the arguments after the copies; runs the replays and returns the outputs.
+        ranged: returns ``launch`` with the names of key and regions for a profiler. See Note [Names in profiles].
     """
 
     name: str
@@ -92,6 +93,7 @@ class ReplayPlan:
     pool_storages: frozenset[int]
     pool_outputs: tuple[torch.Tensor, ...]
     launch: Callable[[Sequence[Any]], Any]
+    ranged: Callable[[], Callable[[Sequence[Any]], Any]]
 
     def serves(self, args: list[Any]) -> bool:
         """Whether the graphs were captured for these static inputs and this alias pattern."""
@@ -135,7 +137,7 @@ class ReplayPlan:
         for tally, num_copied in self.tallies:
             tally.replayed += 1
             tally.copied += num_copied
-        return self.launch(args)
+        return self.ranged()(args) if profiling.is_on() else self.launch(args)
 
 
 def launch_of(graph: Graph, staging: Staging, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:

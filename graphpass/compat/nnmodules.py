@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import torch
@@ -39,3 +41,27 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) or (
         not isinstance(tensor, FakeTensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     )
+
+
+def path_of_graph(graph_module: Any) -> str:
+    """The path of the module whose code the nodes of a graph are, ``layers.3.attn``; empty for the whole model.
+
+    Nodes of several modules have the path that these share; if they share none, the paths of the first and the last.
+    """
+    paths = [path for node in graph_module.graph.nodes if (path := _path_of_node(node)) is not None]
+    if not paths:
+        return ""
+    columns = zip(*(path.split(".") for path in paths), strict=False)
+    shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+    if any(shared):
+        return ".".join(shared)
+    first, last = next(filter(None, paths), ""), next(filter(None, reversed(paths)), "")
+    return f"{first} to {last}" if first != last else first
+
+
+def _path_of_node(node: Any) -> str | None:
+    stack = node.meta.get("nn_module_stack")
+    if not stack or not node.op.startswith("call"):
+        return None
+    path, _ = list(stack.values())[-1]
+    return ".".join(re.findall(r"[A-Za-z_0-9]+", re.sub(r"^L\['(\w+)'\]|_modules", "", path)))

@@ -158,7 +158,7 @@ class EncoderLadder:
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
         budgets: dict[EncoderGraphKey, CapturedGraph] = {}
         failed: list[tuple[EncoderGraphKey, str]] = []
-        with capture_progress(self.keys) as progress:
+        with capture_progress(self.keys, self.options.progress) as progress:
 
             def capture(of: Key) -> None:
                 progress.set_postfix_str(str(keys[of]))

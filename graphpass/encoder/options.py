@@ -41,6 +41,7 @@ class EncoderOptions:
             greedily. :class:`PackingCosts`: costs for each budget, in seconds.
         max_eager_tokens: maximum output tokens of one eager call over several items. None: the largest budget.
         log_every: the statistics are logged every this many requests.
+        progress: whether a capture shows a progress bar. None: where stderr is a terminal, unless TQDM_DISABLE is set.
 
     Raises:
         EncoderConfigError: a value that is wrong for every model. The manager checks values that depend on the model.
@@ -57,6 +58,7 @@ class EncoderOptions:
     costs: PackingCosts | Literal["measured"] | None = "measured"
     max_eager_tokens: int | None = None
     log_every: int = 1000
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_pool_bytes", "max_items_per_batch", "max_frames_per_batch", "max_eager_tokens"):
@@ -68,6 +70,8 @@ class EncoderOptions:
             raise _unusable("enable", "True or False", self.enable)
         if not (self.compile is None or type(self.compile) is bool):
             raise _unusable("compile", "True, False or None", self.compile)
+        if not (self.progress is None or type(self.progress) is bool):
+            raise _unusable("progress", "True, False or None", self.progress)
         if self.compiler is not None and self.compiler not in COMPILERS:
             raise _unusable("compiler", f"one of {', '.join(COMPILERS)}", self.compiler)
         if self.compiler is not None and self.compile is False:

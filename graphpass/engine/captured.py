@@ -86,7 +86,7 @@ class CapturedLadder:
     def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
         """Capture the missing keys, or as many as fit; returns the keys that are left out."""
         missing = self.missing()  # the first run may have removed the FULL keys
-        with capture_progress(missing) as progress:
+        with capture_progress(missing, self._model.settings.progress) as progress:
 
             def captured(key: Key) -> None:
                 progress.set_postfix_str(f"{key[0]} {key[1]}")

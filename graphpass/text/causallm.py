@@ -199,7 +199,7 @@ class CausalLM:
         max_new_tokens: int | Sequence[int],
         eos_token_id: int | Collection[int] | None = None,
         adapters: Sequence[str | None] | None = None,
-        progress: bool = True,
+        progress: bool | None = None,
         run_ahead: bool | None = None,
         drafter: Drafter | None = None,
     ) -> list[list[int]]:
@@ -211,7 +211,8 @@ class CausalLM:
             eos_token_id: tokens that end a request; the end token is included in the result.
             adapters: the name of each prompt's LoRA adapter, or None for the model without adapters; None: no prompt
                 uses an adapter.
-            progress: show a progress bar that counts tokens.
+            progress: show a progress bar that counts tokens; None: where stderr is a terminal, unless TQDM_DISABLE is
+                set.
             run_ahead: see :class:`Generation`.
             drafter: see :class:`Generation`; it has no influence on the tokens.
 

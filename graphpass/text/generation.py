@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError, OutOfPagesError
+from graphpass.ladder.progress import progress_bar
 from graphpass.text.drafting import Drafter
 from graphpass.text.lora.adapters import StepAdapters, without_lora
 from graphpass.text.paged.attention import PagedAttention
@@ -267,7 +267,7 @@ def complete(
     manager: CudaGraphManager,
     requests: Sequence[Request],
     *,
-    progress: bool = True,
+    progress: bool | None = None,
     run_ahead: bool | None = None,
     drafter: Drafter | None = None,
 ) -> list[list[int]]:
@@ -286,7 +286,7 @@ def complete(
             generation.add(request)
         if manager.needs_capture() and not manager.stats().left_out:  # keys left out exceed the memory limit
             manager.capture()
-        with tqdm(total=total, desc="generating", unit="token", leave=False, disable=not progress) as bar:
+        with progress_bar(None, progress, total=total, desc="generating", unit="token") as bar:
             while not generation.is_done():
                 new_tokens = generation.step()
                 for new in new_tokens:

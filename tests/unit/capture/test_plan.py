@@ -33,7 +33,7 @@ def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = ()) -> Rep
     """A plan of one region whose inputs are the callable's; ``arguments`` are those it may settle by itself."""
     replay = PlannedReplay(entry, {position: position for position in arguments}, ())
     callable_ = PlannedCallable("g0", (("r0", "replay"),), lambda callees: callees["r0"], frozenset(), True)
-    return plan_of_regions(callable_, {"r0": replay}, args)
+    return plan_of_regions(callable_, {"r0": replay}, args, "PIECEWISE")
 
 
 def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:
