@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from graphpass.context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
     from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
     from graphpass.dispatch.lora import LoraKeys
-    from graphpass.dispatch.sizeplan import plan_sizes
     from graphpass.dispatch.support import AttentionSupport, resolve_mode
     from graphpass.encoder.manager import EncoderCudaGraphManager
     from graphpass.encoder.options import EncoderOptions
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from graphpass.modes import CUDAGraphMode
     from graphpass.ops import zero_padding
     from graphpass.regions.split import partition
+    from graphpass.sizeplan import plan_sizes
 
 __all__ = [
     "AttentionMetadataBuilder",
@@ -97,7 +97,7 @@ _MODULE_OF = {
     "graphed": "graphpass.graphedmodel",
     "is_forward_context_available": "graphpass.context",
     "partition": "graphpass.regions.split",
-    "plan_sizes": "graphpass.dispatch.sizeplan",
+    "plan_sizes": "graphpass.sizeplan",
     "precapture": "graphpass.graphedmodel",
     "resolve_mode": "graphpass.dispatch.support",
     "runtime_of": "graphpass.capture.lookup",

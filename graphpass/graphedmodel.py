@@ -100,8 +100,9 @@ class GraphedModel:
             precapture(self, *args, **kwargs)
 
     def report(self) -> Report:
-        """Regions with reasons, padding verdicts, keys with counts, calls without a graph, and bytes."""
-        return self.runtime.report()
+        """What is slow or missing, which keys replay, where padding goes, and what it cost; ``print`` it."""
+        model = self._graphed.model
+        return self.runtime.report(getattr(model, "__name__", type(model).__name__))
 
     @property
     def runtime(self) -> GraphRuntime:

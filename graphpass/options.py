@@ -133,20 +133,22 @@ class Fallbacks:
         self._runtime = runtime
         self._on_fallback = on_fallback
 
-    def report(self, text: str, error: CaptureError, *, once_for: str) -> None:
+    def report(self, text: str, error: CaptureError, *, once_for: str, is_recorded: bool = False) -> None:
         """Report one fallback as the option says.
 
         Args:
             text: the warning and the line of the report; the remedy of ``error`` is appended.
             error: the error to raise.
             once_for: the reason; only its first report warns.
+            is_recorded: whether counts or records of the report say it, too.
 
         Raises:
             CaptureError: ``error``, if the option is ``error``.
         """
         if self._on_fallback == "error":
             raise error
-        self._runtime.warn(text, error.remedy, once_for=once_for, is_silent=self._on_fallback == "silent")
+        is_silent = self._on_fallback == "silent"
+        self._runtime.warn(text, error.remedy, once_for=once_for, is_silent=is_silent, is_recorded=is_recorded)
 
     def report_never_full(self, reason: NoGraph) -> None:
         """Report that ``FULL`` was requested for a model that cannot be captured as a whole.

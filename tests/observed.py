@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Observed"]
+from graphpass import GraphRuntime
+
+__all__ = ["Observed", "reported_regions"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -61,6 +63,18 @@ class Observed:
                 if theirs[path] != first:
                     return f"{path} is one {what} with {theirs[path]} instead of {first}"
         return None
+
+
+def reported_regions(runtime: GraphRuntime) -> list[tuple[str, str, str]]:
+    """(name, kind, why) of every region of a runtime; the end of a graph is ``g0.end`` of kind ``end``."""
+    return [
+        row
+        for record in runtime.callables()
+        for row in (
+            *((f"{record.name}.{region.name}", region.kind, region.why) for region in record.regions),
+            *((f"{record.name}.end", "end", str(end)) for end in (record.ends,) if end is not None),
+        )
+    ]
 
 
 def _walked(value: Any, path: str, inside: set[int]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ never sees padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
 from cgpass.reasons import BUSY, DECLARE, EMPTY, FIRST_CALLS, NoGraphNowError, failed, refused
-from graphpass.capture.records import CallCounts, Counts, RegionId
+from graphpass.capture.records import CallCounts, RegionId, RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
@@ -115,6 +115,8 @@ class AutoDispatcher:
         if any(not args[position].numel() for position in self._rules.dynamic):
             return self._plain(EMPTY, args)
         call = self._call_of(args)
+        for seen, size in call.seen:
+            seen[size] += 1
         step = self._rules.keys.step(call.key)
         try:
             if step is KeyStep.REPLAY:
@@ -134,9 +136,9 @@ class AutoDispatcher:
         """FULL or PIECEWISE: how keys are captured; NONE if they never are."""
         return self._rules.mode
 
-    def counts(self) -> Mapping[BatchDescriptor, Counts]:
+    def uses(self) -> Iterator[RegionUse]:
         """Always empty: the wrappers count their graphs."""
-        return {}
+        return iter(())
 
     def captured(self) -> list[BatchDescriptor]:
         """Always empty: the wrappers own the graphs."""
@@ -200,7 +202,7 @@ class AutoDispatcher:
         """Run without a graph, count the call under ``reason``, and report the reason the first time."""
         counts = self._plain_counts.get(reason.why)
         if counts is None:
-            counts = self._runtime.traffic.of(self._owner.name, CUDAGraphMode.NONE, None, reason.why)
+            counts = self._runtime.traffic.without(self._owner.name, reason)
             self._plain_counts[reason.why] = counts
             if not reason.is_expected:
                 self._warn(f"{self._owner.name} runs without a graph: {reason}", reason)
@@ -212,7 +214,7 @@ class AutoDispatcher:
     def _warn(self, text: str, reason: NoGraph) -> None:
         once_for = f"{self._owner.name}: {reason.remedy}" if reason.remedy else None
         is_silent = self._rules.on_fallback == "silent"
-        self._runtime.warn(text, reason.remedy, once_for=once_for, is_silent=is_silent)
+        self._runtime.warn(text, reason.remedy, once_for=once_for, is_silent=is_silent, is_recorded=True)
 
     def _fall_back(self, reason: NoGraph, args: Sequence[Any]) -> Any:
         """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` may make it an error."""

@@ -222,8 +222,8 @@ def _unproved(
     padded: frozenset[sympy.Symbol],
     proof: PaddingProof,
     settings: Settings,
-) -> tuple[tuple[str, str], ...]:
-    """(text, remedy) of each size that is not padded, or that is padded without proof and without a check.
+) -> tuple[tuple[str, str, str], ...]:
+    """(key field, text, remedy) of each size that is not padded, or that is padded without proof and without a check.
 
     Raises:
         CaptureError: see :func:`dispatched`.
@@ -236,7 +236,7 @@ def _unproved(
         findings = [finding for finding in proof.findings if finding.field == field]
         why = str(findings[0]) if findings else "no proof covers it"
         if symbol in padded and settings.padding_check == "off":
-            problems[f"{field} is padded without a check: {why}"] = "set padding_check='declared'"
+            problems[field] = (f"{field} is padded without a check: {why}", "set padding_check='declared'")
         if symbol in padded:
             continue
         is_declared = symbol in names.declared
@@ -250,8 +250,8 @@ def _unproved(
         may_be_checked = verdict is Verdict.RUNTIME and not is_declared
         is_custom = bool(findings) and not findings[0].op.startswith(_OWN_OPS)
         remedy = _DECLARE_DIMS if may_be_checked else _REGISTER if is_custom else _DECLARE
-        problems[f"{field} is not padded, its sizes are captured unpadded: {why}"] = remedy
-    return tuple(problems.items())
+        problems[field] = (f"{field} is not padded, its sizes are captured unpadded: {why}", remedy)
+    return tuple((field, *problem) for field, problem in problems.items())
 
 
 def _key_fields(

@@ -31,7 +31,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
-from graphpass.regions.symbols import GraphInput, layout_inputs
+from graphpass.regions.symbols import layout_inputs
 
 __all__ = ["CompiledGraph", "GraphedCallable"]
 
@@ -116,9 +116,15 @@ class GraphedCallable:
         )
         self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
         self._key_shape = KeyShape.of(partition.inputs, settings)
-        self._size_position = _size_position(partition.inputs)
         self._runs_without_graph = 0
         self.never_full = partition.never_full()
+        self._seen = (
+            ()
+            if auto is not None
+            else tuple(
+                (runtime.sizes_seen.of(field), position, dim) for field, position, dim in self._key_shape.fields()
+            )
+        )
         # A proxy avoids a reference cycle: the callable is freed as soon as Dynamo drops it.
         self._auto = None if auto is None else AutoDispatcher(weakref.proxy(self), *auto)
 
@@ -209,13 +215,13 @@ class GraphedCallable:
         if context is not None:  # set by the dispatcher of an enclosing callable, which holds the pool lease
             with without_context():
                 return self._undirected(None, args)
-        if self._size_position is not None:
-            self.runtime.saw_size(args[self._size_position])
         scope = self.runtime.scopes.current()
         if scope is not None and scope.reaches:
             return self._told_scope(args, self._stitched(*args))
         if self._auto is not None:
             return self._auto(args)
+        for seen, position, dim in self._seen:
+            seen[args[position].shape[dim]] += 1
         self._runs_without_graph += 1
         if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
             self.runtime.warn(
@@ -378,9 +384,3 @@ def _wrapped_regions(
             policy=inner,
         )
     return callees
-
-
-def _size_position(inputs: tuple[GraphInput, ...]) -> int | None:
-    """Position of the only symbolic int among the inputs; None if there are several, or none."""
-    sizes = [p for p, given in enumerate(inputs) if isinstance(given.value, torch.SymInt)]
-    return sizes[0] if len(sizes) == 1 else None

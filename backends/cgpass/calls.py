@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,7 +44,7 @@ class AutoRules:
         moves: whether a key may be captured again when a static input has moved.
         reads_padding: whether an op of the graph reads the mask of padded rows.
         off: why no call is captured; None if calls are captured.
-        unproved: (text, remedy) of each size that is not padded, or padded without proof and check.
+        unproved: (key field, text, remedy) of each size that is not padded, or padded without proof and check.
     """
 
     mode: CUDAGraphMode
@@ -58,7 +59,7 @@ class AutoRules:
     moves: bool
     reads_padding: bool
     off: NoGraph | None
-    unproved: tuple[tuple[str, str], ...]
+    unproved: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class AutoCall:
         key: the key that serves them.
         real: the real size of each key field.
         counts: traffic counts of these calls.
+        seen: (counts of the sizes of a key field in all calls, the size in these calls).
         inputs: the padded inputs.
         numbers: (position, value) of the int arguments that depend on the key's sizes.
         cuts: how to cut the outputs; None if nothing is padded and the wrapper stages the inputs.
@@ -79,6 +81,7 @@ class AutoCall:
     key: RecurringKey
     real: tuple[int, ...]
     counts: CallCounts
+    seen: tuple[tuple[Counter[int], int], ...]
     inputs: tuple[PaddedInput, ...] = ()
     numbers: tuple[tuple[int, int], ...] = ()
     cuts: OutputCuts | None = None
@@ -206,6 +209,7 @@ class CallTable:
             key,
             real,
             self._counts(key, "padded" if key.sizes != real else "exact"),
+            self._seen(real),
             inputs=tuple(inputs),
             numbers=tuple(numbers.items()),
             cuts=cuts_of(self._graph, sizes, strides),
@@ -218,7 +222,7 @@ class CallTable:
         self._runtime.warn(f"{self._name}: calls are not padded: {why}", remedy, is_silent=is_silent)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
-        return AutoCall(key, real, self._counts(key, "exact"))
+        return AutoCall(key, real, self._counts(key, "exact"), self._seen(real))
 
     def _mask(self, key: RecurringKey, real: Sequence[int], args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The mask of padded rows, one tensor for each key because graphs read its address; and its real rows."""
@@ -245,6 +249,10 @@ class CallTable:
         }
         rows = [[names[size] for size in self._graph.layouts[p].shape if size in names] for p in self._rules.padded]
         return max(rows, key=len, default=[])
+
+    def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
+        named = {field.name: size for field, size in zip(self._rules.keys.fields, real, strict=True)}
+        return tuple((self._runtime.sizes_seen.of(name), size) for name, size in named.items())
 
     def _counts(self, key: RecurringKey, reason: str) -> CallCounts:
         return self._runtime.traffic.of(self._name, self._rules.mode, key.descriptor, reason)

@@ -61,6 +61,12 @@ class KeyShape:
             grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
         )
 
+    def fields(self) -> tuple[tuple[str, int, int], ...]:
+        """(key field, position, dimension) of an input that has its size, for each field."""
+        if self.declared:
+            return tuple({name: (name, position, dim) for position, dim, name in reversed(self.declared)}.values())
+        return tuple(("num_tokens", position, dims[0]) for position, dims in self.symbolic[:1])
+
     def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
         """Compare the arguments' sizes with the key's.
 

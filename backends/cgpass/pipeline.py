@@ -13,11 +13,10 @@ from torch import fx
 from cgpass.autorules import dispatched
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keysizes import KeySizes
-from cgpass.recorded import padding_rows, region_records, size_records
+from cgpass.recorded import ends_record, never_captured, region_records, size_records
 from cgpass.reporting import report_graph
 from cgpass.retraces import Retraces, TraceKey
 from graphpass.capture.lookup import runtime_of_compiler
-from graphpass.capture.records import CallableRecord, CompileSeconds
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, nnmodules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
@@ -26,6 +25,7 @@ from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
+from graphpass.report.callables import CallableRecord, CompileSeconds, RegionReason
 
 __all__ = ["backend"]
 
@@ -88,20 +88,22 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     _dump(name, parts, settings)
     eager = [region for region in parts.regions if region.kind == "eager"]
     traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, trace))}
+    start_s = time.perf_counter()
     auto, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
+    proof_s = time.perf_counter() - start_s
     runtime.register(
         CallableRecord(
             name=name,
             regions=region_records(parts, compiled.by_name),
             artifacts=compiled.num_new,
             frame=dynamo.frame_id(),
-            reason=traced.ends_early,
-            seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s),
+            ends=ends_record(traced.ends_early),
+            seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
             admits=sizes.admits if sizes.symbols else None,
-            padding=() if proof is None else padding_rows(proof),
-            sizes=() if auto is None else size_records(*auto),
+            sizes=() if auto is None or proof is None else size_records(*auto, proof),
+            assumptions=() if proof is None else proof.assumptions,
             mode=None if auto is None else auto[1].mode if auto[1].off is None else CUDAGraphMode.NONE,
-            off=None if auto is None or auto[1].off is None else auto[1].off.why,
+            off=None if auto is None else never_captured(auto[1].off),
         )
     )
     _note_problems(name, sizes, runtime)
@@ -113,7 +115,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
         compiled=compiled.by_name,
         traces=traces,
         taken=traced.taken,
-        ends_early=traced.ends_early,
+        ends_early=None if traced.ends_early is None else str(traced.ends_early),
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,
     )
@@ -129,20 +131,20 @@ class _Traced:
     Attributes:
         whole: the copy, without unused tensor inputs.
         taken: positions of the remaining inputs among Dynamo's.
-        ends_early: why the graph ends before the function does, or None.
+        ends_early: the graph break after it; None if the function ends there.
         side_effects: changes of Python state that Dynamo's code makes after the graph has run.
         key: equal for traces that one callable can serve; None if no other trace can share the callable.
     """
 
     whole: fx.GraphModule
     taken: list[int]
-    ends_early: str | None
+    ends_early: dynamo.GraphBreak | None
     side_effects: tuple[sideeffects.SideEffect, ...]
     key: TraceKey | None
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, settings: Settings) -> _Traced:
-        ends_early = dynamo.graph_break_reason(graph_module)
+        ends_early = dynamo.graph_break_after(graph_module)
         whole = _own_copy(graph_module)
         dynamo.specialize_wrapped_floats(whole)
         side_effects = sideeffects.side_effects_of_compilation()
@@ -171,8 +173,8 @@ def _training(
     name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], runtime: GraphRuntime, settings: Settings
 ) -> Any:
     why, remedy = "compiled under autograd: never captured", "call it under torch.inference_mode() or torch.no_grad()"
-    runtime.warn(f"{name} {why}", remedy, once_for=why)
-    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, reason=f"{why}; {remedy} for graphs"))
+    runtime.warn(f"{name} {why}", remedy, once_for=why, is_recorded=True)
+    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, off=RegionReason(why, remedy=remedy)))
     return compile_training(graph_module, example_inputs, settings.compiler)
 
 

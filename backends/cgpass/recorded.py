@@ -6,11 +6,15 @@ from collections.abc import Mapping
 
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes
-from graphpass.capture.records import RegionReason, RegionRecord, SizeRecord
-from graphpass.regions.padding import PaddingProof
+from graphpass.compat.dynamo import GraphBreak
+from graphpass.errors import NoGraph
+from graphpass.regions.padding import PaddingFinding, PaddingProof
 from graphpass.regions.split import Partition
+from graphpass.report.callables import PaddingCause, RegionReason, RegionRecord, SizeRecord
 
-__all__ = ["padding_rows", "region_records", "size_records"]
+__all__ = ["AFTER_A_BREAK", "ends_record", "never_captured", "region_records", "size_records"]
+
+AFTER_A_BREAK = "rewrite that line so that torch.compile traces it (torch.compile(..., fullgraph=True) stops there)"
 
 
 def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[RegionRecord, ...]:
@@ -26,15 +30,16 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
             name=region.name,
             kind=region.kind,
             num_ops=len(region.graph_module.graph.nodes),
-            reasons=tuple(RegionReason(str(reason), reason.where) for reason in region.reasons),
+            reasons=tuple(RegionReason(str(reason), reason.where, reason.remedy) for reason in region.reasons),
             like=first_with.setdefault(id(artifacts.get(region.name, region)), region.name),
         )
         for region in parts.regions
     )
 
 
-def size_records(graph: GraphSizes, rules: AutoRules) -> tuple[SizeRecord, ...]:
-    """The sizes that distinguish the calls of a graph, in the order of its symbols."""
+def size_records(graph: GraphSizes, rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...]:
+    """The sizes that distinguish the calls of a graph, in the order of its symbols, with their proofs."""
+    remedies = {field: remedy for field, _, remedy in rules.unproved}
     return tuple(
         SizeRecord(
             field=field.name,
@@ -43,13 +48,25 @@ def size_records(graph: GraphSizes, rules: AutoRules) -> tuple[SizeRecord, ...]:
             least=graph.guards.ranges.get(symbol, (None, None))[0],
             greatest=graph.guards.ranges.get(symbol, (None, None))[1],
             is_padded=field.is_padded,
+            verdict=proof.verdicts[field.name].name.lower() if field.name in proof.verdicts else None,
+            causes=tuple(_cause(finding) for finding in proof.findings if finding.field == field.name),
+            remedy=remedies.get(field.name, ""),
         )
         for symbol, field in zip(graph.symbols, rules.keys.fields, strict=True)
     )
 
 
-def padding_rows(proof: PaddingProof) -> tuple[tuple[str, str, str], ...]:
-    """Rows (key field, verdict, reason) for the report; a row with an empty key field applies to all fields."""
-    rows = [(field, verdict.name.lower(), "") for field, verdict in proof.verdicts.items()]
-    rows += [(finding.field, finding.verdict.name.lower(), str(finding)) for finding in proof.findings]
-    return (*rows, *(("", "assumes", text) for text in proof.assumptions))
+def ends_record(after: GraphBreak | None) -> RegionReason | None:
+    """The record of the graph break after a graph; None if there is none."""
+    if after is None:
+        return None
+    return RegionReason(after.why, after.where, AFTER_A_BREAK)
+
+
+def never_captured(off: NoGraph | None) -> RegionReason | None:
+    """The record of the reason why a graph is never captured; None if it may be."""
+    return None if off is None else RegionReason(off.why, remedy=off.remedy)
+
+
+def _cause(finding: PaddingFinding) -> PaddingCause:
+    return PaddingCause(finding.target, finding.op, finding.why, finding.where, finding.verdict.name.lower())

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterator
 
 from cgpass.calls import AutoRules
+from cgpass.recorded import AFTER_A_BREAK
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import tracing
+from graphpass.compat.dynamo import GraphBreak
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof
@@ -21,7 +23,7 @@ _log = logging.getLogger("graphpass")
 def report_graph(
     name: str,
     parts: Partition,
-    ends_early: str | None,
+    ends_early: GraphBreak | None,
     auto: tuple[AutoRules, PaddingProof] | None,
     runtime: GraphRuntime,
     settings: Settings,
@@ -31,7 +33,7 @@ def report_graph(
     Args:
         name: the callable.
         parts: its regions.
-        ends_early: why it ends before the model does, or None.
+        ends_early: the graph break after it; None if the function ends there.
         auto: rules of its dispatcher and the proof behind them; None if a forward context dispatches.
         runtime: whose report it is.
         settings: the backend's options.
@@ -42,18 +44,19 @@ def report_graph(
     if ends_early is not None:
         runtime.warn(
             f"{name} ends at a graph break, and the code from there to the next graph runs in Python: {ends_early}",
-            "rewrite that line so that torch.compile traces it (torch.compile(..., fullgraph=True) stops there)",
+            AFTER_A_BREAK,
             once_for=f"graph break: {ends_early}",
             is_silent=is_silent,
+            is_recorded=True,
         )
     if CUDAGraphMode.PIECEWISE in settings.runtime_modes():
         for text, remedy, kind in _eager_regions(name, parts):
-            runtime.warn(text, remedy, once_for=kind, is_silent=is_silent)
+            runtime.warn(text, remedy, once_for=kind, is_silent=is_silent, is_recorded=True)
     if auto is None:
         return
     rules, proof = auto
-    for problem, remedy in rules.unproved:
-        runtime.warn(f"{name}: {problem}", remedy, once_for=problem, is_silent=is_silent)
+    for _, problem, remedy in rules.unproved:
+        runtime.warn(f"{name}: {problem}", remedy, once_for=problem, is_silent=is_silent, is_recorded=True)
     tracing.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
     tracing.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
 

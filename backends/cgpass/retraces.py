@@ -39,7 +39,7 @@ class TraceKey:
 
     frame: int | None
     settings: Settings
-    ends_early: str | None
+    ends_early: dynamo.GraphBreak | None
     inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]
     side_effects: tuple[sideeffects.SideEffect, ...]
     structure: StructuralKey
@@ -49,7 +49,7 @@ class TraceKey:
         cls,
         graph_module: fx.GraphModule,
         settings: Settings,
-        ends_early: str | None,
+        ends_early: dynamo.GraphBreak | None,
         side_effects: tuple[sideeffects.SideEffect, ...],
     ) -> TraceKey | None:
         """The key of the graph that Dynamo has just traced, before unused inputs are erased.

@@ -111,7 +111,8 @@ def serve(rank: int, store: str) -> None:
                 table.add_row(str(number) if other == 0 else "", str(other), *row, end_section=other == NUM_RANKS - 1)
     if rank == 0:
         Console().print(table)
-        Console().print(manager.report()["Notes"].draw())
+        for note, times in manager.runtime.notes.items():
+            print(f"{times} times: {note}")
     if worst > 1e-5:
         sys.exit(f"rank {rank}: differs by {worst:.1e} from one process that has all batches")
     agreement.close()

@@ -126,11 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     produced, num_steps = serve(lm, arrivals)
     elapsed_s = time.perf_counter() - start
-    stats = lm.stats()
-    for table in stats.tables():
-        if table.rows:
-            console.print(table.draw())
-            console.print()
+    print(lm.report())
     summary = Table(title="Result", title_justify="left", show_edge=False, pad_edge=False)
     for column in ("requests", "new tokens", "steps", "tokens a second", "seconds to compile and capture"):
         summary.add_column(column)
@@ -139,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(summary)
     console.print(f"{given.model}, {given.layers} layers on {device}, mode {given.mode}")
     complete = all(produced[arrival.request] == arrival.request.max_new_tokens for arrival in arrivals)
-    replayed = stats.replays > 0 or given.mode == "NONE"
+    replayed = lm.stats().replays > 0 or given.mode == "NONE"
     lm.close()
     if not complete or not replayed:
         console.print("[red]FAILED[/red]: tokens are missing, or nothing was replayed")

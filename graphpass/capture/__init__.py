@@ -1,17 +1,16 @@
 """Capture and replay of graphs: devices, pool, static buffers, wrapper. Does not use FX."""
 
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import (
+from graphpass.capture.records import Counts, RegionId, RuntimeStats
+from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
+from graphpass.report.callables import (
     CallableRecord,
     CompileSeconds,
-    Counts,
-    RegionId,
+    PaddingCause,
     RegionReason,
     RegionRecord,
-    RuntimeStats,
     SizeRecord,
 )
-from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
 
 __all__ = [
     "CallableRecord",
@@ -19,6 +18,7 @@ __all__ = [
     "CaptureScope",
     "CompileSeconds",
     "Counts",
+    "PaddingCause",
     "ReachedCall",
     "ReachedCallable",
     "RegionId",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,6 +121,7 @@ class Recorder:
     def _recorded(
         self, device: GraphDevice, inside: RegionCalls, context: ForwardContext, tally: RunningCounts
     ) -> tuple[GraphEntry, Sequence[Any]]:
+        start_s = time.perf_counter()
         sources = self._sources(device.device)
         leaves, mutated_positions = self.call.leaves, self.call.mutated
         staging = Staging.for_inputs(
@@ -137,7 +139,9 @@ class Recorder:
             staging.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
+                warm_up_s = time.perf_counter()
                 device.warm_up(body)
+                warm_up_s = time.perf_counter() - warm_up_s
                 tally.warmed += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = _storages(body.returned)
@@ -156,7 +160,7 @@ class Recorder:
                 device.refuse_frozen(built.pool_outputs)
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
         self.runtime.lease.make_stale(built.pool_outputs)
-        tally.captured += 1
+        tally.captured_in(time.perf_counter() - start_s, warm_up_s)
         _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
         tracing.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
         recording = _Recording(graph, staging, built, log.reads(), tuple(observed), body.returned_spec)

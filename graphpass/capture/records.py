@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from graphpass.compat import tracing
+from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.report import Table
+from graphpass.report import Problem, UncapturedCalls
 
 __all__ = [
     "CallCounts",
     "CallTraffic",
-    "CallableRecord",
-    "CompileSeconds",
     "Counts",
     "Notes",
     "RegionId",
-    "RegionReason",
-    "RegionRecord",
+    "RegionUse",
     "RunningCounts",
     "RuntimeStats",
-    "SizeRecord",
     "SizesSeen",
 ]
 
@@ -48,112 +46,6 @@ class RegionId:
 
 
 @dataclass(frozen=True, slots=True)
-class CompileSeconds:
-    """Seconds that the backend spent on one graph, by phase.
-
-    Attributes:
-        partition: splitting the graph and generating the stitched code.
-        key: structural keys of the regions.
-        compile: the compiler, over the distinct regions.
-        proof: the proof of what may be padded.
-    """
-
-    partition: float = 0.0
-    key: float = 0.0
-    compile: float = 0.0
-    proof: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RegionReason:
-    """Why a region is eager.
-
-    Attributes:
-        why: the reason as text.
-        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown.
-    """
-
-    why: str
-    where: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RegionRecord:
-    """One region of a callable.
-
-    Attributes:
-        name: ``r0``, ``r1``, ... in program order.
-        kind: ``captured`` or ``eager``.
-        num_ops: number of nodes in its graph.
-        reasons: why it is eager; empty if it is captured.
-        like: the first region of the callable with the same compiled artifact; its own name if there is none before it.
-    """
-
-    name: str
-    kind: str
-    num_ops: int
-    reasons: tuple[RegionReason, ...] = ()
-    like: str = ""
-
-    @property
-    def why(self) -> str:
-        """The reasons as one line."""
-        return "; ".join(dict.fromkeys(reason.why for reason in self.reasons))
-
-
-@dataclass(frozen=True, slots=True)
-class SizeRecord:
-    """One size that distinguishes the calls of a callable.
-
-    Attributes:
-        field: its key field: the name in ``dynamic_dims``, or the place where it is read, as ``input_ids[0]``.
-        symbol: its symbol in the graph.
-        traced: its value in the traced call.
-        least: the least value that the graph admits; None for any.
-        greatest: the greatest value that the graph admits; None for any.
-        is_padded: whether calls are padded along it.
-    """
-
-    field: str
-    symbol: str
-    traced: int
-    least: int | None
-    greatest: int | None
-    is_padded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CallableRecord:
-    """One callable that a compiler registered, for reports.
-
-    Attributes:
-        name: ``g0``, ``g1``, ... in the order of compilation.
-        regions: its regions, in program order.
-        artifacts: number of artifacts compiled for it; those shared with an earlier callable count there.
-        frame: id of the Python frame it was compiled for; recompiles of one function share it.
-        reason: why the graph ends where it does (a graph break), or why it is never captured; None otherwise.
-        seconds: compile time by phase.
-        admits: whether the guards of the callable admit a key's sizes; None if its sizes are not key fields.
-        padding: (key field, verdict, why): whether a size may be padded; an empty field means all sizes.
-        sizes: the sizes that distinguish its calls, if it chooses graphs itself.
-        mode: FULL if it is captured whole, PIECEWISE if region by region, NONE if never; None if it does not choose.
-        off: why it is never captured, if it chooses graphs itself and never does; else None.
-    """
-
-    name: str
-    regions: tuple[RegionRecord, ...]
-    artifacts: int
-    frame: int | None = None
-    reason: str | None = None
-    seconds: CompileSeconds = CompileSeconds()
-    admits: Callable[[BatchDescriptor], bool] | None = None
-    padding: tuple[tuple[str, str, str], ...] = ()
-    sizes: tuple[SizeRecord, ...] = ()
-    mode: CUDAGraphMode | None = None
-    off: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RuntimeStats:
     """Totals over all callables of a runtime.
 
@@ -165,7 +57,7 @@ class RuntimeStats:
         copied: inputs copied into static buffers so far.
         pool_bytes: bytes of the graph pool, 0 on the CPU tape.
         buffer_bytes: bytes of static input buffers.
-        histogram: {batch size: number of calls}. :func:`graphpass.plan_sizes` computes capture sizes from it.
+        histograms: {key field: {size: number of calls}}. :func:`graphpass.plan_sizes` computes capture sizes from one.
     """
 
     callables: int
@@ -175,7 +67,7 @@ class RuntimeStats:
     copied: int
     pool_bytes: int
     buffer_bytes: int
-    histogram: Mapping[int, int] = field(default_factory=dict)
+    histograms: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +89,29 @@ class Counts:
     static_sets: int
 
 
+@dataclass(frozen=True, slots=True)
+class RegionUse:
+    """Use and cost of the graphs of one region at one key.
+
+    Attributes:
+        region: the region.
+        mode: FULL or PIECEWISE.
+        key: the padded shape.
+        counts: its counts.
+        capture_s: seconds of its captures, warm-ups included.
+        warm_up_s: host seconds of one run without a graph, the least of its warm-ups; infinite if there was none.
+        replay_s: host seconds of the replay that followed a capture, the least; infinite if there was none.
+    """
+
+    region: RegionId
+    mode: CUDAGraphMode
+    key: BatchDescriptor
+    counts: Counts
+    capture_s: float
+    warm_up_s: float
+    replay_s: float
+
+
 @dataclass(slots=True)
 class RunningCounts:
     """The running counts behind :class:`Counts`; written by the wrapper that owns it."""
@@ -205,22 +120,27 @@ class RunningCounts:
     captured: int = 0
     replayed: int = 0
     copied: int = 0
+    capture_s: float = 0.0
+    warm_up_s: float = math.inf
+    replay_s: float = math.inf
+
+    def captured_in(self, seconds: float, warm_up_s: float) -> None:
+        """Count a capture that took ``seconds``, ``warm_up_s`` of them on the host in the warm-up run."""
+        self.captured += 1
+        self.capture_s += seconds
+        self.warm_up_s = min(self.warm_up_s, warm_up_s)
 
     def counts(self, static_sets: int) -> Counts:
         """The counts as of now."""
         return Counts(self.warmed, self.captured, self.replayed, self.copied, static_sets)
 
 
-class SizesSeen(Counter[int]):
-    """How often each batch size was seen."""
+class SizesSeen(dict[str, Counter[int]]):
+    """How often each size of each key field was seen, {key field: {size: calls}}."""
 
-    def suggested(self, limit: int) -> list[int]:
-        """Sizes worth a graph: the most frequent ones, at most ``limit``, the largest always among them."""
-        if not self:
-            return []
-        frequent = [size for size, _ in self.most_common(limit)]
-        largest = max(self)
-        return sorted({*frequent[: limit - (largest not in frequent)], largest})
+    def of(self, field: str) -> Counter[int]:
+        """The counts of one field; the caller may keep and update them."""
+        return self.setdefault(field, Counter())
 
 
 class Notes(Counter[str]):
@@ -229,8 +149,17 @@ class Notes(Counter[str]):
     def __init__(self) -> None:
         super().__init__()
         self._warned: set[str] = set()
+        self._parts: dict[str, tuple[str, str]] = {}
 
-    def add(self, text: str, *, remedy: str = "", level: int = logging.INFO, once_for: str | None = None) -> None:
+    def add(
+        self,
+        text: str,
+        *,
+        remedy: str = "",
+        level: int = logging.INFO,
+        once_for: str | None = None,
+        is_recorded: bool = False,
+    ) -> None:
         """Count a note; log it at its first occurrence.
 
         Args:
@@ -238,6 +167,7 @@ class Notes(Counter[str]):
             remedy: what the user can do about it; appended to ``text``.
             level: the level of the log record.
             once_for: the reason that several notes share: only the first of them is logged above INFO.
+            is_recorded: whether other records of the report say it, too; it is then no problem of its own.
         """
         noted = f"{text}; {remedy}" if remedy else text
         if noted not in self:
@@ -245,10 +175,18 @@ class Notes(Counter[str]):
             _log.log(min(level, logging.INFO) if reason in self._warned else level, "%s", noted)
             if level > logging.INFO:
                 self._warned.add(reason)
+            if not is_recorded:
+                self._parts[noted] = (text, remedy)
             tracing.trace_json(
                 "graphpass_note", lambda: {"what": text, "remedy": remedy, "is_warning": level > logging.INFO}
             )
         self[noted] += 1
+
+    def problems(self) -> tuple[Problem, ...]:
+        """The notes that no other record of the report says."""
+        return tuple(
+            Problem("note", text, times=self[noted], remedy=remedy) for noted, (text, remedy) in self._parts.items()
+        )
 
 
 @dataclass(slots=True)
@@ -277,28 +215,42 @@ class CallTraffic:
     """Call counts of all callables of a runtime that the auto dispatcher serves."""
 
     _counts: dict[tuple[str, CUDAGraphMode, BatchDescriptor | None, str], CallCounts] = field(default_factory=dict)
+    _refusals: dict[str, NoGraph] = field(default_factory=dict)
 
-    def of(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor | None, reason: str) -> CallCounts:
+    def of(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor, reason: str) -> CallCounts:
         """The counter for these calls; the caller may keep it and update it on each call.
 
         Args:
             name: the callable.
-            mode: the runtime mode of the call, NONE for a call without a graph.
-            key: the padded shape, None if no key fits.
-            reason: why the call replays this key, or why it has no graph.
+            mode: the runtime mode of the call.
+            key: the padded shape.
+            reason: why the call replays this key.
         """
         return self._counts.setdefault((name, mode, key, reason), CallCounts())
+
+    def without(self, name: str, reason: NoGraph) -> CallCounts:
+        """The counter for calls of a callable without a graph, as :meth:`of`."""
+        self._refusals.setdefault(reason.why, reason)
+        return self._counts.setdefault((name, CUDAGraphMode.NONE, None, reason.why), CallCounts())
 
     def num_calls(self, *, with_graph: bool) -> int:
         """Number of calls with a graph, or of those without."""
         return sum(c.calls for (_, mode, _, _), c in self._counts.items() if bool(mode) == with_graph)
 
-    def table(self) -> Table:
-        """One row for each (callable, mode, key, reason) that has calls."""
-        return Table("Calls", ("graph", "mode", "key", "reason", "calls", "padding"), tuple(self._rows()))
+    def at(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor) -> CallCounts | None:
+        """The counts of one key for all reasons together; None if the auto dispatcher never chose it."""
+        found = [counts for known, counts in self._counts.items() if known[:3] == (name, mode, key)]
+        if not found:
+            return None
+        return CallCounts(
+            sum(counts.calls for counts in found),
+            sum(counts.real_elements for counts in found),
+            sum(counts.padded_elements for counts in found),
+        )
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for (name, mode, key, reason), counts in self._counts.items():
-            waste = 1 - counts.real_elements / counts.padded_elements if counts.padded_elements else 0.0
-            if counts.calls:
-                yield name, str(mode), str(key or ""), reason, str(counts.calls), f"{waste:.1%}"
+    def without_graph(self) -> Iterator[UncapturedCalls]:
+        """The calls without a graph, by callable and reason."""
+        for (name, mode, _, reason), counts in self._counts.items():
+            if not mode and counts.calls:
+                refusal = self._refusals[reason]
+                yield UncapturedCalls(name, reason, counts.calls, refusal.is_expected, refusal.remedy)

@@ -6,20 +6,21 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from graphpass.capture.pool import PoolLease
-from graphpass.capture.records import CallableRecord, CallTraffic, Counts, Notes, RegionId, RuntimeStats, SizesSeen
-from graphpass.capture.runtimereport import captured_earlier, left_behind, report_of
+from graphpass.capture.records import CallTraffic, Counts, Notes, RegionId, RegionUse, RuntimeStats, SizesSeen
+from graphpass.capture.runtimereport import captured_earlier, figures_of, left_behind
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.torchsettings import frozen_objects
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.report import Report
+from graphpass.report import Problem, Report
+from graphpass.report.callables import CallableRecord
 
 __all__ = ["GraphRuntime"]
 
@@ -31,7 +32,7 @@ class _Wrapper(Protocol):
 
     @property
     def mode(self) -> CUDAGraphMode: ...
-    def counts(self) -> Mapping[BatchDescriptor, Counts]: ...
+    def uses(self) -> Iterable[RegionUse]: ...
     def captured(self) -> list[BatchDescriptor]: ...
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
@@ -56,7 +57,7 @@ class GraphRuntime:
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
         self._owned: dict[type, Any] = {}
-        self._sizes_seen = SizesSeen()
+        self.sizes_seen = SizesSeen()
         self.num_entered = 0
         self.traffic = CallTraffic()
 
@@ -124,19 +125,26 @@ class GraphRuntime:
 
     def counts(self) -> dict[tuple[str, CUDAGraphMode, BatchDescriptor], Counts]:
         """Counts so far by (region name, mode, descriptor); regions are named ``g0.r3``, a FULL graph ``g0.full``."""
-        return {
-            (str(wrapper.region), wrapper.mode, key): counts
-            for wrapper in self._alive()
-            for key, counts in wrapper.counts().items()
-        }
+        return {(str(use.region), use.mode, use.key): use.counts for use in self.uses()}
 
     def compiled(self) -> int:
         """Number of compiled artifacts of all registered callables."""
         return sum(record.artifacts for record in self._callables)
 
-    def suggested_sizes(self, limit: int = 16) -> list[int]:
-        """Sizes worth capturing: at most ``limit`` of those seen, the most frequent ones and always the largest."""
-        return self._sizes_seen.suggested(limit)
+    def uses(self) -> list[RegionUse]:
+        """Counts and costs so far of each region at each key that was captured."""
+        return [use for wrapper in self._alive() for use in wrapper.uses()]
+
+    def suggested_sizes(self, limit: int = 16) -> dict[str, list[int]]:
+        """The sizes with the least padding for the calls so far, as ``capture_sizes`` takes them.
+
+        Args:
+            limit: the most sizes of a key field.
+
+        Returns:
+            {key field: sizes}; without fields that are not padded.
+        """
+        return self.report().suggested_sizes(limit)
 
     def stats(self) -> RuntimeStats:
         """Totals over all callables."""
@@ -149,14 +157,25 @@ class GraphRuntime:
             copied=sum(c.copied for c in counts),
             pool_bytes=self.pool_bytes(),
             buffer_bytes=self.buffer_bytes(),
-            histogram=dict(self._sizes_seen),
+            histograms={field: dict(seen) for field, seen in self.sizes_seen.items()},
         )
 
-    def report(self) -> Report:
-        """Regions with their reasons, keys with their counts, notes, bytes; ``print`` it."""
-        return report_of(
-            self.callables(), self.counts(), self._notes, self.traffic, self.stats(), self.suggested_sizes()
-        )
+    def report(self, subject: str = "a runtime") -> Report:
+        """What is slow or missing, what replays, where padding goes, and what it cost; ``print`` it.
+
+        Args:
+            subject: what the report is about, for its title.
+        """
+        return Report(figures_of(self, subject))
+
+    @property
+    def notes(self) -> Mapping[str, int]:
+        """{explanation: how often it was added}, for the report."""
+        return MappingProxyType(self._notes)
+
+    def noted(self) -> tuple[Problem, ...]:
+        """The explanations that the report does not derive from its records."""
+        return self._notes.problems()
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
@@ -237,7 +256,15 @@ class GraphRuntime:
         """Add an explanation to the report; it is logged at INFO the first time only."""
         self._notes.add(text)
 
-    def warn(self, text: str, remedy: str, *, once_for: str | None = None, is_silent: bool = False) -> None:
+    def warn(
+        self,
+        text: str,
+        remedy: str,
+        *,
+        once_for: str | None = None,
+        is_silent: bool = False,
+        is_recorded: bool = False,
+    ) -> None:
         """Add to the report that something has no graph, is not padded or not checked; the first time is a WARNING.
 
         Args:
@@ -245,13 +272,10 @@ class GraphRuntime:
             remedy: what works against it in this situation; empty if ``text`` says it.
             once_for: the reason that several texts share: only the first of them is a WARNING, later ones are INFO.
             is_silent: log at INFO the first time, too; ``on_fallback="silent"`` sets it.
+            is_recorded: whether counts or records of the report say it, too.
         """
         level = logging.INFO if is_silent else logging.WARNING
-        self._notes.add(text, remedy=remedy, level=level, once_for=once_for)
-
-    def saw_size(self, size: int) -> None:
-        """Count a batch size, for :meth:`suggested_sizes`."""
-        self._sizes_seen[size] += 1
+        self._notes.add(text, remedy=remedy, level=level, once_for=once_for, is_recorded=is_recorded)
 
     @property
     def device(self) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""What a runtime reports: its tables, and captured keys that a recompilation by torch.compile makes unreachable.
+"""The figures of a runtime's report, and captured keys that a recompilation by torch.compile makes unreachable.
 
 Of all compilations of a function, Dynamo calls the newest one whose guards pass. If an earlier compilation captured a
 key, calls with that key may now reach a later compilation, which has no graph for it.
@@ -6,68 +6,141 @@ key, calls with that key may now reach a later compilation, which has no graph f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from graphpass.capture.records import (
-    CallableRecord,
-    CallTraffic,
-    Counts,
-    RegionId,
-    RegionReason,
-    RegionRecord,
-    RuntimeStats,
-)
+import torch
+
+from graphpass.capture.records import CallTraffic, RegionId, RegionUse, RuntimeStats
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.report import Report, Table
+from graphpass.report import Costs, KeyUse, Problem, SizeTraffic
+from graphpass.report.callables import CallableRecord, CompileSeconds
+from graphpass.report.figures import ReportFigures
 
-__all__ = ["captured_earlier", "left_behind", "report_of"]
+__all__ = ["captured_earlier", "captured_sizes", "figures_of", "key_sizes", "left_behind", "saved_s"]
 
 
-def report_of(
-    callables: Sequence[CallableRecord],
-    counts: Mapping[tuple[str, CUDAGraphMode, BatchDescriptor], Counts],
-    notes: Mapping[str, int],
-    traffic: CallTraffic,
-    stats: RuntimeStats,
-    suggested_sizes: Sequence[int],
-) -> Report:
-    """Tables of regions, padding, keys, calls, notes, and memory with suggested sizes, in this order."""
-    regions = Table(
-        "Regions",
-        ("region", "kind", "ops", "reason"),
-        tuple(
-            (f"{record.name}.{region.name}", region.kind, str(region.num_ops), region.why)
-            for record in callables
-            for region in (*record.regions, *_ending(record))
+class _Reported(Protocol):
+    traffic: CallTraffic
+
+    @property
+    def device(self) -> torch.device | None: ...
+    def callables(self) -> tuple[CallableRecord, ...]: ...
+    def noted(self) -> tuple[Problem, ...]: ...
+    def uses(self) -> list[RegionUse]: ...
+    def stats(self) -> RuntimeStats: ...
+
+
+def figures_of(runtime: _Reported, subject: str) -> ReportFigures:
+    """The figures of a runtime's report.
+
+    Args:
+        runtime: the runtime.
+        subject: what the report is about.
+    """
+    callables, uses, stats = runtime.callables(), runtime.uses(), runtime.stats()
+    keys = tuple(_key_uses(callables, uses, runtime.traffic))
+    exact = {size.field for record in callables for size in record.sizes if not size.is_padded}
+    exact -= {size.field for record in callables for size in record.sizes if size.is_padded}
+    return ReportFigures(
+        subject,
+        problems=runtime.noted(),
+        callables=callables,
+        keys=keys,
+        uncaptured=tuple(runtime.traffic.without_graph()),
+        traffic=tuple(
+            SizeTraffic(field, "capture_sizes", seen, captured_sizes(keys, field), is_padded=field not in exact)
+            for field, seen in stats.histograms.items()
+        ),
+        costs=Costs(
+            callables=stats.callables,
+            artifacts=stats.artifacts,
+            compile_s=_sum_of([record.seconds for record in callables]),
+            graphs=stats.captured,
+            capture_s=sum(use.capture_s for use in uses),
+            pool_bytes=stats.pool_bytes,
+            buffer_bytes=stats.buffer_bytes,
+            replays=stats.replayed,
+            saved_s=None if runtime.device is None or runtime.device.type == "cpu" else saved_s(uses),
         ),
     )
-    padding = Table(
-        "Padding",
-        ("graph", "size", "verdict", "why"),
-        tuple((record.name, *row) for record in callables for row in record.padding),
-    )
-    keys = Table(
-        "Keys",
-        ("region", "mode", "key", "captured", "replayed", "copied", "static sets"),
-        tuple(
-            (name, str(mode), str(key), str(c.captured), str(c.replayed), str(c.copied), str(c.static_sets))
-            for (name, mode, key), c in counts.items()
-        ),
-    )
-    sizes = ", ".join(map(str, suggested_sizes)) or "none seen"
-    memory = Table(
-        "Memory and sizes",
-        ("pool bytes", "buffer bytes", "suggested capture sizes"),
-        ((str(stats.pool_bytes), str(stats.buffer_bytes), sizes),),
-    )
-    noted = Table("Notes", ("times", "what"), tuple((str(times), text) for text, times in notes.items()))
-    return Report((regions, padding, keys, traffic.table(), noted, memory))
 
 
-def _ending(record: CallableRecord) -> tuple[RegionRecord, ...]:
-    return (RegionRecord("end", "", 0, (RegionReason(record.reason),)),) if record.reason else ()
+def saved_s(uses: Iterable[RegionUse]) -> float | None:
+    """Estimated host seconds that the replays saved; None if nothing was timed.
+
+    The launches of a region take as long at any size, so the least times of all its keys count: those of a warm-up, and
+    of the replays that follow captures. Such a replay may also upload its graph, so the estimate is rather low.
+    """
+    by_region: dict[tuple[RegionId, CUDAGraphMode], list[RegionUse]] = {}
+    for use in uses:
+        by_region.setdefault((use.region, use.mode), []).append(use)
+    found = [
+        (warm_up_s - replay_s) * sum(use.counts.replayed for use in of_region)
+        for of_region in by_region.values()
+        if math.isfinite(warm_up_s := min(use.warm_up_s for use in of_region))
+        and math.isfinite(replay_s := min(use.replay_s for use in of_region))
+    ]
+    return sum(found) if found else None
+
+
+def key_sizes(key: BatchDescriptor, fields: Collection[str] | None = None) -> dict[str, Hashable]:
+    """The sizes of a key by the user's names; values that JSON does not have are text.
+
+    Args:
+        key: the padded shape.
+        fields: the key fields of the callable that made the key; None if a dispatcher made it: the names are those of
+            :class:`graphpass.BatchDescriptor`.
+    """
+    own = fields is not None
+    sizes: dict[str, Hashable] = {}
+    if not own or "num_tokens" in (fields or ()):
+        sizes["num_tokens"] = key.num_tokens
+    if not own:
+        named = {"num_reqs": key.num_reqs, "uniform": key.uniform or None, "num_active_loras": key.num_active_loras}
+        sizes |= {name: value for name, value in named.items() if value}
+    return {**sizes, **{name: _plain(value) for name, value in key.extra}}
+
+
+def captured_sizes(keys: Iterable[KeyUse], field: str) -> tuple[int, ...]:
+    """The sizes of one field at which there are graphs, ascending."""
+    return tuple(sorted({size for key in keys if isinstance(size := key.sizes.get(field), int) and key.graphs}))
+
+
+def _key_uses(callables: Sequence[CallableRecord], uses: Iterable[RegionUse], traffic: CallTraffic) -> Iterator[KeyUse]:
+    fields = {record.name: [size.field for size in record.sizes] for record in callables}
+    by_key: dict[tuple[str, CUDAGraphMode, BatchDescriptor], list[RegionUse]] = {}
+    for use in uses:
+        by_key.setdefault((use.region.callable, use.mode, use.key), []).append(use)
+    for (name, mode, key), of_regions in by_key.items():
+        own = traffic.at(name, mode, key)
+        yield KeyUse(
+            graph=name,
+            mode=str(mode),
+            sizes=key_sizes(key, None if own is None else fields.get(name, ())),
+            graphs=sum(use.counts.captured for use in of_regions),
+            calls=max(use.counts.replayed for use in of_regions) if own is None else own.calls,
+            replays=sum(use.counts.replayed for use in of_regions),
+            copied=sum(use.counts.copied for use in of_regions),
+            real=None if own is None else own.real_elements,
+            padded=None if own is None else own.padded_elements,
+            capture_s=sum(use.capture_s for use in of_regions),
+        )
+
+
+def _plain(value: Hashable) -> Hashable:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _sum_of(seconds: Sequence[CompileSeconds]) -> CompileSeconds:
+    return CompileSeconds(
+        partition=sum(s.partition for s in seconds),
+        key=sum(s.key for s in seconds),
+        compile=sum(s.compile for s in seconds),
+        proof=sum(s.proof for s in seconds),
+    )
 
 
 class _Wrapper(Protocol):

@@ -179,7 +179,7 @@ def plan(
 
     \b
     Examples:
-      python -c "import json; json.dump(graphpass.runtime_of(fast).stats().histogram, open('sizes.json', 'w'))"
+      python -c "import json; json.dump(graphpass.runtime_of(fast).stats().histograms['x[0]'], open('sizes.json', 'w'))"
       graphpass plan sizes.json
       graphpass plan sizes.csv --max-graphs 32 --stride 8 --html plan.html
       graphpass plan sizes.json --bytes bytes.json --json
@@ -221,10 +221,11 @@ def _stdout_for_json(as_json: bool) -> Iterator[None]:
 def _show(result: Result, as_json: bool, html: Path | None) -> None:
     """Print a result, write its page, and exit with 1 if a check failed."""
     if html is not None:
-        from graphpass.cli.page import html_page
+        from graphpass.report.page import html_page
 
+        page = html_page(f"graphpass {result.command}: {result.subject}", result.parts, failure=result.failure)
         try:
-            html.write_text(html_page(result), encoding="utf-8")
+            html.write_text(page, encoding="utf-8")
         except OSError as error:
             raise CommandError(
                 "the page cannot be written",
@@ -235,9 +236,9 @@ def _show(result: Result, as_json: bool, html: Path | None) -> None:
     if as_json:
         typer.echo(json.dumps({"command": result.command, **result.figures, "failure": result.failure}, indent=1))
     else:
-        from graphpass.cli.console import print_result
+        from graphpass.report.console import print_parts
 
         width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
-        print_result(result, Console(highlight=False, width=width))
+        print_parts(result.parts, Console(highlight=False, width=width), failure=result.failure)
     if result.failure is not None:
         raise typer.Exit(CHECK_FAILED)

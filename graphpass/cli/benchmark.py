@@ -15,8 +15,8 @@ import torch
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.failures import users_code
 from graphpass.cli.program import Program
-from graphpass.cli.result import Bar, Bars, Result, Text
-from graphpass.report import Table
+from graphpass.cli.result import Result
+from graphpass.report.parts import Bar, Bars, Table, Text
 
 __all__ = ["bench"]
 

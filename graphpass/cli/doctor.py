@@ -18,8 +18,8 @@ import torch
 
 import graphpass
 from graphpass.cli.explain import quiet_compiler
-from graphpass.cli.result import Heading, Part, Result, Text
-from graphpass.report import Table
+from graphpass.cli.result import Result
+from graphpass.report.parts import Heading, Part, Table, Text
 from graphpass.text.paged.kernels import fault_in_place
 
 __all__ = ["doctor"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from graphpass.cli.result import Bar, Bars, Columns, Result, Text
+from graphpass.cli.result import Result
 from graphpass.cli.traffic import read_sizes
-from graphpass.dispatch.sizeplan import plan_sizes
-from graphpass.report import Table
+from graphpass.report.parts import Bar, Bars, Columns, Table, Text
+from graphpass.sizeplan import plan_sizes
 
 __all__ = ["plan"]
 

@@ -8,6 +8,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,17 +107,33 @@ def came_from_tracing(error: BaseException) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
-def graph_break_reason(graph_module: fx.GraphModule) -> str | None:
-    """The graph break after this graph, with file and line of the user's code; None if the function ends here."""
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """The graph break after a graph.
+
+    Attributes:
+        why: Dynamo's reason.
+        where: the line of the user's code, as ``model.py:12: x.item()``; empty if Dynamo does not know it.
+    """
+
+    why: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"graph break: {self.why}" + (f" at {self.where}" if self.where else "")
+
+
+def graph_break_after(graph_module: fx.GraphModule) -> GraphBreak | None:
+    """The graph break after this graph; None if the function ends here."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
     text = str(reason.reason).strip().splitlines()[0]
     if not reason.user_stack:
-        return f"graph break: {text}"
+        return GraphBreak(text)
     frame = reason.user_stack[-1]
-    line = f": `{frame.line}`" if frame.line else ""
-    return f"graph break: {text} at {os.path.basename(frame.filename)}:{frame.lineno}{line}"
+    line = f": {frame.line}" if frame.line else ""
+    return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}")
 
 
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:

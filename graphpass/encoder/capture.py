@@ -21,6 +21,7 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
 )
+from graphpass.encoder.stats import EncoderCounts, EncoderStats
 from graphpass.errors import CaptureError
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, PoolModel
 from graphpass.ladder.estimating import estimated
@@ -54,6 +55,15 @@ class CapturedLadder:
     planner: BatchPlanner
     state: ModelState
     graph_pool: Any
+
+    def stats(self, counts: EncoderCounts) -> EncoderStats:
+        """A snapshot of ``counts`` with the budgets and the memory of these graphs."""
+        return counts.snapshot(
+            tuple(self.budgets.values()),
+            self.failed,
+            pool_bytes=self.graphs.runtime.pool_bytes(),
+            buffer_bytes=self.graphs.buffers.num_bytes(),
+        )
 
     def close(self) -> None:
         """Release graphs, buffers and the pool."""

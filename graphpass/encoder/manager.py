@@ -18,6 +18,7 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder.capture import CapturedLadder, EncoderLadder
+from graphpass.encoder.encoderreport import encoder_figures
 from graphpass.encoder.graphs import check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, EncoderBatch, checked_specs
@@ -33,6 +34,7 @@ from graphpass.encoder.stats import EncoderCounts, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
 from graphpass.ranks.group import DataParallelAgreement
+from graphpass.report import Report
 
 __all__ = ["EncoderCudaGraphManager"]
 
@@ -216,16 +218,14 @@ class EncoderCudaGraphManager:
 
     def get_cumulative_stats(self) -> EncoderStats:
         """Hits, misses and padding since the manager was created, for each budget and in total."""
-        captured = self._captured
-        if captured is None:
+        if self._captured is None:
             return self._counts.snapshot((), (), pool_bytes=0, buffer_bytes=0)
-        graphs = captured.graphs
-        return self._counts.snapshot(
-            tuple(captured.budgets.values()),
-            captured.failed,
-            pool_bytes=graphs.runtime.pool_bytes(),
-            buffer_bytes=graphs.buffers.num_bytes(),
-        )
+        return self._captured.stats(self._counts)
+
+    def report(self) -> Report:
+        """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
+        graphs = None if self._captured is None else self._captured.graphs.runtime
+        return Report(encoder_figures(self.get_cumulative_stats(), self.runtime, graphs, type(self._model).__name__))
 
     def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:
         specs = self._specs_of(items)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.ladder.traffic import CapturedGraph, Traffic, TrafficCounts, padding_share
 from graphpass.modes import CUDAGraphMode
-from graphpass.report import Report, Table
+from graphpass.report.console import text_of
+from graphpass.report.parts import Table
 
 __all__ = ["EncoderCounts", "EncoderStats"]
 
@@ -90,7 +91,7 @@ class EncoderStats:
             Table("Without a graph", ("budget", "reason"), failed),
             Table("Eager because a setting changed since the capture", ("setting", "requests"), settings),
         )
-        return f"{self.summary()}\n{Report(tables)}"
+        return f"{self.summary()}\n{text_of(tables)}"
 
 
 class EncoderCounts:

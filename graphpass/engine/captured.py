@@ -81,6 +81,7 @@ class CapturedLadder:
             self._runtime.warn(
                 f"{len(self.left_out)} keys left out, as {mode} {descriptor}: the pool would exceed {max_bytes} bytes",
                 "raise max_bytes, or pass fewer or smaller capture sizes: batches of these keys run without a graph",
+                is_recorded=True,
             )
 
     def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:

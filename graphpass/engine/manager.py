@@ -24,6 +24,7 @@ from graphpass.engine.captured import CapturedLadder
 from graphpass.engine.forward import ForwardParts
 from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.learn import ModelLearner
+from graphpass.engine.managerreport import manager_figures
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import (
     inside_transform,
@@ -235,8 +236,8 @@ class CudaGraphManager:
         )
 
     def report(self) -> Report:
-        """The tables of :meth:`stats`, and those of the runtime: regions with reasons, counts of each graph, notes."""
-        return Report((*self.stats().tables(), *self.runtime.report().tables))
+        """What is slow or missing, which keys replay, where padding goes, and what it cost; ``print`` it."""
+        return Report(manager_figures(self.stats(), self.runtime, type(self.model).__name__))
 
     def close(self) -> None:
         """Drop all graphs and release the pool. :meth:`capture` can be called again."""
@@ -327,7 +328,7 @@ class CudaGraphManager:
 
     def _report_fallback(self, step: Dispatch, why: str) -> None:
         text = f"no graph for {step.descriptor}: {why}; the batch runs compiled, without a graph"
-        self._compiled.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason))
+        self._compiled.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason), is_recorded=True)
 
     # -- shapes -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from graphpass.ladder.meter import NOTHING, MemoryGrowth
 from graphpass.ladder.prometheus import Metric, prometheus_text
 from graphpass.ladder.traffic import Traffic, TrafficCounts
 from graphpass.modes import CUDAGraphMode
-from graphpass.report import Report, Table
+from graphpass.report.console import text_of
+from graphpass.report.parts import Table
 
 __all__ = ["CapturedGroup", "ManagerStats", "StepCounts", "keys_by_group"]
 
@@ -117,10 +118,10 @@ class ManagerStats:
         )
 
     def __str__(self) -> str:
-        return str(Report(self.tables()))
+        return text_of(self.tables())
 
     def __getitem__(self, title: str) -> Table:
-        return Report(self.tables())[title]
+        return {table.title: table for table in self.tables()}[title]
 
     def prometheus(self) -> str:
         """The snapshot in Prometheus' text format, to serve from an endpoint.

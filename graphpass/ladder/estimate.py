@@ -15,7 +15,8 @@ import numpy as np
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.meter import NOTHING, MemoryGrowth
 from graphpass.modes import CUDAGraphMode
-from graphpass.report import Report, Table
+from graphpass.report.console import text_of
+from graphpass.report.parts import Table
 
 __all__ = [
     "NOTHING_ESTIMATED",
@@ -248,7 +249,7 @@ class MemoryEstimate:
         )
 
     def __str__(self) -> str:
-        return str(Report(self.tables()))
+        return text_of(self.tables())
 
 
 def _row(name: str, num_keys: str, sampled_keys: str, growth: MemoryGrowth) -> tuple[str, ...]:

@@ -231,10 +231,11 @@ class CausalLM:
         return self.manager.stats()
 
     def report(self) -> Report:
-        """The tables of :meth:`CudaGraphManager.report`, and which attention kernel serves which steps, and why."""
+        """The report of :attr:`manager`, and which attention kernel serves which steps, and why."""
         attention = self.manager.attention
         assert isinstance(attention, PagedAttention)
-        return Report((*self.manager.report().tables, attention.report()))
+        figures = replace(self.manager.report().figures, subject=self._served.model_name, kernels=attention.kernels())
+        return Report(figures)
 
     def close(self) -> None:
         """Drop all graphs, release the pool, and give the model back as it was.

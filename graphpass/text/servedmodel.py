@@ -54,6 +54,11 @@ class ServedModel:
         self._shared, self._is_in_use = shared, False
         self.use()
 
+    @property
+    def model_name(self) -> str:
+        """The class of the model."""
+        return type(self._shared.model).__name__
+
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
         """Record the attributes and buffers of modules that the body sets. If it fails, the model is given back."""

@@ -178,7 +178,7 @@ def agreeing(rank: int) -> dict[str, Any]:
     whole = made(WithoutCollective().eval(), agreement)
     whole.capture()
     seen["whole"] = {name: step(whole, loads[rank], rank) for name, loads in STEPS.items()}
-    seen["notes"] = [text for _, text in whole.report()["Notes"].rows]
+    seen["notes"] = list(whole.runtime.notes)
 
     x = torch.randn(2, WIDTH + (rank == 2))
     seen["one is refused"] = refusal(lambda: manager.run(Batch(2, inputs={"x": x})))

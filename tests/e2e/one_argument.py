@@ -14,7 +14,6 @@ from graphpass.errors import GraphpassError, OptionError
 
 Batches = Sequence[dict[str, torch.Tensor]]
 ATOL, RTOL = 2e-5, 1e-4
-VERDICTS = ("proved", "runtime", "unproved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,6 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if torch.is_tensor(leaf)]
 
 
-def rows(table: str, runtime: gp.GraphRuntime) -> list[tuple[str, ...]]:
-    """The rows of one table of the report."""
-    return [row for found in runtime.report().tables if found.title == table for row in found.rows]
-
-
 def compare(model: Any, batches: Callable[[], Batches]) -> Outcome:
     """Run two passes over new batches of the same sizes, each call beside eager."""
     fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
@@ -80,7 +74,13 @@ def compare(model: Any, batches: Callable[[], Batches]) -> Outcome:
         replays=replays,
         graphs=runtime.stats().captured,
         limited=sum(count for reason, count in without.items() if "max_graphs" in reason),
-        verdicts=frozenset((row[1], row[2]) for row in rows("Padding", runtime) if row[2] in VERDICTS),
+        verdicts=frozenset(
+            (size.field, verdict)
+            for record in runtime.callables()
+            for size in record.sizes
+            for verdict in (size.verdict, *(cause.verdict for cause in size.causes))
+            if verdict is not None
+        ),
         reasons=without - before,
     )
 
@@ -94,9 +94,8 @@ def with_graph(fast: Any) -> int:
 def without_graph(fast: Any) -> Counter[str]:
     """{reason: calls that ran without a graph}."""
     runtime, found = started(fast), Counter[str]()
-    for row in () if runtime is None else rows("Calls", runtime):
-        if row[1] == "NONE":
-            found[row[3]] += int(row[4])
+    for calls in () if runtime is None else runtime.traffic.without_graph():
+        found[calls.reason] += calls.calls
     return found
 
 

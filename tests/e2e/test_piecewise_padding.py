@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 import graphpass as gp
 from graphpass.regions import OpCall, PaddedValue, register_padding_rule
 from tests.e2e.stock_models import MODELS
+from tests.observed import reported_regions
 
 SDPA = "aten::scaled_dot_product_attention"
 ATTEND = "graphpasstest_stock::attend"
@@ -99,11 +100,10 @@ def test_a_batch_is_padded_over_eager_regions(splits: str) -> None:
                 torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, atol=2e-5, rtol=1e-4)
             replays = runtime.traffic.num_calls(with_graph=True) - before
     report = runtime.report()
-    assert {row[2] for row in report["Padding"].rows if row[2] in ("proved", "runtime", "unproved")} == {"proved"}, (
-        report
-    )
-    kinds = {row[1] for row in report["Regions"].rows}
+    verdicts = {size.verdict for record in runtime.callables() for size in record.sizes}
+    assert verdicts - {None} == {"proved"}, report
+    kinds = {kind for _, kind, _ in reported_regions(runtime)}
     assert kinds == {"captured", "eager"}, report
     assert replays >= 0.9 * NUM_BATCHES, report
-    keys = {row[2] for row in report["Keys"].rows}
+    keys = {key.named for key in report.figures.keys}
     assert len(keys) < len(set(sizes)), "sizes share padded keys"

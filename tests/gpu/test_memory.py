@@ -12,6 +12,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
+from graphpass.report.console import print_parts
 from graphpass.text import CausalLM
 
 pytestmark = pytest.mark.cuda
@@ -137,8 +138,7 @@ def test_an_estimate_is_near_what_the_device_says(
             f"pool {estimate.pool_bytes / MIB:.1f} and {manager.runtime.pool_bytes() / MIB:.1f} MiB, "
             f"time {estimate.seconds / seconds:.3f} of {seconds:.2f} s"
         )
-        Console().print(*(table.draw() for table in estimate.tables()))
-        Console().print(manager.stats()["Captured"].draw())
+        print_parts((*estimate.tables(), manager.stats()["Captured"]), Console())
     assert abs(estimate.total_bytes - taken) <= max(taken / 10, TOLERANCE_BYTES)
     pool_bytes = manager.runtime.pool_bytes()
     assert abs(estimate.pool_bytes - pool_bytes) <= max(pool_bytes / 10, TOLERANCE_BYTES)

@@ -16,7 +16,7 @@ from graphpass.checks import positive
 from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
-from graphpass.report import Table
+from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,
     SCRATCH_PAGE,
@@ -152,9 +152,9 @@ class PagedAttention:
         """The batches with which it can be captured."""
         return self._support
 
-    def report(self) -> Table:
+    def kernels(self) -> tuple[KernelUse, ...]:
         """Which attention kernel serves which steps, and why."""
-        return self._kernels.table()
+        return self._kernels.uses()
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from graphpass.compat import operators
-from graphpass.report import Table
+from graphpass.report import KernelUse
 from graphpass.text.paged.cache import PagedKVCache
 from graphpass.text.paged.layers import LayerMask, PagedLayer
 
@@ -117,7 +117,7 @@ class AttentionKernels:
             ),
         )
 
-    def table(self) -> Table:
+    def uses(self) -> tuple[KernelUse, ...]:
         """Which kernel serves which steps, and why."""
         if self.in_place:
             served = {_IN_PLACE: "all steps"}
@@ -128,8 +128,7 @@ class AttentionKernels:
             }
         else:
             served = {_MASKED: "all steps"}
-        rows = [(kernel, served.get(kernel, "none"), reason) for kernel, reason in self.reasons]
-        return Table("paged attention", ("kernel", "serves", "why"), tuple(rows))
+        return tuple(KernelUse(kernel, served.get(kernel, "none"), reason) for kernel, reason in self.reasons)
 
 
 _BLOCK_TABLES = "varlen_attn over pages (block_table)"

@@ -71,9 +71,7 @@ class Rig:
         return self.runtime.counts()[wrapper.name, wrapper.mode, BatchDescriptor(key)]
 
     def notes(self) -> str:
-        return "\n".join(
-            " ".join(row) for table in self.runtime.report().tables if table.title == "Notes" for row in table.rows
-        )
+        return "\n".join(f"{times} {note}" for note, times in self.runtime.notes.items())
 
 
 @pytest.fixture

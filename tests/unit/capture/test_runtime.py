@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import CallableRecord, Counts, RegionReason, RegionRecord
+from graphpass.capture import CallableRecord, Counts, PaddingCause, RegionReason, RegionRecord, SizeRecord
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
 from graphpass.keys import BatchDescriptor
@@ -336,26 +336,40 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
             "g0",
             (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (RegionReason("host read"),))),
             1,
-            reason="graph break: print",
+            ends=RegionReason("print", "model.py:3: print(x)", "leave the print out"),
         )
     )
     wrapper = rig.wrap(plus_one, name="g0.full")
     rig.capture(wrapper, X)
     runtime.note("a reason")
     runtime.note("a reason")
-    runtime.saw_size(24)
-    assert runtime.stats().histogram == {24: 1}
+    runtime.sizes_seen.of("num_tokens")[24] += 1
+    assert runtime.stats().histograms == {"num_tokens": {24: 1}}
     text = str(runtime.report())
-    for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "g0.full", "8 tokens", "a reason", "24"):
+    for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "model.py:3", "num_tokens=8", "a reason"):
         assert expected in text
+    assert "capture_sizes=[24]" in text
     assert rig.notes() == "2 a reason"
 
 
 def test_the_report_says_what_may_be_padded(rig: Any) -> None:
-    rows = (("num_reqs", "proved", ""), ("seq_len", "not proved", "mean at model.py:3"))
+    cause = PaddingCause("output 0", "aten.mean.dim", "mean over it", "model.py:3: x.mean(1)")
+    sizes = (
+        SizeRecord("batch", "s0", 4, 2, None, is_padded=True, verdict="proved"),
+        SizeRecord("seq", "s1", 6, 2, 64, is_padded=False, verdict="unproved", causes=(cause,)),
+    )
     rig.runtime.register(CallableRecord("g0", (), 1))
-    rig.runtime.register(CallableRecord("g1", (), 1, padding=rows))
-    assert rig.runtime.report()["Padding"].rows == tuple(("g1", *row) for row in rows)
+    rig.runtime.register(CallableRecord("g1", (), 1, sizes=sizes, assumptions=("padding is finite",)))
+    report = rig.runtime.report()
+    assert report["Sizes"].rows == (
+        ("g1", "batch", "s0", "4", "2 to any", "proved", "yes"),
+        ("g1", "seq", "s1", "6", "2 to 64", "unproved", "no, captured exactly"),
+    )
+    through = "aten.mean.dim (mean over it) at model.py:3: x.mean(1)"
+    assert report["Where padding is not proved"].rows == (("g1", "seq", through, "output 0"),)
+    assert report["The proof assumes"].rows == (("g1", "padding is finite"),)
+    (problem,) = report.problems
+    assert (problem.kind, problem.places, problem.where) == ("not padded", ("g1",), "model.py:3: x.mean(1)")
 
 
 def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,19 +382,23 @@ def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("seen", "limit", "suggested"),
     [
-        ({}, 16, []),
-        ({7: 3}, 16, [7]),
-        ({1: 10, 2: 9, 4: 8, 100: 1}, 2, [1, 100]),
-        ({1: 10, 2: 9, 100: 5}, 3, [1, 2, 100]),
-        ({1: 10, 2: 9, 100: 5}, 1, [100]),
-        ({100: 10, 2: 9, 1: 5}, 2, [2, 100]),
+        ({}, 16, {}),
+        ({7: 3}, 16, {"batch": [7]}),
+        ({1: 10, 2: 9, 4: 8, 100: 1}, 2, {"batch": [4, 100]}),
+        ({1: 10, 2: 9, 100: 5}, 3, {"batch": [1, 2, 100]}),
+        ({1: 10, 2: 9, 100: 5}, 1, {"batch": [100]}),
     ],
 )
-def test_suggested_sizes(rig: Any, seen: dict[int, int], limit: int, suggested: list[int]) -> None:
-    for size, times in seen.items():
-        for _ in range(times):
-            rig.runtime.saw_size(size)
+def test_suggested_sizes(rig: Any, seen: dict[int, int], limit: int, suggested: dict[str, list[int]]) -> None:
+    rig.runtime.sizes_seen.of("batch").update(seen)
     assert rig.runtime.suggested_sizes(limit) == suggested
+
+
+def test_no_sizes_are_suggested_where_nothing_is_padded(rig: Any) -> None:
+    rig.runtime.register(CallableRecord("g0", (), 1, sizes=(SizeRecord("seq", "s0", 4, 2, None, is_padded=False),)))
+    rig.runtime.sizes_seen.of("seq").update([3, 3, 8])
+    assert rig.runtime.stats().histograms == {"seq": {3: 2, 8: 1}}
+    assert rig.runtime.suggested_sizes() == {}
 
 
 def test_finding_the_runtime_of_something_else() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphpass import CUDAGraphMode, GraphRuntime
+from tests.observed import reported_regions
 
 ATTEND = "cgpasstest::attend"
 FULL = CUDAGraphMode.FULL
@@ -26,7 +27,7 @@ def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any =
 
 def endings(rt: GraphRuntime) -> dict[str, str]:
     """{callable: why Dynamo ended its graph} for those that a graph break ended."""
-    return {row[0].removesuffix(".end"): row[-1] for row in rt.report()["Regions"].rows if row[0].endswith(".end")}
+    return {row[0].removesuffix(".end"): row[-1] for row in reported_regions(rt) if row[0].endswith(".end")}
 
 
 def regions_of(mode: str) -> int:

@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime
 from graphpass.errors import OptionError
+from tests.observed import reported_regions
 from tests.unit.cgpass.attended import (
     BOTH,
     COMPILERS,
@@ -158,7 +159,7 @@ def test_autocast_inside_the_model(rt: GraphRuntime, at_key: Run, compiler: str)
         assert [y.dtype for y in got] == [torch.bfloat16, torch.float32]
         with torch.no_grad():
             agrees(got, model(x))
-    kinds = [kind for _, kind, *_ in rt.report()["Regions"].rows]
+    kinds = [kind for _, kind, _ in reported_regions(rt)]
     assert kinds == ["eager", "captured", "eager", "captured"], "the pairs stay in one captured region"
     assert {(c.captured, c.replayed) for c in rt.counts().values()} == {(1, 3)}
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from graphpass import BatchDescriptor, GraphRuntime
 from graphpass.errors import CaptureError
+from tests.observed import reported_regions
 from tests.unit.cgpass.attended import (
     BOTH,
     COMPILERS,
@@ -348,8 +349,7 @@ def test_a_float_argument_that_changes(rt: GraphRuntime, at_key: Run) -> None:
         x = torch.randn(4, 6)
         agrees(at_key(compiled, mode, 4, x, rate=rate), with_values(x, rate=rate))
     assert rt.stats().captured == captured
-    rows = rt.report()["Regions"].rows
-    assert not [row for row in rows if "host read" in row[-1]], "a Python float is no tensor to read"
+    assert not [why for _, _, why in reported_regions(rt) if "host read" in why], "a Python float is no tensor to read"
 
 
 def test_a_float_that_was_never_captured_is_right_or_refused(rt: GraphRuntime, at_key: Run) -> None:

@@ -88,8 +88,9 @@ def calls_of(
 
 def given_up(rt: GraphRuntime) -> list[Any]:
     """The reasons of calls without a graph that name a failure."""
-    rows = [row for table in rt.report().tables for row in table.rows]
-    return [row for row in rows if any(isinstance(cell, str) and "failed" in cell for cell in row)]
+    figures = rt.report().figures
+    reasons = [*rt.notes, *(calls.reason for calls in figures.uncaptured)]
+    return [reason for reason in reasons if "failed" in reason]
 
 
 def assert_captured_once_and_replayed(rt: GraphRuntime, compiled: Callable[..., Any], most: int) -> None:

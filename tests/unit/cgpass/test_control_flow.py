@@ -14,6 +14,7 @@ from torch._dynamo.exc import Unsupported
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.errors import CaptureError
+from tests.observed import reported_regions
 
 MODES = pytest.mark.parametrize("mode", [None, "NONE", "PIECEWISE", "FULL"])
 SIGNS = (1, -1, -1, 1, 1, -1)
@@ -72,7 +73,7 @@ def rows(sign: int) -> torch.Tensor:
 
 
 def eager_reasons(rt: GraphRuntime) -> str:
-    return " ".join(str(row[-1]) for row in rt.report()["Regions"].rows)
+    return " ".join(why for _, _, why in reported_regions(rt))
 
 
 @pytest.mark.parametrize("model", [Branch(), BranchOnSize(), Loop()], ids=lambda model: type(model).__name__)

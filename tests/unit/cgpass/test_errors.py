@@ -178,7 +178,7 @@ def test_capture_sizes_outside_the_guards_are_listed_with_their_constraint(rt: G
 
     compiled = compiled_with(model, runtime=rt, capture_sizes=[1, 4, 16], dynamic_dims={"x": 0})
     at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=rt)
-    notes = [what for _, what in rt.report()["Notes"].rows]
+    notes = list(rt.notes)
     assert any("num_tokens=16 is outside this graph's guards" in note and "<= 8" in note for note in notes)
     assert any("num_tokens=1 is outside this graph's guards" in note and ">= 2" in note for note in notes)
     assert not any("num_tokens=4 " in note for note in notes)

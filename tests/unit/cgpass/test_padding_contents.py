@@ -37,6 +37,6 @@ def test_an_index_of_two_integers_stays_valid(smallest: int, in_two_inputs: bool
                 left = torch.stack([left, right], dim=1)
             torch.testing.assert_close(fast(left, right), model(left, right))
     runtime = gp.runtime_of(fast)
-    checks = [row for table in runtime.report().tables if table.title == "Padding" for row in table.rows]
-    assert any(row[2] == "proved" for row in checks)
-    assert any("padded" in row[3] for table in runtime.report().tables if table.title == "Calls" for row in table.rows)
+    figures = runtime.report().figures
+    assert any(size.verdict == "proved" for record in figures.callables for size in record.sizes)
+    assert any(key.padding for key in figures.keys)

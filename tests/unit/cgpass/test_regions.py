@@ -12,6 +12,7 @@ import torch
 import cgpass
 from graphpass import GraphRuntime
 from graphpass.errors import CaptureError
+from tests.observed import reported_regions
 
 # Not on every machine that runs the GPU tests.
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline
@@ -44,8 +45,8 @@ def test_one_bad_op_costs_one_split(rt: GraphRuntime, at_key: Run, model: Callab
             torch.testing.assert_close(at_key(compiled, "PIECEWISE", 4, x, capture=capture), model(x))
         with pytest.raises(CaptureError) as raised:
             at_key(compiled, "FULL", 4, x, capture=rt)
-    rows = rt.report()["Regions"].rows
-    eager = [(name, why) for name, kind, _, why in rows if kind == "eager"]
+    rows = reported_regions(rt)
+    eager = [(name, why) for name, kind, why in rows if kind == "eager"]
     assert eager[0][1].startswith(reason)
     assert [why for _, why in eager if why.startswith(reason)] == [eager[0][1]]
     assert raised.value.found == f"{eager[0][0].removeprefix('g0.')}: {reason}"
@@ -64,7 +65,7 @@ def test_without_fullgraph_a_host_read_is_a_graph_break(rt: GraphRuntime, at_key
         for factor in (2.0, 3.0, 4.0):
             x = torch.ones(4, 6) * factor
             torch.testing.assert_close(at_key(compiled, "FULL", 4, x), reads_the_host(x))
-    (reason,) = {row[-1] for row in rt.report()["Regions"].rows if row[0] == "g0.end"}
+    (reason,) = {row[-1] for row in reported_regions(rt) if row[0] == "g0.end"}
     assert "item" in reason
     assert f"test_regions.py:{reads_the_host.__code__.co_firstlineno + 1}" in reason
     assert tally(rt, "FULL")["g0.full", 4] == (1, 4)
@@ -90,14 +91,15 @@ def test_the_dump_has_one_file_a_graph(tmp_path: Path) -> None:
 
 def test_explain_says_what_would_be_captured() -> None:
     report = cgpass.explain(two_layers, torch.randn(4, 6), options={"splitting_ops": [ATTEND]}, dynamic=False)
+    (record,) = report.figures.callables
     assert_expected_inline(
-        "\n".join(" | ".join(filter(None, row)) for row in report["Regions"].rows),
+        "\n".join(" | ".join(filter(None, (r.name, r.kind, str(r.num_ops), r.why))) for r in record.regions),
         """\
-g0.r0 | captured | 3
-g0.r1 | eager | 3 | splitting op: cgpasstest::attend
-g0.r2 | captured | 3
-g0.r3 | eager | 3 | splitting op: cgpasstest::attend
-g0.r4 | captured | 3""",
+r0 | captured | 3
+r1 | eager | 3 | splitting op: cgpasstest::attend
+r2 | captured | 3
+r3 | eager | 3 | splitting op: cgpasstest::attend
+r4 | captured | 3""",
     )
     assert report["Keys"].rows == ()
 
@@ -106,22 +108,26 @@ def test_explain_says_what_may_be_padded_and_what_not() -> None:
     def pooled(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x * 2).mean(1)
 
-    rows = cgpass.explain(pooled, torch.randn(4, 6, 8))["Padding"].rows
-    verdicts = {size: verdict for graph, size, verdict, why in rows if graph == "g0" and not why}
-    assert verdicts == {"x[0]": "proved", "x[1]": "unproved", "x[2]": "proved"}
-    (reason,) = {why for _, size, _, why in rows if size == "x[1]" and why}
+    (record,) = cgpass.explain(pooled, torch.randn(4, 6, 8)).figures.callables
+    sizes = {size.field: size for size in record.sizes}
+    assert {field: size.verdict for field, size in sizes.items()} == {
+        "x[0]": "proved",
+        "x[1]": "unproved",
+        "x[2]": "proved",
+    }
+    (cause,) = sizes["x[1]"].causes
     line = pooled.__code__.co_firstlineno + 1
-    assert "depends on padding of 'x[1]' through aten.mean" in reason
-    assert f"test_regions.py:{line}: `return torch.relu(x * 2).mean(1)`" in reason
+    assert (cause.target, cause.verdict) == ("output 0", "unproved")
+    assert cause.op.startswith("aten.mean")
+    assert cause.where == f"test_regions.py:{line}: return torch.relu(x * 2).mean(1)"
 
 
 def test_explain_names_sizes_as_the_options_do() -> None:
     options = {"dynamic_dims": {"x": {0: "num_reqs"}}, "splitting_ops": [ATTEND]}
-    rows = cgpass.explain(two_layers, torch.randn(4, 6), options=options)["Padding"].rows
-    assert {size for _, size, _, _ in rows if size} >= {"num_reqs"}
-    (reason, *_) = [why for _, size, _, why in rows if size == "num_reqs" and why]
-    assert "cgpasstest.attend" in reason
-    assert "no padding rule" in reason
+    (record,) = cgpass.explain(two_layers, torch.randn(4, 6), options=options).figures.callables
+    (cause, *_) = [cause for size in record.sizes if size.field == "num_reqs" for cause in size.causes]
+    assert "cgpasstest.attend" in cause.op
+    assert "no padding rule" in cause.why
 
 
 def test_explain_checks_its_options() -> None:
@@ -133,7 +139,7 @@ def test_explain_checks_its_options() -> None:
 def test_splitting_ops_by_any_name_cut_alike(rt: GraphRuntime, op: str) -> None:
     options = {"compiler": "eager", "splitting_ops": [op], "runtime": rt}
     torch.compile(two_layers, backend="cgpass", options=options)(torch.randn(4, 6))
-    kinds = [kind for _, kind, *_ in rt.report()["Regions"].rows]
+    kinds = [kind for _, kind, _ in reported_regions(rt)]
     assert kinds == ["captured", "eager", "captured", "eager", "captured"]
 
 

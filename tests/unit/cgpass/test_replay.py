@@ -13,6 +13,7 @@ from torch import nn
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.errors import CaptureError, ContextError, StaticInputError
+from tests.observed import reported_regions
 
 ATTEND = "cgpasstest::attend"
 Run = Callable[..., Any]
@@ -162,8 +163,10 @@ def test_sizes_seen_without_context_are_suggested(rt: GraphRuntime) -> None:
     with torch.no_grad():
         for size in (3, 5, 5, 9):
             compiled(torch.randn(size, 6))
-    assert rt.suggested_sizes() == [3, 5, 9]
-    assert "3, 5, 9" in str(rt.report())
+    assert rt.stats().histograms == {"num_tokens": {3: 1, 5: 2, 9: 1}}
+    assert rt.suggested_sizes() == {"num_tokens": [3, 5, 9]}
+    assert rt.suggested_sizes(2) == {"num_tokens": [5, 9]}
+    assert "capture_sizes=[3, 5, 9]" in str(rt.report())
 
 
 @pytest.mark.parametrize("other", [torch.randn(4, 6).double(), torch.randn(1, 6)], ids=["second dtype", "size 1"])
@@ -194,7 +197,7 @@ def test_a_graph_break_gives_each_graph_its_own_full(rt: GraphRuntime, at_key: R
     x = torch.randn(4, 6)
     torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x))
     assert tally(rt, "FULL") == {("g0.full", 4): (1, 2), ("g1.full", 4): (1, 2)}
-    (reason,) = [row[-1] for row in rt.report()["Regions"].rows if row[0] == "g0.end"]
+    (reason,) = [row[-1] for row in reported_regions(rt) if row[0] == "g0.end"]
     line = Broken.forward.__code__.co_firstlineno + 2
     assert "graph_break()" in reason
     assert f"test_replay.py:{line}" in reason
@@ -287,7 +290,7 @@ def test_a_fifth_set_of_weights_is_copied(rt: GraphRuntime, at_key: Run) -> None
         torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
     (counts,) = rt.counts().values()
     assert counts.captured <= 6, "what keeps moving is staged in the end, not captured for ever"
-    assert any("copied from now on" in what for _, what in rt.report()["Notes"].rows)
+    assert any("copied from now on" in note for note in rt.notes)
 
 
 def test_lazy_capture_captures_at_first_use_with_a_warning(

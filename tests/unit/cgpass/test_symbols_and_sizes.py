@@ -24,7 +24,7 @@ def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool 
 
 
 def notes(rt: GraphRuntime) -> list[str]:
-    return [what for _, what in rt.report()["Notes"].rows]
+    return list(rt.notes)
 
 
 # -- two symbols

@@ -56,8 +56,8 @@ def test_four_causes_are_named_with_their_lines(command: Command, scalars_in_the
     found = cuts(figures)
     for expected in (READ, ON_CPU, SPLIT):
         assert named(found, expected), (expected, found)
-    unproved = [why for graph in figures["graphs"] for size in graph["sizes"] for why in size["not_proved"]]
-    assert any(MEAN[0] in why and MEAN[1] in why for why in unproved), unproved
+    unproved = [cause for graph in figures["graphs"] for size in graph["sizes"] for cause in size["not_proved"]]
+    assert named([(cause["op"], cause["where"]) for cause in unproved], MEAN), unproved
 
     file = tmp_path / "explain.html"
     finished = command("explain", target, "--split", "torch.relu", "--html", file)
@@ -88,7 +88,7 @@ def test_json_has_these_keys(command: Command) -> None:
         "unique_regions",
     ]
     graph = figures["graphs"][0]
-    assert sorted(graph) == ["assumptions", "ends", "mode", "name", "never_captured", "regions", "sizes"]
+    assert sorted(graph) == ["assumptions", "compile_s", "ends", "mode", "name", "never_captured", "regions", "sizes"]
     assert sorted(graph["regions"][0]) == ["kind", "name", "nodes", "reasons", "same_as"]
     assert sorted(graph["sizes"][0]) == [
         "field",
@@ -100,7 +100,10 @@ def test_json_has_these_keys(command: Command) -> None:
         "traced",
         "verdict",
     ]
-    assert "limit = x.sum().item()" in graph["ends"]
+    assert sorted(graph["ends"]) == sorted(graph["regions"][1]["reasons"][0]) == ["remedy", "where", "why"]
+    assert graph["ends"]["where"].endswith("limit = x.sum().item()")
+    (cause,) = figures["graphs"][1]["sizes"][1]["not_proved"]
+    assert sorted(cause) == ["op", "target", "verdict", "where", "why"]
     assert [region["kind"] for region in graph["regions"]] == ["captured", "eager", "captured"]
     size = graph["sizes"][0]
     assert (size["field"], size["traced"], size["least"], size["greatest"]) == ("x[0]", 6, 2, None)

@@ -120,7 +120,7 @@ def replays(manager: CudaGraphManager) -> int:
 
 
 def notes(manager: CudaGraphManager) -> str:
-    return "\n".join(text for _, text in manager.report()["Notes"].rows)
+    return "\n".join(manager.runtime.notes)
 
 
 # -- an op that reads all rows, and whose author vouches that rows stay apart

@@ -21,6 +21,7 @@ from graphpass.offload import WeightOffloader
 from graphpass.offload import offloader as offload
 from graphpass.offload.slots import HostCopies
 from graphpass.text import CausalLM
+from tests.observed import reported_regions
 
 WIDTH, LARGEST = 6, 10
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
@@ -177,7 +178,7 @@ def test_modes_managers_and_plain_calls_follow_each_other_in_any_order() -> None
 def test_layers_share_their_code() -> None:
     model, _, offloader = offloaded(5)
     manager = captured(model, offloader, "PIECEWISE")
-    kinds = [kind for _, kind, *_ in manager.runtime.report()["Regions"].rows]
+    kinds = [kind for _, kind, _ in reported_regions(manager.runtime)]
     assert kinds.count("captured") == 6
     assert kinds.count("eager") == 5
     assert manager.runtime.compiled() == 3  # before the layers, a layer, the last one and what follows it

@@ -32,11 +32,11 @@ def chosen(
 
 
 def served(choice: AttentionKernels) -> dict[str, str]:
-    return {kernel: steps for kernel, steps, _ in choice.table().rows}
+    return {use.kernel: use.serves for use in choice.uses()}
 
 
 def why(choice: AttentionKernels, kernel: str) -> str:
-    return next(reason for name, _, reason in choice.table().rows if name == kernel)
+    return next(use.why for use in choice.uses() if use.kernel == kernel)
 
 
 @pytest.fixture(autouse=True)

@@ -6,29 +6,22 @@ import io
 
 from rich.console import Console
 
-from graphpass.cli.console import print_result
-from graphpass.cli.markup import Markup, element
-from graphpass.cli.page import html_page
-from graphpass.cli.result import Bar, Bars, Cell, Columns, Heading, Result, Strip, Text
-from graphpass.report import Table
+from graphpass.report.console import print_parts
+from graphpass.report.markup import Markup, element
+from graphpass.report.page import html_page
+from graphpass.report.parts import Bar, Bars, Cell, Columns, Heading, Strip, Table, Text
 from tests.unit.cli.conftest import Page
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
-EVERY_PART = Result(
-    command="explain",
-    subject=HOSTILE,
-    figures={},
-    parts=(
-        Heading(HOSTILE),
-        Text(HOSTILE),
-        Table(HOSTILE, ("region", HOSTILE), (("g0.r0", HOSTILE), (HOSTILE, "b"))),
-        Table("empty", ("a",), ()),
-        Bars(HOSTILE, (Bar(HOSTILE, 2.0, HOSTILE), Bar("zero", 0.0, "0"))),
-        Bars("no bars", ()),
-        Columns(HOSTILE, ((1, 3.0), (90, 1.0)), {HOSTILE: (8, 90)}),
-        Strip(HOSTILE, (Cell("g0.r0", "captured", HOSTILE, "g0.r0"), Cell(HOSTILE, "eager", HOSTILE, HOSTILE))),
-    ),
-    failure=HOSTILE,
+EVERY_PART = (
+    Heading(HOSTILE),
+    Text(HOSTILE),
+    Table(HOSTILE, ("region", HOSTILE), (("g0.r0", HOSTILE), (HOSTILE, "b"))),
+    Table("empty", ("a",), ()),
+    Bars(HOSTILE, (Bar(HOSTILE, 2.0, HOSTILE), Bar("zero", 0.0, "0"))),
+    Bars("no bars", ()),
+    Columns(HOSTILE, ((1, 3.0), (90, 1.0)), {HOSTILE: (8, 90)}),
+    Strip(HOSTILE, (Cell("g0.r0", "captured", HOSTILE, "g0.r0"), Cell(HOSTILE, "eager", HOSTILE, HOSTILE))),
 )
 
 
@@ -39,7 +32,7 @@ def test_children_and_attributes_are_escaped() -> None:
 
 
 def test_hostile_names_are_text_in_every_part() -> None:
-    page = Page(html_page(EVERY_PART))
+    page = Page(html_page(HOSTILE, EVERY_PART, failure=HOSTILE))
     assert "script" not in page.tags
     assert page.handlers == []
     assert page.text.count(HOSTILE) >= 12
@@ -48,7 +41,7 @@ def test_hostile_names_are_text_in_every_part() -> None:
 
 
 def test_a_page_refers_to_nothing_outside() -> None:
-    text = html_page(EVERY_PART)
+    text = html_page(HOSTILE, EVERY_PART, failure=HOSTILE)
     page = Page(text)
     assert any("default-src 'none'" in content for content in page.contents)
     assert all(reference == "data:," or reference.startswith("#") for reference in page.references)
@@ -59,7 +52,7 @@ def test_a_page_refers_to_nothing_outside() -> None:
 
 
 def test_regions_link_to_their_rows() -> None:
-    page = Page(html_page(EVERY_PART))
+    page = Page(html_page(HOSTILE, EVERY_PART, failure=HOSTILE))
     targets = [reference.removeprefix("#") for reference in page.references if reference.startswith("#")]
     assert targets == ["region-g0.r0", f"region-{HOSTILE}"]
     assert set(targets) <= set(page.ids)
@@ -67,6 +60,6 @@ def test_regions_link_to_their_rows() -> None:
 
 def test_text_shows_every_name_as_it_is() -> None:
     file = io.StringIO()
-    print_result(EVERY_PART, Console(file=file, width=400))
+    print_parts(EVERY_PART, Console(file=file, width=400), failure=HOSTILE)
     assert file.getvalue().count(HOSTILE) >= 10
     assert "█" in file.getvalue()

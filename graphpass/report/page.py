@@ -1,12 +1,11 @@
-"""Draws a result as one HTML page that needs nothing else: no script, no network, light and dark."""
+"""Draws parts as one HTML page that needs nothing else: no script, no network, light and dark."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphpass.cli.markup import Markup, element
-from graphpass.cli.result import Bars, Columns, Heading, Part, Result, Strip, Text
-from graphpass.report import Table
+from graphpass.report.markup import Markup, element
+from graphpass.report.parts import Bars, Columns, Heading, Part, Strip, Table, Text
 
 __all__ = ["html_page"]
 
@@ -25,7 +24,7 @@ code, td, .figure { font-family: ui-monospace, monospace; font-size: .87rem; }
 .scroll:focus-visible, a:focus-visible { outline: 3px solid var(--bar); outline-offset: 2px; }
 table { border-collapse: collapse; min-width: 40%; } caption { text-align: left; color: var(--dim); padding: .3rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .7rem; border-bottom: 1px solid var(--line); }
-th { white-space: nowrap; } td { overflow-wrap: anywhere; min-width: 4rem; }
+th { white-space: nowrap; } td { overflow-wrap: break-word; min-width: 4rem; max-width: 34rem; }
 thead th { background: var(--band); } tbody tr:target td { background: var(--band); }
 .failure { color: var(--end); font-weight: bold; }
 .strip { display: flex; flex-wrap: wrap; gap: 3px; padding: 0; list-style: none; }
@@ -38,10 +37,15 @@ svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px s
 _WIDTH, _BAR_HEIGHT, _PLOT_HEIGHT, _MARKS_HEIGHT = 760, 22, 120, 20
 
 
-def html_page(result: Result) -> str:
-    """The page of a result; every name and value in it is escaped."""
-    title = f"graphpass {result.command}: {result.subject}"
-    failure = (element("p", result.failure, class_="failure", role="alert"),) if result.failure is not None else ()
+def html_page(title: str, parts: Iterable[Part], *, failure: str | None = None) -> str:
+    """A page of parts; every name and value in it is escaped.
+
+    Args:
+        title: the title.
+        parts: in reading order; empty tables are not drawn.
+        failure: a failed check, shown below the title; None: there is none.
+    """
+    alert = (element("p", failure, class_="failure", role="alert"),) if failure is not None else ()
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -51,7 +55,7 @@ def html_page(result: Result) -> str:
         element("title", title),
         element("style", Markup(_STYLE)),
     )
-    main = element("main", element("h1", title), *failure, *map(_part, result.parts))
+    main = element("main", element("h1", title), *alert, *map(_part, parts))
     return "<!doctype html>\n" + element("html", head, element("body", main), lang="en") + "\n"
 
 

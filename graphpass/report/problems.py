@@ -1,0 +1,84 @@
+"""What is slow or missing, from the figures of a report: one problem for each cause, however many regions have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from graphpass.modes import CUDAGraphMode
+from graphpass.report.callables import CallableRecord
+from graphpass.report.figures import Problem, ReportFigures
+
+__all__ = ["cuts_of", "listed", "problems_of"]
+
+_KINDS = ("never captured", "no graph", "not captured", "graph break", "cut", "not padded", "note")
+
+
+def problems_of(figures: ReportFigures) -> tuple[Problem, ...]:
+    """All problems, the gravest kind first; first calls of a key, which run without a graph, are none."""
+    found = (
+        *figures.problems,
+        *_uncaptured(figures),
+        *_endings(figures.callables),
+        *(problem for problem in cuts_of(figures.callables) if problem.remedy),
+        *_unpadded(figures.callables),
+    )
+    return tuple(sorted(found, key=lambda problem: _KINDS.index(problem.kind)))
+
+
+def cuts_of(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+    """Why regions are eager: one problem for each reason and line, with all regions that have it.
+
+    The cuts that a callable's FULL graph holds have no remedy: they cost nothing.
+    """
+    regions: dict[tuple[str, str, str], list[str]] = {}
+    for record in callables:
+        for region in record.regions:
+            for reason in region.reasons:
+                remedy = "" if record.mode is CUDAGraphMode.FULL else reason.remedy
+                regions.setdefault((reason.why, reason.where, remedy), []).append(f"{record.name}.{region.name}")
+    for (why, where, remedy), names in regions.items():
+        yield Problem("cut", why, tuple(names), where, remedy=remedy)
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    known = list(names)
+    shown = ", ".join(known[:most])
+    return f"{shown} and {len(known) - most} more" if len(known) > most else shown
+
+
+def _uncaptured(figures: ReportFigures) -> Iterator[Problem]:
+    off = {record.name for record in figures.callables if record.off is not None}
+    graphs: dict[tuple[str, str], list[str]] = {}
+    times: dict[tuple[str, str], int] = {}
+    for calls in figures.uncaptured:
+        if not calls.is_expected and calls.graph not in off:
+            cause = (calls.reason, calls.remedy)
+            graphs.setdefault(cause, []).append(calls.graph)
+            times[cause] = times.get(cause, 0) + calls.calls
+    for (reason, remedy), names in graphs.items():
+        yield Problem("no graph", reason, tuple(names), times=times[reason, remedy], remedy=remedy)
+
+
+def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+    names: dict[tuple[str, str, str, str], list[str]] = {}
+    for record in callables:
+        for kind, reason in (("graph break", record.ends), ("never captured", record.off)):
+            if reason is not None:
+                names.setdefault((kind, reason.why, reason.where, reason.remedy), []).append(record.name)
+    for (kind, why, where, remedy), graphs in names.items():
+        yield Problem(kind, why, tuple(graphs), where, remedy=remedy)
+
+
+def _unpadded(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for record in callables:
+        for size in record.sizes:
+            if size.remedy:
+                cause = size.causes[0] if size.causes else None
+                why = "no proof covers it" if cause is None else f"{cause.op} ({cause.why})"
+                effect = "padded without a check" if size.is_padded else "not padded, each of its sizes is captured"
+                where = "" if cause is None else cause.where
+                found.setdefault((f"{size.field} is {effect}: {why}", where, size.remedy), []).append(record.name)
+    for (what, where, remedy), graphs in found.items():
+        yield Problem("not padded", what, tuple(graphs), where, remedy=remedy)
