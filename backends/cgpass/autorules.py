@@ -130,7 +130,7 @@ def _home_of(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> tuple
 
 
 def _source(graph_input: GraphInput) -> str:
-    return graph_input.source_name or graph_input.name
+    return graph_input.source_name or graph_input.label or graph_input.name
 
 
 def _rules_of(

@@ -28,6 +28,7 @@ class GraphInput:
         is_static: a parameter, a buffer, or marked with ``mark_static_address``: a graph may record its address.
         value: its metadata: a fake tensor, a symbolic size, or a constant.
         marked_dims: dimensions that the user marked as dynamic.
+        label: where Dynamo found it, for reports: ``args[0]``, ``self.cache``; empty if unknown.
     """
 
     name: str
@@ -35,13 +36,19 @@ class GraphInput:
     is_static: bool
     value: Any
     marked_dims: frozenset[int] = frozenset()
+    label: str = ""
 
 
 def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
     """The inputs of a graph, in order."""
     return tuple(
         GraphInput(
-            node.name, _source_name(node), dynamo.is_static_address(node), value_of(node), dynamo.marked_dims(node)
+            node.name,
+            _source_name(node),
+            dynamo.is_static_address(node),
+            value_of(node),
+            dynamo.marked_dims(node),
+            (dynamo.source_text(node) or "").replace("L['", "").replace("']", "", 1),
         )
         for node in graph.nodes
         if node.op == "placeholder"
