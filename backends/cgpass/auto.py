@@ -84,8 +84,7 @@ class AutoDispatcher:
 
     def __init__(self, owner: RunsGraphs, graph: GraphSizes, rules: AutoRules) -> None:
         self._owner, self._rules = owner, rules
-        self.region = RegionId(owner.name)
-        self._runtime = owner.runtime
+        self.region, self._runtime = RegionId(owner.name), owner.runtime
         self._table = CallTable(owner.name, owner.runtime, graph, rules)
         self._plain_counts: dict[str, CallCounts] = {}
         self._checked: dict[BatchDescriptor, _Checked] = {}

@@ -356,7 +356,7 @@ def test_the_report_says_what_may_be_padded(rig: Any) -> None:
     cause = PaddingCause("output 0", "aten.mean.dim", "mean over it", "model.py:3: x.mean(1)")
     sizes = (
         SizeRecord("batch", "s0", 4, 2, None, is_padded=True, verdict="proved"),
-        SizeRecord("seq", "s1", 6, 2, 64, is_padded=False, verdict="unproved", causes=(cause,)),
+        SizeRecord("seq", "s1", 6, 2, 64, is_padded=False, verdict="unproved", causes=(cause,), remedy="mask it"),
     )
     rig.runtime.register(CallableRecord("g0", (), 1))
     rig.runtime.register(CallableRecord("g1", (), 1, sizes=sizes, assumptions=("padding is finite",)))
@@ -370,6 +370,7 @@ def test_the_report_says_what_may_be_padded(rig: Any) -> None:
     assert report["The proof assumes"].rows == (("g1", "padding is finite"),)
     (problem,) = report.problems
     assert (problem.kind, problem.places, problem.where) == ("not padded", ("g1",), "model.py:3: x.mean(1)")
+    assert (problem.times, problem.remedy) == (None, "mask it")
 
 
 def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,7 @@ def test_json_has_these_keys(command: Command) -> None:
         "least",
         "not_proved",
         "padded",
+        "remedy",
         "symbol",
         "traced",
         "verdict",
