@@ -54,8 +54,8 @@ def _no_runtime(compiled: Any) -> GraphpassError:
         "this callable has no graphpass runtime",
         expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
         found=repr(compiled)[:200],
-        remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; if it has run, Dynamo "
-        "compiled no graph of it, and TORCH_LOGS=graph_breaks says why",
+        remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; "
+        "if it has run, Dynamo compiled no graph of it, and TORCH_LOGS=graph_breaks says why",
     )
 
 

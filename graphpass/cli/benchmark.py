@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.failures import users_code
 from graphpass.cli.program import Program
 from graphpass.cli.result import Result
+from graphpass.cli.timing import host_us, in_rounds, with_own_code
 from graphpass.report.parts import Bar, Bars, Table, Text
 
 __all__ = ["bench"]
@@ -92,23 +92,13 @@ def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> It
     on_gpu = program.device.type == "cuda"
     needs_gpu = None if on_gpu else "needs a GPU"
     yield _Variant("eager", program.model)
-    compiled = torch.compile(_own_code(program.model), backend=compiler)
+    compiled = torch.compile(with_own_code(program.model), backend=compiler)
     yield _Variant("compile", compiled)
-    reduced = torch.compile(_own_code(program.model), mode="reduce-overhead") if on_gpu else None
+    reduced = torch.compile(with_own_code(program.model), mode="reduce-overhead") if on_gpu else None
     yield _Variant("reduce-overhead", reduced, needs_gpu)
     used = {"compiler": compiler, **options}
-    yield _Variant("graphpass", torch.compile(_own_code(program.model), backend="cgpass", options=used))
+    yield _Variant("graphpass", torch.compile(with_own_code(program.model), backend="cgpass", options=used))
     yield _Variant("raw replay", _RawReplay(compiled, program) if on_gpu else None, needs_gpu)
-
-
-def _own_code(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``model``, with a code object of its own: Dynamo stores compiled code by code object."""
-
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    code = entry.__code__.replace()
-    return types.FunctionType(code, entry.__globals__, entry.__name__, None, entry.__closure__)
 
 
 class _RawReplay:
@@ -229,49 +219,23 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _interleaved(program: Program, variants: list[_Variant], rounds: int, calls: int) -> dict[str, dict[str, Any]]:
-    """{variant: its medians in µs}: each round times every variant, each time in another order."""
+    """{variant: its medians in µs}."""
     steps: dict[str, Call] = {}
     for variant in variants:
         if variant.call is not None:
             replay = getattr(variant.call, "replay", None)
             steps[variant.name] = replay or _bound(variant.call, program)
-    on_gpu, names = program.device.type == "cuda", list(steps)
-    host: dict[str, list[float]] = {name: [] for name in names}
-    on_device: dict[str, list[float]] = {name: [] for name in names}
-    busy = _Busy(program.device) if on_gpu else None
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                steps[name]()  # the caches hold another variant's data
-                host[name].append(_host_us(steps[name], program.device, calls))
-                if busy is not None:
-                    on_device[name].append(busy.device_us(steps[name], calls, host[name][-1]))
-    finally:
-        gc.enable()
-    return {
-        name: {"host_us": _spread(host[name]), "device_us": _spread(on_device[name]) if on_gpu else None}
-        for name in names
-    }
+    figures: dict[str, Callable[[Call], float]] = {"host_us": partial(host_us, device=program.device, calls=calls)}
+    if program.device.type == "cuda":
+        figures["device_us"] = partial(_Busy(program.device).device_us, calls=calls)
+    times = in_rounds(steps, figures, rounds)
+    spread = {name: {figure: asdict(of) for figure, of in found.items()} for name, found in times.items()}
+    return {name: {"device_us": None, **found} for name, found in spread.items()}
 
 
 def _bound(call: Callable[..., Any], program: Program) -> Call:
     args, kwargs = program.args, program.kwargs
     return lambda: call(*args, **kwargs)
-
-
-def _host_us(step: Call, device: torch.device, calls: int) -> float:
-    """Median time of a call on an idle device until it returns."""
-    taken = []
-    for _ in range(calls):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start_s = time.perf_counter()
-        step()
-        taken.append((time.perf_counter() - start_s) * 1e6)
-    return statistics.median(taken)
 
 
 class _Busy:
@@ -286,9 +250,9 @@ class _Busy:
         self._work(1)  # loads the kernel
         self._product_us = max(self._timed(lambda: self._work(10), 0) / 10, 1.0)
 
-    def device_us(self, step: Call, calls: int, host_us: float) -> float:
+    def device_us(self, step: Call, calls: int) -> float:
         """Median device time of ``calls`` calls."""
-        products = int(3 * host_us / self._product_us) + 1
+        products = int(3 * host_us(step, self._device, calls) / self._product_us) + 1
         return statistics.median(self._timed(step, products) for _ in range(calls))
 
     def _work(self, products: int) -> None:
@@ -304,11 +268,6 @@ class _Busy:
         end.record()
         torch.cuda.synchronize(self._device)
         return float(start.elapsed_time(end)) * 1e3
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
-    return {"median": median, "q1": low, "q3": high}
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

@@ -7,19 +7,18 @@ and only the enqueueing is timed; what the device does with it afterwards is not
 
 from __future__ import annotations
 
-import gc
 import json
 import platform
-import statistics
 import time
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from graphpass.cli.timing import Spread, host_us, in_rounds, with_own_code
 
 __all__ = [
     "HandCapture",
@@ -34,27 +33,6 @@ __all__ = [
 ]
 
 Step = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and quartiles of a figure over the rounds, in microseconds."""
-
-    median: float
-    q1: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0])
-        q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, q1, q3)
-
-    def __str__(self) -> str:
-        digits = 0 if self.median >= 1000 else 1
-        return f"{self.median:.{digits}f} ({self.q1:.{digits}f}..{self.q3:.{digits}f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +58,7 @@ def synchronize(device: torch.device) -> None:
 def interleaved(
     steps: Mapping[str, Step], *, device: torch.device, rounds: int, steps_a_round: int, host_calls: int
 ) -> dict[str, Timing]:
-    """Measure every variant once a round, the first one of a round another each time.
-
-    A slow moment of the machine then falls on all of them. The garbage collector is off meanwhile.
+    """Measure every variant once a round, see :func:`graphpass.cli.timing.in_rounds`.
 
     Args:
         steps: name -> what one step calls.
@@ -91,21 +67,11 @@ def interleaved(
         steps_a_round: steps between two synchronisations.
         host_calls: steps enqueued on an idle device, one at a time; their median is the value of the round.
     """
-    step_us: dict[str, list[float]] = {name: [] for name in steps}
-    host_us: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                steps[name]()  # the caches of host and device are another variant's
-                step_us[name].append(_step_us(steps[name], device, steps_a_round))
-                host_us[name].append(_host_us(steps[name], device, host_calls))
-    finally:
-        gc.enable()
-    return {name: Timing(Spread.of(step_us[name]), Spread.of(host_us[name])) for name in names}
+    figures = {
+        "step": partial(_step_us, device=device, count=steps_a_round),
+        "host": partial(host_us, device=device, calls=host_calls),
+    }
+    return {name: Timing(**found) for name, found in in_rounds(steps, figures, rounds).items()}
 
 
 def _step_us(step: Step, device: torch.device, count: int) -> float:
@@ -115,17 +81,6 @@ def _step_us(step: Step, device: torch.device, count: int) -> float:
         step()
     synchronize(device)
     return (time.perf_counter() - start) / count * 1e6
-
-
-def _host_us(step: Step, device: torch.device, count: int) -> float:
-    taken = []
-    for _ in range(count):
-        synchronize(device)
-        start = time.perf_counter()
-        step()
-        taken.append((time.perf_counter() - start) * 1e6)
-    synchronize(device)
-    return statistics.median(taken)
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -142,18 +97,6 @@ def write_json(path: Path | None, payload: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")
-
-
-def with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``call``, with code of its own.
-
-    Dynamo keeps compiled code, and counts recompiles, by code object: forms of one model would share one list.
-    """
-
-    def entry(*args: Any) -> Any:
-        return call(*args)
-
-    return types.FunctionType(entry.__code__.replace(), entry.__globals__, entry.__name__, None, entry.__closure__)
 
 
 def plain_compiled(call: Callable[..., Any], compiler: str) -> Callable[..., Any]:
