@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import graphpass as gp
+from graphpass.errors import ShapeError
 
 
 @pytest.mark.parametrize("num_dims", [1, 2])
@@ -27,3 +28,18 @@ def test_zero_padding_keeps_the_layout() -> None:
         zeroed = gp.zero_padding(x)
     assert zeroed.stride() == torch.empty_like(x).stride()
     assert torch.equal(zeroed, x * torch.tensor([1.0, 0.0, 1.0])[:, None, None])
+
+
+def test_zero_padding_of_a_dimension_with_one_size() -> None:
+    """The mask covers the requests alone if each has the same number of tokens."""
+    x = torch.randn(3, 3, 2)
+    with gp.set_forward_context(is_padding=torch.tensor([False, True, False])):
+        zeroed = gp.zero_padding(x, 2)
+    assert torch.equal(zeroed, x * torch.tensor([1.0, 0.0, 1.0])[:, None, None])
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 3)])
+def test_a_tensor_with_other_rows_is_refused(shape: tuple[int, ...]) -> None:
+    refused = pytest.raises(ShapeError, match=r"does not have the rows of the batch.*leading dimensions")
+    with gp.set_forward_context(is_padding=torch.zeros(shape, dtype=torch.bool)), refused:
+        gp.zero_padding(torch.randn(3, 3, 2), 2)
