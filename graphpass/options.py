@@ -244,7 +244,7 @@ def _padding(value: Any) -> dict[str, PadRule]:
 
 
 _SEE_OPTIONS = "see cgpass.options for the values"
-_VALUES: Mapping[str, tuple[str | None, ...]] = {
+_VALUES: Mapping[str, tuple[object, ...]] = {
     "compiler": COMPILERS,
     "on_fallback": ("warn", "error", "silent"),
     "dispatch": ("auto", "context", None),

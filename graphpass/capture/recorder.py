@@ -37,9 +37,10 @@ __all__ = ["Recorder"]
 
 _log = logging.getLogger("graphpass")
 
-_AFTER_FAILURE = (
-    "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops; "
-    "capture fewer or smaller sizes when memory ran out"
+_OUT_OF_MEMORY = "capture fewer or smaller sizes, or set a limit (max_bytes)"
+_SPLIT = "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops"
+_FULL_HOLDS_IT = (
+    "set mode='PIECEWISE', which leaves it out of the graphs: a FULL graph holds the operations of splitting_ops, too"
 )
 
 
@@ -265,8 +266,21 @@ class Recorder:
             ", ".join([*problem, place] if place else problem),
             expected=refused.expected if refused else "a region that can be captured",
             found=f"{found} {num_bytes}",
-            remedy=refused.remedy if refused else _AFTER_FAILURE,
+            remedy=self._remedy(
+                error, refused, is_eager_inside=region != self.name and not hasattr(runnable, "uncompiled")
+            ),
         ) from error
+
+    def _remedy(self, error: Exception, refused: CaptureError | None, *, is_eager_inside: bool) -> str:
+        """What works here: an operation that splits already cannot be listed once more, and FULL graphs hold it."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return _OUT_OF_MEMORY
+        if self.mode is CUDAGraphMode.FULL and is_eager_inside:
+            return _FULL_HOLDS_IT
+        remedy = _SPLIT if refused is None else refused.remedy
+        return (
+            f"{remedy}, and set mode='PIECEWISE'" if self.mode is CUDAGraphMode.FULL and self.region.region else remedy
+        )
 
     def _sources(self, device: torch.device) -> _Sources:
         leaves = self.call.leaves

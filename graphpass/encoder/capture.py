@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.encoder.costs import EncoderCosts, Load, TimedExample, measured_costs
 from graphpass.encoder.graphs import EncoderGraphs, eager_outputs
 from graphpass.encoder.options import EncoderOptions
@@ -32,8 +32,6 @@ from graphpass.ladder.traffic import CapturedGraph
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CapturedLadder", "EncoderLadder"]
-
-_log = logging.getLogger("graphpass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +81,7 @@ class EncoderLadder:
         options: costs and limits.
         device: device of the encoder.
         dtype: dtype of its inputs.
+        notes: the runtime whose report says which keys have no graph.
 
     Raises:
         EncoderConfigError: ``options.costs`` has no cost for a budget.
@@ -94,6 +93,7 @@ class EncoderLadder:
     options: EncoderOptions
     device: torch.device
     dtype: torch.dtype
+    notes: GraphRuntime
 
     def __post_init__(self) -> None:
         if isinstance(self.options.costs, PackingCosts):  # raises before the capture if a cost is missing
@@ -176,7 +176,13 @@ class EncoderLadder:
                     budgets[keys[of]] = graphs.capture(keys[of])
                 except (CaptureError, torch.OutOfMemoryError) as error:
                     failed.append((keys[of], str(error)))
-                    _log.warning("encoder budget %s has no graph: %s", keys[of], error)
+                    remedy = "" if isinstance(error, CaptureError) else "capture fewer budgets, or set max_pool_bytes"
+                    self.notes.warn(
+                        f"encoder budget {keys[of]} has no graph: {error}",
+                        remedy,
+                        once_for="no graph",
+                        is_recorded=True,
+                    )
                 progress.update()
 
             def drop() -> None:
@@ -187,6 +193,13 @@ class EncoderLadder:
             pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
             left_out = capture_within(most, pool, (), list(keys), fits)
         failed += [(keys[of], f"the pool would be larger than max_pool_bytes={most}") for of in left_out]
+        if left_out:
+            self.notes.warn(
+                f"{len(left_out)} encoder budgets have no graph, as {keys[left_out[0]]}: the pool would be larger than "
+                f"max_pool_bytes={most}",
+                "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",
+                is_recorded=True,
+            )
         return budgets, failed
 
     # -- costs ------------------------------------------------------------------------------------------------------
@@ -206,7 +219,22 @@ class EncoderLadder:
             items = self.model.get_encoder_example_items(key, self.device, self.dtype, num_items)
             specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self.config)
             load = Load.of(specs)
-            return TimedExample(load, lambda: graphs.replay(key, items), lambda: eager_outputs(self.model, items))
+            eager = self._saying_no_memory(key, lambda: eager_outputs(self.model, items))
+            return TimedExample(load, lambda: graphs.replay(key, items), eager)
         graphs.fill_with_example(key)
         load = Load(key.tokens, key.items, 0.0)
-        return TimedExample(load, lambda: graphs.run(key), lambda: graphs.run_eagerly(key))
+        return TimedExample(load, lambda: graphs.run(key), self._saying_no_memory(key, lambda: graphs.run_eagerly(key)))
+
+    def _saying_no_memory(self, key: EncoderGraphKey, eager: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            try:
+                return eager()
+            except torch.OutOfMemoryError as error:
+                self.notes.warn(
+                    f"no memory for an eager call of {key} beside the graphs: it is not chosen. {error}",
+                    "set max_pool_bytes, so that the graphs leave memory for eager calls",
+                    once_for="no memory for an eager call",
+                )
+                raise
+
+        return run

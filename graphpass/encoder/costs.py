@@ -11,7 +11,6 @@ only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.s
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -27,7 +26,6 @@ from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 
 __all__ = ["EagerCurve", "EncoderCosts", "ItemCosts", "Load", "TimedExample", "measured_costs", "spread", "timed_s"]
 
-_log = logging.getLogger("graphpass")
 _RUNS = 3
 _TIMED_SIZES = 12
 _FILLED = 0.95
@@ -212,8 +210,7 @@ def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device) ->
     *_, replay_s = _timed_replay(key, example, device)
     try:
         return _Timing(key, example.load, replay_s, timed_s(example.eager, device))
-    except torch.OutOfMemoryError as error:
-        _log.warning("no memory for an eager call of %s beside the graphs: it is not chosen. %s", key, error)
+    except torch.OutOfMemoryError:
         return _Timing(key, example.load, replay_s, math.inf)
 
 

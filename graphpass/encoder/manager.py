@@ -17,6 +17,7 @@ import torch.distributed as dist
 from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import capture_settings
+from graphpass.encoder import reported
 from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.encoderreport import encoder_figures
 from graphpass.encoder.graphs import check_outputs, eager_outputs
@@ -55,7 +56,7 @@ class EncoderCudaGraphManager:
             and calls :meth:`execute` with the same items. None: this process encodes all items.
 
     Attributes:
-        runtime: counts compiled artifacts. Graphs have a separate runtime.
+        runtime: counts compiled artifacts, and notes what runs without a graph. Graphs have a separate runtime.
 
     Raises:
         EncoderConfigError: an option contradicts another option or the model.
@@ -74,12 +75,12 @@ class EncoderCudaGraphManager:
         self._device, self._dtype, self._group = torch.device(device), dtype, group
         self._config = checked_config(model.get_encoder_cudagraph_config())
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
-        self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype)
+        self.runtime = GraphRuntime(device=self._device)
+        self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype, self.runtime)
         self._captured: CapturedLadder | None = None
         self._is_to_recapture, self._graph_pool = False, None
         self._eager_planner = self._ladder.planner()
         self._compiler = _compiler_of(model, self._options, self._device)
-        self.runtime = GraphRuntime(device=self._device)
         self._is_compiled = False
         self._counts = EncoderCounts()
         has_ranks = group is not None and dist.get_world_size(group) > 1
@@ -292,7 +293,7 @@ class EncoderCudaGraphManager:
         """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
         captured = self._captured
         if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
-            _log.warning("weights of the encoder were replaced or moved: its graphs are captured again")
+            reported.new_weights(self.runtime)
             self._drop_graphs()
             self._is_to_recapture, self._graph_pool = True, captured.graph_pool
         if self._is_to_recapture:  # by this request, or an earlier one in which that failed
@@ -308,9 +309,8 @@ class EncoderCudaGraphManager:
         setting = self._captured.state.setting_changed()
         if setting is None:
             return self._captured.planner
-        if self._counts.under_another(setting):
-            remedy = "call clear() and capture() under the new setting to use graphs"
-            _log.warning("%s changed since the encoder was captured: it runs eagerly; %s", setting, remedy)
+        self._counts.under_another(setting)
+        reported.another_setting(self.runtime, setting)
         return self._eager_planner
 
     def _outputs(self, items: EncoderItems, batch: EncoderBatch, num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -319,6 +319,8 @@ class EncoderCudaGraphManager:
             outputs = eager_outputs(self._model, items)
             check_outputs(outputs, num_tokens, self._config, "encoder_eager_forward")
             self._counts.ran_eagerly(len(batch.items), num_tokens)
+            if self._options.enable:
+                reported.why_eager(self.runtime, self._captured, num_tokens)
             return outputs
         assert self._captured is not None
         outputs = self._captured.graphs.replay(batch.key, items)

@@ -114,10 +114,9 @@ class EncoderCounts:
         self.eager_calls += 1
         self.eager_tokens += num_tokens
 
-    def under_another(self, setting: str) -> bool:
-        """Count a request that runs eagerly because ``setting`` changed since the capture; True for the first one."""
+    def under_another(self, setting: str) -> None:
+        """Count a request that runs eagerly because ``setting`` changed since the capture."""
         self._other_settings[setting] += 1
-        return self._other_settings[setting] == 1
 
     def snapshot(
         self,

@@ -61,21 +61,37 @@ def failure(rt: GraphRuntime, compiler: str, mode: str, op_name: str) -> Excepti
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    ("mode", "op_name", "region", "line"),
+    ("mode", "op_name", "region", "line", "remedy"),
     [
-        ("FULL", "fails", "g0.full failed at FULL 4 tokens, in g0.r2", "return fails(y + 1) * 2"),
-        ("FULL", "fails_eagerly", "g0.full failed at FULL 4 tokens, in g0.r1", "y = fails_eagerly(self.inner(x))"),
-        ("PIECEWISE", "fails", "g0.r2 failed at PIECEWISE 4 tokens", "return fails(y + 1) * 2"),
+        (
+            "FULL",
+            "fails",
+            "g0.full failed at FULL 4 tokens, in g0.r2",
+            "return fails(y + 1) * 2",
+            "splitting_ops, and set mode='PIECEWISE'",
+        ),
+        (
+            "FULL",
+            "fails_eagerly",
+            "g0.full failed at FULL 4 tokens, in g0.r1",
+            "y = fails_eagerly(self.inner(x))",
+            "set mode='PIECEWISE', which leaves it out",
+        ),
+        ("PIECEWISE", "fails", "g0.r2 failed at PIECEWISE 4 tokens", "return fails(y + 1) * 2", "in splitting_ops"),
     ],
 )
 def test_the_error_names_op_and_line(
-    rt: GraphRuntime, compiler: str, mode: str, op_name: str, region: str, line: str
+    rt: GraphRuntime, compiler: str, mode: str, op_name: str, region: str, line: str, remedy: str
 ) -> None:
     error: Any = failure(rt, compiler, mode, op_name)
     assert isinstance(error, CaptureError)
     for text in (region, f"cgpasstest.{op_name}.default at test_failures.py:", line, f"{op_name} has failed"):
         assert text in error.problem + error.found
     assert isinstance(error.__cause__, ValueError)
+    assert remedy in error.remedy
+    assert ("mode=" in error.remedy) == (mode == "FULL")
+    assert remedy in error.remedy
+    assert ("mode=" in error.remedy) == (mode == "FULL")
 
 
 def test_an_eager_region_s_own_error_stays_what_it_is(rt: GraphRuntime) -> None:
