@@ -162,7 +162,7 @@ PAGES = {
                 "sample_size=64, cross_attention_dim=768": (
                     "sample_size=8, cross_attention_dim=16, block_out_channels=(8,), norm_num_groups=4,"
                     " attention_head_dim=2, down_block_types=['CrossAttnDownBlock2D'],"
-                    " up_block_types=['CrossAttnUpBlock2D']"
+                    " up_block_types=['UpBlock2D'], mid_block_type=None"
                 ),
                 "(6, 900), (2, 700), (5, 500), (3, 100)": "(6, 900), (3, 100), (5, 500)",
             },
