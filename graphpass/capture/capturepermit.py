@@ -85,7 +85,9 @@ class CapturePermit:
                 once_for=f"{self.region.callable}: graph dropped",
             )
         elif is_automatic and not moved:
-            self.runtime.note(f"{self.region} {descriptor}: captured without a context, because its size recurs")
+            self.runtime.note(
+                f"{self.region} {descriptor}: captured without a context, because its size recurs", is_recorded=True
+            )
         return (
             self._baked_of_moved(descriptor, call, moved, num_peers=len(peers), num_own=len(own))
             if moved
@@ -102,7 +104,7 @@ class CapturePermit:
             if num_own and self._is_serving():
                 self.runtime.warn(text, _REFILL, once_for=f"{self.region.callable}: static inputs moved")
             else:  # another instance of the module, or a capture that the caller asked for
-                self.runtime.note(text)
+                self.runtime.note(text, is_recorded=True)
             return call.static
         inside = call.inside_static().intersection(moved)
         if inside:

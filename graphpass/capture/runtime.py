@@ -252,9 +252,14 @@ class GraphRuntime:
         else:
             self.note(text)
 
-    def note(self, text: str) -> None:
-        """Add an explanation to the report; it is logged at INFO the first time only."""
-        self._notes.add(text)
+    def note(self, text: str, *, is_recorded: bool = False) -> None:
+        """Add an explanation to the report; it is logged at INFO the first time only.
+
+        Args:
+            text: what happened.
+            is_recorded: whether counts or records of the report say it, too.
+        """
+        self._notes.add(text, is_recorded=is_recorded)
 
     def warn(
         self,

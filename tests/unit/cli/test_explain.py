@@ -12,7 +12,7 @@ import torch
 from typer.testing import Result
 
 from graphpass.cli.program import load
-from tests.unit.cli.conftest import Page
+from tests.pages import Page
 
 Command = Callable[..., Result]
 MODELS = "tests.unit.cli.models"

@@ -13,7 +13,7 @@ from typer.testing import Result
 from graphpass import plan_sizes
 from graphpass.cli.traffic import read_sizes
 from graphpass.errors import CommandError
-from tests.unit.cli.conftest import Page
+from tests.pages import Page
 
 Command = Callable[..., Result]
 TRAFFIC = {1: 40, 2: 10, 5: 30, 17: 8, 33: 4, 100: 1}

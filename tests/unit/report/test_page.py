@@ -10,7 +10,7 @@ from graphpass.report.console import print_parts
 from graphpass.report.markup import Markup, element
 from graphpass.report.page import html_page
 from graphpass.report.parts import Bar, Bars, Cell, Columns, Heading, Strip, Table, Text
-from tests.unit.cli.conftest import Page
+from tests.pages import Page
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
 EVERY_PART = (
