@@ -14,6 +14,7 @@ from graphpass.cli.failures import users_code
 from graphpass.cli.program import Program
 from graphpass.cli.result import Result
 from graphpass.errors import OptionError
+from graphpass.report import Problem
 from graphpass.report.callables import CallableRecord
 from graphpass.report.drawing import assumptions_table, not_proved_table, region_maps, regions_table, sizes_table
 from graphpass.report.figures import graph_figures
@@ -46,8 +47,8 @@ def explain(program: Program, options: Mapping[str, Any]) -> Result:
     try:
         runtime = runtime_of(compiled)
     except OptionError:  # Dynamo compiled nothing
-        return Result("explain", program.name, _figures(program, (), {}), (Text("torch.compile found no graph."),))
-    figures = _figures(program, runtime.callables(), runtime.notes)
+        return Result("explain", program.name, _figures(program, (), ()), (Text("torch.compile found no graph."),))
+    figures = _figures(program, runtime.callables(), runtime.noted())
     return Result("explain", program.name, figures, tuple(_parts(figures, runtime.callables())))
 
 
@@ -65,7 +66,7 @@ def quiet_compiler() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _figures(program: Program, records: Sequence[CallableRecord], notes: Mapping[str, int]) -> dict[str, Any]:
+def _figures(program: Program, records: Sequence[CallableRecord], notes: Sequence[Problem]) -> dict[str, Any]:
     regions = [region for record in records for region in record.regions]
     return {
         "model": program.name,
@@ -75,7 +76,7 @@ def _figures(program: Program, records: Sequence[CallableRecord], notes: Mapping
         "eager_regions": sum(region.kind == "eager" for region in regions),
         "unique_regions": sum(record.artifacts for record in records),
         "graphs": list(map(graph_figures, records)),
-        "notes": [{"what": text, "times": times} for text, times in notes.items()],
+        "notes": [{"what": note.what, "times": note.times, "remedy": note.remedy} for note in notes],
     }
 
 
@@ -102,7 +103,8 @@ def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Ite
     yield sizes
     yield not_proved_table(records)
     yield assumptions_table(records)
-    yield Table("Notes", ("times", "what"), tuple((str(note["times"]), str(note["what"])) for note in figures["notes"]))
+    notes = tuple((str(note["times"]), note["what"], note["remedy"]) for note in figures["notes"])
+    yield Table("Notes", ("times", "what", "what to do"), notes)
 
 
 def _cuts(records: Sequence[CallableRecord]) -> Table:

@@ -123,7 +123,7 @@ def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
             about = f"{region.kind}, {region.num_ops} nodes" + (f": {why}" if why else "")
             cells.append(Cell(region.name, region.kind, about, f"{record.name}.{row_of[region.name]}"))
         if record.ends is not None:
-            cells.append(Cell(f"{record.name}.end", "end", str(record.ends), f"{record.name}.end"))
+            cells.append(Cell("end", "end", str(record.ends), f"{record.name}.end"))
         yield Strip(f"{record.name} in order", tuple(cells))
 
 

@@ -97,6 +97,11 @@ def test_another_model_of_the_same_config_is_not_affected(model: Any) -> None:
     expected = own_tokens(other)
     lm = CausalLM(model, **SIZES)
     assert tokens(lm) == expected
+    figures = lm.report().figures
+    assert figures.subject == "LlamaForCausalLM"
+    assert [use.serves for use in figures.kernels].count("all steps") == 1
+    assert figures.traffic[0].histogram == lm.stats().histogram
+    assert lm.report()["Attention"].rows
     assert other.config._attn_implementation == STOCK
     assert own_tokens(other) == expected
     later = llama(other.config)
