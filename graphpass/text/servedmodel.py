@@ -7,14 +7,14 @@ import copy
 import importlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphpass.errors import OptionError
 
-__all__ = ["ServedModel", "refuse_stateful"]
+__all__ = ["ServedModel", "refuse_stateful", "restored_on_error"]
 
 
 def refuse_stateful(model: torch.nn.Module) -> None:
@@ -40,100 +40,160 @@ class ServedModel:
     """A Hugging Face model that is changed to be served, until it is given back.
 
     The attention implementation of a model is a setting of its config, and other models may share the config object.
-    So the modules of a served model refer to copies of their configs. Objects that serve the same model share the
-    copies; the model is as before when none of them uses it.
+    So the modules of a served model refer to copies of their configs. Objects that serve the same modules, as one model
+    or as parts of several, share the copies. They may give the modules back in any order; a module is as before when
+    none of them uses it.
 
     Args:
         model: the model; its modules refer to the copies from now on.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        shared = _SHARED.get(id(model))
-        if shared is None:
-            shared = _SHARED[id(model)] = _Shared(model, _own_configs(model))
-        self._shared, self._is_in_use = shared, False
+        self._model, self._is_in_use = model, False
+        self._changes = _own_configs(model)
         self.use()
 
     @property
     def model_name(self) -> str:
         """The class of the model."""
-        return type(self._shared.model).__name__
+        return type(self._model).__name__
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
         """Record the attributes and buffers of modules that the body sets. If it fails, the model is given back."""
-        before = {module: _attributes(module) for module in self._shared.model.modules()}
+        before = {module: _attributes(module) for module in self._model.modules()}
         try:
-            yield
+            with restored_on_error(self._model):
+                yield
         except BaseException:
-            self._shared.changes += _changes_since(before)
             self.give_back()
             raise
-        self._shared.changes += _changes_since(before)
+        for module, name, former in _changed_since(before):
+            change = _Change(_slot_of(module, name), _attributes(module)[name])
+            change.slot.enter(change, former)
+            self._changes.append(change)
 
     def use(self) -> None:
         """Change the model again after :meth:`give_back`. Does nothing if this object uses the model already."""
         if self._is_in_use:
             return
         self._is_in_use = True
-        self._shared.users += 1
-        if self._shared.users == 1:
-            for change in self._shared.changes:
-                setattr(change.module, change.name, change.own)
+        for change in self._changes:
+            change.slot.enter(change, getattr(change.slot.module, change.slot.name))
+            setattr(change.slot.module, change.slot.name, change.own)
 
     def give_back(self) -> None:
-        """Take back all changes, unless another object uses the model.
+        """Take back all changes that no other object has made as well.
 
         An attribute that was set to another value since then is unchanged.
         """
         if not self._is_in_use:
             return
         self._is_in_use = False
-        self._shared.users -= 1
-        if self._shared.users == 0:
-            for change in reversed(self._shared.changes):
-                if _attributes(change.module).get(change.name) is change.own:
-                    setattr(change.module, change.name, change.former)
+        for change in reversed(self._changes):
+            change.slot.leave(change)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """An attribute of a module: its former value, and its value while the model is served."""
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Slot:
+    """An attribute of a module that served models change.
+
+    Attributes:
+        module: the module.
+        name: the attribute.
+        former: its value when no served model uses the module.
+        changes: the changes that are in use, the latest last.
+        copy: the copy of the config that the attribute refers to; None: the attribute is no config.
+    """
 
     module: torch.nn.Module
     name: str
-    former: Any
+    former: Any = None
+    changes: list[_Change] = field(default_factory=list)
+    copy: Any = None
+
+    def enter(self, change: _Change, former: Any) -> None:
+        """Put ``change`` into use; ``former`` is the attribute's value before."""
+        if not self.changes:
+            self.former = former
+        self.changes.append(change)
+
+    def leave(self, change: _Change) -> None:
+        """Take ``change`` out of use: the attribute gets the value of the latest other one, or its former value."""
+        is_latest = self.changes[-1] is change
+        self.changes.remove(change)
+        if is_latest and _attributes(self.module).get(self.name) is change.own:
+            setattr(self.module, self.name, self.changes[-1].own if self.changes else self.former)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Change:
+    """One object's value of an attribute while it serves the model."""
+
+    slot: _Slot
     own: Any
 
 
-@dataclass(slots=True, weakref_slot=True)
-class _Shared:
-    """The changes of one model, and the number of objects that use them."""
-
-    model: torch.nn.Module
-    changes: list[_Change]
-    users: int = 0
+_SLOTS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary[str, _Slot]] = (
+    weakref.WeakKeyDictionary()
+)
+"""{module: {attribute: its slot}}, of all served models."""
 
 
-_SHARED: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
-"""{id of a model: its changes}. They refer to the model, so an id is valid as long as its entry exists."""
+def _slot_of(module: torch.nn.Module, name: str) -> _Slot:
+    """The slot of an attribute. A slot lives as long as a served model that has changed it."""
+    slots = _SLOTS.setdefault(module, weakref.WeakValueDictionary())
+    slot = slots.get(name)
+    if slot is None:
+        slot = slots[name] = _Slot(module, name)
+    return slot
 
 
 def _own_configs(model: torch.nn.Module) -> list[_Change]:
     """A copy for every reference of a module to a config. References to one object have one copy."""
     config_class = importlib.import_module("transformers").PreTrainedConfig
-    copies: dict[int, Any] = {}
-    return [
-        _Change(module, name, value, copy.deepcopy(value, copies))
+    slots = [
+        _slot_of(module, name)
         for module in model.modules()
         for name, value in vars(module).items()
         if isinstance(value, config_class)
     ]
+    copies: dict[int, Any] = {}
+    for slot in slots:  # other served models have copied these already
+        value = getattr(slot.module, slot.name)
+        if slot.copy is not None and (value is slot.former or value is slot.copy):
+            copies |= {id(slot.former): slot.copy, id(slot.copy): slot.copy}
+    for slot in slots:
+        slot.copy = copy.deepcopy(getattr(slot.module, slot.name), copies)
+    return [_Change(slot, slot.copy) for slot in slots]
 
 
-def _changes_since(before: dict[torch.nn.Module, dict[str, Any]]) -> list[_Change]:
+@contextlib.contextmanager
+def restored_on_error(model: torch.nn.Module) -> Iterator[None]:
+    """Set attributes and buffers of modules, and the settings of their configs, back if the body fails."""
+    before = {module: _attributes(module) for module in model.modules()}
+    settings = [(config, dict(vars(config))) for config in _configs_of(model)]
+    try:
+        yield
+    except BaseException:
+        for module, name, former in _changed_since(before):
+            setattr(module, name, former)
+        for config, values in settings:
+            vars(config).clear()
+            vars(config).update(values)
+        raise
+
+
+def _configs_of(model: torch.nn.Module) -> list[Any]:
+    config_class = importlib.import_module("transformers").PreTrainedConfig
+    found = {id(v): v for module in model.modules() for v in vars(module).values() if isinstance(v, config_class)}
+    return list(found.values())
+
+
+def _changed_since(before: dict[torch.nn.Module, dict[str, Any]]) -> list[tuple[torch.nn.Module, str, Any]]:
+    """(module, name, former value) of each attribute and buffer that is another object now."""
     return [
-        _Change(module, name, former[name], value)
+        (module, name, former[name])
         for module, former in before.items()
         for name, value in _attributes(module).items()
         if name in former and former[name] is not value

@@ -26,6 +26,7 @@ from graphpass.text.paged.huggingface import (
 )
 from graphpass.text.paged.layers import LayerMask, PagedLayer, PositionScale
 from graphpass.text.paged.metadata import AttentionCall, PagedStep
+from graphpass.text.servedmodel import restored_on_error
 
 __all__ = ["served_layers"]
 
@@ -54,7 +55,7 @@ def served_layers(model: Any, *, max_seq_len: int) -> list[PagedLayer | None]:
     register_attention(_PROBE, _probed_attention)
     importlib.import_module("transformers").AttentionMaskInterface.register(_PROBE, _mask_with_rule)
     probe = _Probe(max_seq_len)
-    with _restored_on_error(model):
+    with restored_on_error(model):
         probe.scales_of(model)
         model.set_attn_implementation(_PROBE)
         _run(model, probe)
@@ -219,22 +220,6 @@ def _run(model: Any, probe: _Probe) -> None:
             found=f"{type(error).__name__}: {error}",
             remedy=_REMEDY,
         ) from error
-
-
-@contextmanager
-def _restored_on_error(model: Any) -> Iterator[None]:
-    """Set the attention of the model back if an error leaves the context."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    before = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
-    scaled = [module for module in model.modules() if scales_by_row(module)]
-    try:
-        yield
-    except BaseException:
-        for module in scaled:
-            module.attn_temperature_tuning = True
-        for config, name in before:
-            config._attn_implementation = name
-        raise
 
 
 def _visible(rule: _Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

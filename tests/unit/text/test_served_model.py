@@ -9,6 +9,7 @@ import torch
 
 from graphpass.errors import CaptureError, OptionError, ShapeError
 from graphpass.text import CausalLM, Generation, LoraAdapters, Request
+from graphpass.text.experts.huggingface import HUGGING_FACE_NAME as EXPERTS_NAME
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME
 from graphpass.text.servedmodel import ServedModel
 
@@ -159,6 +160,64 @@ def test_two_that_serve_one_model_give_it_back_together(model: Any) -> None:
     assert set(attention_of(model)) == {HUGGING_FACE_NAME}
     assert tokens(second) == expected
     second.close()
+    assert model.config is config
+    assert set(attention_of(model)) == {STOCK}
+
+
+def settings_of(model: Any) -> list[tuple[int, str, str]]:
+    """Each module's config object, and the implementations that it names."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    return [(id(config), config._attn_implementation, config._experts_implementation) for config in configs]
+
+
+@pytest.mark.parametrize("shares", ["model", "modules"])
+@pytest.mark.parametrize("is_first_in_first_out", [True, False])
+def test_modules_are_given_back_in_any_order(shares: str, is_first_in_first_out: bool) -> None:
+    """Of one model that two serve, and of two models around one stack of layers; with experts."""
+    config = transformers.MixtralConfig(**TEXT, num_local_experts=2, attn_implementation=STOCK)
+    torch.manual_seed(0)
+    model = other = transformers.MixtralForCausalLM(config).eval()
+    if shares == "modules":
+        other = transformers.MixtralForCausalLM(config).eval()
+        other.model, other.lm_head = model.model, model.lm_head
+    before = [settings_of(model), settings_of(other)]
+    lms = [CausalLM(each, mode="NONE", **SIZES) for each in (model, other)]
+    assert model.model.config is other.model.config
+    first, second = (0, 1) if is_first_in_first_out else (1, 0)
+    lms[first].close()
+    assert {(attention, experts) for _, attention, experts in settings_of(model.model)} == {
+        (HUGGING_FACE_NAME, EXPERTS_NAME)
+    }
+    lms[second].close()
+    assert [settings_of(model), settings_of(other)] == before
+
+
+@pytest.mark.parametrize("is_first_in_first_out", [True, False])
+def test_values_of_two_that_serve_are_taken_back_in_any_order(is_first_in_first_out: bool) -> None:
+    module = Tuned()
+    served = [ServedModel(module) for _ in range(2)]
+    for each, value in zip(served, (2, 3), strict=True):
+        with each.changed():
+            module.other = value
+    first, second = served if is_first_in_first_out else served[::-1]
+    first.give_back()
+    assert module.other == (3 if is_first_in_first_out else 2)
+    second.give_back()
+    assert module.other == 1
+    first.use()
+    assert module.other == (2 if is_first_in_first_out else 3)
+    first.give_back()
+    assert module.other == 1
+
+
+def test_a_construction_that_fails_leaves_another_one_serving(model: Any) -> None:
+    config, expected = model.config, own_tokens(model)
+    lm = CausalLM(model, mode="NONE", **SIZES)
+    with pytest.raises(OptionError):
+        CausalLM(model, **SIZES, no_such_option=1)
+    assert set(attention_of(model)) == {HUGGING_FACE_NAME}
+    assert tokens(lm) == expected
+    lm.close()
     assert model.config is config
     assert set(attention_of(model)) == {STOCK}
 
