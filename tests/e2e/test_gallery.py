@@ -22,6 +22,7 @@ def check_calls(names: Namespace) -> None:
             assert difference(tensors_of(fast(**batch)), tensors_of(model(**batch))) == ""
             assert runtime.traffic.num_calls(with_graph=True) == calls + 1, "a batch replays"
     assert runtime.stats().captured <= len(names["batches"])
+    runtime.close()
 
 
 def check_text(names: Namespace) -> None:
