@@ -26,14 +26,12 @@ class GalleryPage:
             ``new_tokens``. ``images``: ``manager`` and ``requests``, mappings that it executes.
         needs: a package beside torch.
         small: {text of the program: text that makes it small}.
-        on_cpu: whether the default tests run the page.
     """
 
     name: str
     kind: str
     needs: str
     small: Mapping[str, str]
-    on_cpu: bool = True
 
     @property
     def path(self) -> Path:
@@ -46,8 +44,17 @@ class GalleryPage:
     @property
     def program(self) -> str:
         """The code of the page."""
-        (code,) = re.findall(r"^```python\n(.*?)^```", self.path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-        return str(code)
+        return self._block()[1]
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether its code is marked ``cuda``: the default tests do not run it."""
+        return self._block()[0] == "python cuda"
+
+    def _block(self) -> tuple[str, str]:
+        text = self.path.read_text(encoding="utf-8")
+        ((mark, code),) = re.findall(r"^```(python(?: cuda)?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        return mark, code
 
     def run(self) -> Namespace:
         """Run the program as it is; what it has defined."""
@@ -131,14 +138,12 @@ PAGES = {
             "calls",
             "timm",
             {**_IMAGES, '_224"': '_224", img_size=32, embed_dim=32, depth=1, num_heads=2'},
-            False,
         ),
         GalleryPage(
             "convnext",
             "calls",
             "timm",
             {**_IMAGES, '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'},
-            False,
         ),
         GalleryPage(
             "dit",

@@ -54,7 +54,7 @@ CHECKS: dict[str, Callable[[Namespace], Any]] = {"calls": check_calls, "text": c
 
 
 def marked(page: GalleryPage) -> Any:
-    return pytest.param(page, id=page.name, marks=[] if page.on_cpu else pytest.mark.cuda)
+    return pytest.param(page, id=page.name, marks=[pytest.mark.cuda] if page.needs_gpu else [])
 
 
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES.values()])
