@@ -371,8 +371,13 @@ def table_of(page: GalleryPage, figures: Mapping[str, Any]) -> str:
     )
     graphs = f" {figures['graphs']} graphs." if "graphs" in figures else ""
     versions = f"torch {figures['torch']}, {page.needs} {figures[page.needs]}"
-    failed = "".join(f" {variant} failed: {why.splitlines()[0]}." for variant, why in figures["failed"].items())
+    failed = "".join(f" {variant} was not measured: {_why(text)}." for variant, text in figures["failed"].items())
     return f"{figures['device']}, {versions}; medians.{graphs}{failed}\n\n" + "\n".join(lines) + "\n"
+
+
+def _why(text: str) -> str:
+    """The reason in an error's text; compilers wrap the error that ends them."""
+    return "its compilation took longer than the run allowed" if "not ready within" in text else text.splitlines()[0]
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
