@@ -142,7 +142,7 @@ def test_a_progress_bar_on_the_first_rank(
     if rank is not None:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    manager = made(Rows().eval(), "PIECEWISE", (4,))
+    manager = made(Rows().eval(), "PIECEWISE", (4,), progress=True)
     capsys.readouterr()
     manager.capture()
     assert ("capturing" in capsys.readouterr().err) == shown

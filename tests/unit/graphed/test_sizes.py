@@ -76,7 +76,7 @@ def test_without_sizes_the_examples_shape_is_captured() -> None:
 
 
 def test_capture_shows_a_bar_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    graphed(Rows(), [2, 4], {"x": 0}).capture(torch.randn(3, 6))
+    graphed(Rows(), [2, 4], {"x": 0}, progress=True).capture(torch.randn(3, 6))
     captured = capsys.readouterr()
     assert "capturing" in captured.err
     assert captured.out == ""
