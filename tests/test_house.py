@@ -75,6 +75,7 @@ PUBLIC_NAMES = {
         "RegionId",
         "RegionReason",
         "RegionRecord",
+        "RegionUse",
         "RuntimeStats",
         "SizeRecord",
     ],

@@ -1,7 +1,7 @@
 """Capture and replay of graphs: devices, pool, static buffers, wrapper. Does not use FX."""
 
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import Counts, RegionId, RuntimeStats
+from graphpass.capture.records import Counts, RegionId, RegionUse, RuntimeStats
 from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
 from graphpass.report.callables import (
     CallableRecord,
@@ -24,6 +24,7 @@ __all__ = [
     "RegionId",
     "RegionReason",
     "RegionRecord",
+    "RegionUse",
     "RuntimeStats",
     "SizeRecord",
 ]
