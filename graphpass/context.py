@@ -44,7 +44,7 @@ class ForwardContext:
             capture if it is set already, so of nested wrappers only the outermost captures.
         owner: the callable whose auto dispatcher created this context, None for a context that a user set. Only that
             callable, its wrappers and graphpass's own ops see a context with an owner.
-        observer: a :class:`graphpass.capture.scope.CallObserver` of the calls of graphs in this forward, or None.
+        observer: a ``graphpass.capture.scope.CallObserver`` of the calls of graphs in this forward, or None.
     """
 
     attn_metadata: Any

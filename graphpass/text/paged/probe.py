@@ -9,7 +9,6 @@ attention would use, so that no layer is served with another mask than its own.
 from __future__ import annotations
 
 import importlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,8 +92,14 @@ def _refuse_dropped_keys(model: Any, layers: Iterable[PagedLayer], max_seq_len: 
         )
 
 
-_SCALES: weakref.WeakKeyDictionary[torch.nn.Module, PositionScale] = weakref.WeakKeyDictionary()
-"""{layer whose scale by row was turned off: its scale}, for the next paged attention of the same model."""
+class _ScaledByOp:
+    """The value of a layer's ``attn_temperature_tuning`` while the op scales its queries by position: false."""
+
+    def __init__(self, scale: PositionScale) -> None:
+        self.scale = scale
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class _Probe(PagedStep):
@@ -113,10 +118,11 @@ class _Probe(PagedStep):
         layers: Iterable[Any] = model.modules()
         for module in layers:
             if scales_by_row(module):
-                _SCALES[module] = PositionScale(float(module.floor_scale), float(module.attn_scale))
-                module.attn_temperature_tuning = False
-            if getattr(module, "attn_temperature_tuning", None) is False and module in _SCALES:
-                self._scales[module] = _SCALES[module]
+                scale = PositionScale(float(module.floor_scale), float(module.attn_scale))
+                module.attn_temperature_tuning = _ScaledByOp(scale)
+            setting = getattr(module, "attn_temperature_tuning", None)
+            if isinstance(setting, _ScaledByOp):
+                self._scales[module] = setting.scale
 
     @contextmanager
     def in_layer(self, module: Any, rule: _Rule | None) -> Iterator[None]:
