@@ -132,6 +132,7 @@ def _of_text(names: Namespace) -> list[Workload]:
     with torch.device(model.device):
         stock = type(model)(config).to(model.dtype).eval()
     stock.load_state_dict(model.state_dict())
+    stock.generation_config.eos_token_id = None  # as on the pages
     runs: dict[str, Run] = {"eager": partial(_generated, stock, prompts, new)}
     if torch.cuda.is_available():
         runs["reduce-overhead"] = partial(_generated, stock, prompts, new, cache_implementation="static")
@@ -145,7 +146,7 @@ def _generated(model: Any, prompts: Sequence[Sequence[int]], new: int, **cache: 
     length, device = max(map(len, prompts)), model.device
     ids = torch.tensor([[0] * (length - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=device)
-    given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0, **cache}
+    given = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, **cache}
     return [model.generate(ids, attention_mask=mask, **given)[:, length:].cpu()]
 
 
