@@ -278,6 +278,10 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
         estimate = f"host time of {costs.replays} replays, against launching each kernel; estimated at capture"
         rows.append(("saved", f"{costs.saved_s:.2f} s", estimate))
     yield Table("Costs", ("what", "amount", "of"), tuple(rows))
+    if costs.graphs and not costs.pool_bytes:
+        yield Text(
+            "On the CPU a tape replays the graphs. It follows the rules of CUDA graphs, and is no faster than eager."
+        )
     groups = tuple(
         (
             group.name,

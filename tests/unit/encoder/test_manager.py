@@ -323,7 +323,9 @@ def test_a_failed_capture_leaves_the_others_and_eager(fails_at: set[int], error:
 @pytest.mark.parametrize(
     "fails_at", [frozenset[int](), frozenset({32})], ids=["all can be captured", "not the largest"]
 )
-def test_the_pool_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, fails_at: frozenset[int]) -> None:
+def test_the_pool_ends_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: frozenset[int]
+) -> None:
     """A pool of 100 bytes for each graph: there is room for two."""
     monkeypatch.setattr(graphs, "GraphRuntime", GrowingRuntime)
     encoder = FailsAt()
@@ -338,6 +340,8 @@ def test_the_pool_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, fails_at: f
     assert left_out == [(tokens, "the pool would be larger than max_pool_bytes=250") for tokens in can_be[2:]]
     assert len(stats.failed) == len(fails_at) + len(left_out)
     assert stats.pool_bytes == 200
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("encoder budgets have no graph" in message for message in warned) == 1
     items = toy.images(MIXED)
     expected = toy.one_by_one(encoder, items)
     assert_same(manager.execute(items), expected)
