@@ -54,11 +54,15 @@ def explain(program: Program, options: Mapping[str, Any]) -> Result:
 
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
-    """Keep warnings of torch.compile and graphpass off stderr in the body: the command shows their subject itself."""
-    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch.fx", "torch._inductor", "graphpass")]
+    """Keep log records of torch.compile and graphpass off stderr in the body: the command shows their subject itself.
+
+    Torch 2.15 logs errors of tracing with a traceback before it raises them.
+    """
+    names = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx", "graphpass")
+    loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
