@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphpass.compat import operators
 from graphpass.compat.operators import PackedSequences
 from graphpass.text import CausalLM
-from graphpass.text.paged import attention, kernels, keys
 from graphpass.text.paged.attention import PagedAttention
 from tests.e2e.decoder_classes import COUNTS, SIZES, prompts
 from tests.e2e.greedy import continued
 from tests.e2e.small_decoders import small_decoder
+from tests.unit.text.paged_reference import attend_by
 
 pytest.importorskip("transformers")
 
@@ -52,11 +51,7 @@ def flash_by_mask(
 
 @pytest.fixture(autouse=True)
 def flash_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "flash_attention", flash_by_mask)
-    monkeypatch.setattr(keys, "flash_attention", flash_by_mask)
-    for module in (attention, kernels):
-        monkeypatch.setattr(module, "flash_obstacle", lambda *_: None)
-    kernels.fault_in_place.cache_clear()
+    attend_by(flash_by_mask, monkeypatch)
 
 
 @pytest.mark.parametrize(

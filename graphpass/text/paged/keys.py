@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphpass.compat.operators import PackedSequences, flash_attention
+from graphpass.compat import operators
 from graphpass.text.paged.cache import LayerMemory
 from graphpass.text.paged.kernels import Scores, masked_attention
 from graphpass.text.paged.tables import TableLayout
@@ -143,7 +143,7 @@ class PackedKeys:
         """Attention of the tokens' queries, as :meth:`BatchedKeys.attend`; results of padded rows are undefined."""
         keys, values = memory.gather(self.slots)
         tables = metadata.tables
-        sequences = PackedSequences(
+        sequences = operators.PackedSequences(
             tables.query_start_loc,
             tables.key_start_loc,
             tables.seq_lens,
@@ -151,7 +151,7 @@ class PackedKeys:
             metadata.max_seq_len,
         )
         window = metadata.fixed.masks[mask].window
-        return flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
+        return operators.flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +195,10 @@ class KeysInPlace:
         """
         tables = metadata.tables
         bounds = tables.query_start_loc if metadata.query_len is None else self.query_bounds
-        sequences = PackedSequences(bounds, self.starts, tables.seq_lens, metadata.max_query_len, self.max_seq_len)
+        sequences = operators.PackedSequences(
+            bounds, self.starts, tables.seq_lens, metadata.max_query_len, self.max_seq_len
+        )
         window = metadata.fixed.masks[mask].window
-        return flash_attention(query, memory.keys, memory.values, sequences, scale=scores.scale, causal_window=window)
+        return operators.flash_attention(
+            query, memory.keys, memory.values, sequences, scale=scores.scale, causal_window=window
+        )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 
+from graphpass.compat import operators
+from graphpass.text.paged import attention, kernels
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.cache import PageAllocator, PagedKVCache, PagedRequests
 from graphpass.text.paged.layers import LayerMask, PagedLayer
+
+
+def attend_by(function: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a function in the place of torch's flash attention, which then serves every plain layer on every device."""
+    monkeypatch.setattr(operators, "flash_attention", function)
+    for module in (attention, kernels):
+        monkeypatch.setattr(module, "flash_obstacle", lambda *_: None)
+    kernels.fault_in_place.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import torch
 from graphpass import AttentionSupport, BatchDescriptor
 from graphpass.compat import operators
 from graphpass.compat.operators import PackedSequences
-from graphpass.text.paged import attention, kernels, keys
+from graphpass.text.paged import attention, kernels
 from graphpass.text.paged.attention import PagedAttention
 from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, PackedKeys
 from graphpass.text.paged.layers import PagedLayer
-from tests.unit.text.paged_reference import Heads, Paged, reference
+from tests.unit.text.paged_reference import Heads, Paged, attend_by, reference
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS, assert_right, run, uniform_key
 
 CPU = torch.device("cpu")
@@ -53,11 +53,7 @@ def plain_flash(
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The stand-in, which serves every plain layer."""
-    monkeypatch.setattr(operators, "flash_attention", plain_flash)
-    monkeypatch.setattr(keys, "flash_attention", plain_flash)
-    for module in (attention, kernels):
-        monkeypatch.setattr(module, "flash_obstacle", lambda *_: None)
-    kernels.fault_in_place.cache_clear()
+    attend_by(plain_flash, monkeypatch)
     return monkeypatch
 
 
