@@ -99,7 +99,8 @@ class RegionUse:
         key: the padded shape.
         counts: its counts.
         capture_s: seconds of its captures, warm-ups included.
-        warm_up_s: host seconds of one run without a graph, the least of its warm-ups; infinite if there was none.
+        launch_s: host seconds of launching each kernel, the least of its warm-ups and recordings; infinite if there was
+            none. A warm-up may load kernels and plan them; a recording finds them ready.
         replay_s: host seconds of the replay that followed a capture, the least; infinite if there was none.
     """
 
@@ -108,7 +109,7 @@ class RegionUse:
     key: BatchDescriptor
     counts: Counts
     capture_s: float
-    warm_up_s: float
+    launch_s: float
     replay_s: float
 
 
@@ -121,14 +122,14 @@ class RunningCounts:
     replayed: int = 0
     copied: int = 0
     capture_s: float = 0.0
-    warm_up_s: float = math.inf
+    launch_s: float = math.inf
     replay_s: float = math.inf
 
-    def captured_in(self, seconds: float, warm_up_s: float) -> None:
-        """Count a capture that took ``seconds``, ``warm_up_s`` of them on the host in the warm-up run."""
+    def captured_in(self, seconds: float, launch_s: float) -> None:
+        """Count a capture that took ``seconds``, ``launch_s`` of them on the host in the faster of its two runs."""
         self.captured += 1
         self.capture_s += seconds
-        self.warm_up_s = min(self.warm_up_s, warm_up_s)
+        self.launch_s = min(self.launch_s, launch_s)
 
     def counts(self, static_sets: int) -> Counts:
         """The counts as of now."""

@@ -71,16 +71,17 @@ def figures_of(runtime: _Reported, subject: str) -> ReportFigures:
 def saved_s(uses: Iterable[RegionUse]) -> float | None:
     """Estimated host seconds that the replays saved; None if nothing was timed.
 
-    The launches of a region take as long at any size, so the least times of all its keys count: those of a warm-up, and
-    of the replays that follow captures. Such a replay may also upload its graph, so the estimate is rather low.
+    The launches of a region take as long at any size, so the least times of all its keys count: those of a warm-up or a
+    recording, and of the replays that follow captures. Such a replay may also upload its graph, and a recording does
+    not submit its kernels, so the estimate is rather low.
     """
     by_region: dict[tuple[RegionId, CUDAGraphMode], list[RegionUse]] = {}
     for use in uses:
         by_region.setdefault((use.region, use.mode), []).append(use)
     found = [
-        (warm_up_s - replay_s) * sum(use.counts.replayed for use in of_region)
+        max(0.0, launch_s - replay_s) * sum(use.counts.replayed for use in of_region)
         for of_region in by_region.values()
-        if math.isfinite(warm_up_s := min(use.warm_up_s for use in of_region))
+        if math.isfinite(launch_s := min(use.launch_s for use in of_region))
         and math.isfinite(replay_s := min(use.replay_s for use in of_region))
     ]
     return sum(found) if found else None

@@ -178,7 +178,7 @@ class CUDAGraphWrapper:
         """Counts and costs so far, for each key."""
         for key, tally in self._captured.tallies.items():
             counts = tally.counts(self._static_sets(key))
-            yield RegionUse(self.region, self._mode, key, counts, tally.capture_s, tally.warm_up_s, tally.replay_s)
+            yield RegionUse(self.region, self._mode, key, counts, tally.capture_s, tally.launch_s, tally.replay_s)
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:

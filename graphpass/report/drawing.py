@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from graphpass.report.callables import CallableRecord, RegionRecord
@@ -71,9 +72,11 @@ def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Par
     yield Heading(QUESTIONS[1])
     groups = alike(figures.callables)
     names = {record.name: _group_name(group) for group in groups for record in group}
-    calls, expected = sum(key.calls for key in figures.keys), [use for use in figures.uncaptured if use.is_expected]
-    without = sum(use.calls for use in figures.uncaptured)
-    why = listed(f"{use.calls} {use.reason}" for use in expected)
+    calls, without = sum(key.calls for key in figures.keys), sum(use.calls for use in figures.uncaptured)
+    expected: Counter[str] = Counter()
+    for use in figures.uncaptured:
+        expected[use.reason] += use.calls if use.is_expected else 0
+    why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
     yield Text(f"{calls} calls replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
     yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
     firsts = [group[0] for group in groups]
@@ -186,20 +189,15 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
 
 
 def sizes_table(callables: Iterable[CallableRecord]) -> Table:
-    """A row for each size that distinguishes calls."""
-    rows = tuple(
-        (
-            record.name,
-            size.field,
-            size.symbol,
-            str(size.traced),
-            f"{_bound(size.least)} to {_bound(size.greatest)}",
-            size.verdict or "no candidate",
-            "yes" if size.is_padded else "no, captured exactly",
-        )
-        for record in callables
-        for size in record.sizes
-    )
+    """A row for each size that distinguishes calls, with all symbols that stand for it."""
+    symbols: dict[tuple[str, ...], list[str]] = {}
+    for record in callables:
+        for size in record.sizes:
+            bounds = f"{_bound(size.least)} to {_bound(size.greatest)}"
+            is_padded = "yes" if size.is_padded else "no, captured exactly"
+            row = (record.name, size.field, str(size.traced), bounds, size.verdict or "no candidate", is_padded)
+            symbols.setdefault(row, []).append(size.symbol)
+    rows = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
     return Table("Sizes", ("graph", "size", "symbol", "traced", "admitted", "padding", "padded"), rows)
 
 

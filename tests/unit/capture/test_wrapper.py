@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import Counts
+from graphpass.capture import Counts, recorder
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ContextError, OptionError
 from graphpass.keys import BatchDescriptor
@@ -245,3 +246,19 @@ def test_the_wrapper_needs_no_capture_of_a_runtime_elsewhere(rig: Any) -> None:
     wrapper = rig.wrap(plus_one)
     with GraphRuntime() as other, other.capturing(), pytest.raises(CaptureError, match="capture is closed"):
         rig.call(wrapper, X)
+
+
+def test_the_time_of_a_launch_is_that_of_the_faster_run(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up may load kernels and plan them, as cuDNN does for each new shape: it says nothing of a launch."""
+    now = 0.0
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += 80.0 if wrapper._runnable.calls == 1 else 5.0
+        return x + 1
+
+    wrapper = rig.wrap(region)
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: now))
+    rig.capture(wrapper, X)
+    (use,) = rig.runtime.uses()
+    assert (use.launch_s, use.capture_s) == (5.0, 85.0)

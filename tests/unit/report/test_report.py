@@ -11,11 +11,12 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
-from graphpass.capture import CallableRecord, Counts, RegionId, RegionReason, RegionRecord, RuntimeStats
+from graphpass.capture import CallableRecord, Counts, RegionId, RegionReason, RegionRecord, RuntimeStats, SizeRecord
 from graphpass.capture.records import RegionUse
 from graphpass.capture.runtimereport import saved_s
 from graphpass.report import KeyUse, Report, ReportFigures
 from graphpass.report.drawing import QUESTIONS
+from graphpass.report.figures import UncapturedCalls
 from tests.pages import Page
 from tests.unit.report.models import ATTENTION, call, encoder
 
@@ -134,6 +135,16 @@ def test_equal_graphs_are_folded() -> None:
     assert [key["graph"] for key in report.to_dict()["replays"]["keys"]] == [*names, "g12"]
 
 
+def test_equal_reasons_and_equal_sizes_share_a_line() -> None:
+    sizes = tuple(SizeRecord("batch", symbol, 4, 2, None, True, "proved") for symbol in ("s1", "s7"))
+    calls = [UncapturedCalls(graph, "first calls of a key", 2, is_expected=True) for graph in ("g0", "g1")]
+    records = (CallableRecord("g0", (), 0, sizes=sizes),)
+    report = Report(ReportFigures("a model", callables=records, uncaptured=tuple(calls)))
+    assert "4 ran without a graph (first calls of a key: 4)." in str(report)
+    assert report["Sizes"].rows == (("g0", "batch", "s1, s7", "4", "2 to any", "proved", "yes"),)
+    assert [size["symbol"] for size in report.to_dict()["replays"]["graphs"][0]["sizes"]] == ["s1", "s7"]
+
+
 def test_long_tables_are_cut_in_the_text_only() -> None:
     keys = tuple(KeyUse("decode", "FULL", {"num_tokens": size}, 1, 0, 0) for size in range(60))
     report = Report(ReportFigures("an engine", keys=keys))
@@ -198,15 +209,16 @@ def test_a_managers_numbers_are_those_of_its_statistics() -> None:
 
 
 def test_the_time_saved_is_the_host_time_of_a_run_less_that_of_a_replay() -> None:
-    def use(region: str, key: int, replayed: int, warm_up_s: float, replay_s: float) -> RegionUse:
+    def use(region: str, key: int, replayed: int, launch_s: float, replay_s: float) -> RegionUse:
         counts = Counts(1, 1, replayed, 0, 1)
         return RegionUse(
-            RegionId("g0", region), CUDAGraphMode.PIECEWISE, BatchDescriptor(key), counts, 9.0, warm_up_s, replay_s
+            RegionId("g0", region), CUDAGraphMode.PIECEWISE, BatchDescriptor(key), counts, 9.0, launch_s, replay_s
         )
 
     never = float("inf")
     assert saved_s([]) is None
     assert saved_s([use("r0", 8, 3, never, never)]) is None
-    # The first warm-up also loads kernels; the least time of a region's keys counts.
+    # The first run also loads kernels; the least time of a region's keys counts.
     uses = [use("r0", 8, 100, 5.0, 0.5), use("r0", 4, 300, 1.0, 0.75), use("r2", 4, 10, 3.0, 1.0)]
     assert saved_s(uses) == (1.0 - 0.5) * 400 + (3.0 - 1.0) * 10
+    assert saved_s([use("r0", 8, 100, 0.5, 0.75)]) == 0
