@@ -66,25 +66,28 @@ class Workload:
 
 def workloads(page: GalleryPage, names: Namespace) -> list[Workload]:
     """The workloads of a page whose program has run."""
-    return {"calls": _of_calls, "text": _of_text, "images": _of_images}[page.kind](names)
+    if page.kind == "text":
+        return _of_text(names)
+    variants = _compiled(names["model"], page.dynamic)
+    return _of_calls(names, variants) if page.kind == "calls" else _of_images(names, variants)
 
 
-def _compiled(model: Any) -> dict[str, Any]:
+def _compiled(model: Any, dynamic: bool | None) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return {"eager": model, "torch.compile": _compiled_apart(model, backend="aot_eager")}
-    reduced = _compiled_apart(model, mode="reduce-overhead")
-    return {"eager": model, "torch.compile": _compiled_apart(model), "reduce-overhead": reduced}
+        return {"eager": model, "torch.compile": _compiled_apart(model, dynamic, backend="aot_eager")}
+    reduced = _compiled_apart(model, dynamic, mode="reduce-overhead")
+    return {"eager": model, "torch.compile": _compiled_apart(model, dynamic), "reduce-overhead": reduced}
 
 
-def _compiled_apart(model: Any, **how: Any) -> Callable[..., Any]:
-    """Compiled by ``torch.compile`` for any size, apart from the other variants."""
-    compiled = torch.compile(with_own_code(lambda kwargs: model(**kwargs)), dynamic=True, **how)
+def _compiled_apart(model: Any, dynamic: bool | None, **how: Any) -> Callable[..., Any]:
+    """Compiled by ``torch.compile``, apart from the other variants."""
+    compiled = torch.compile(with_own_code(lambda kwargs: model(**kwargs)), dynamic=dynamic, **how)
     return lambda **kwargs: compiled(kwargs)
 
 
-def _of_calls(names: Namespace) -> list[Workload]:
+def _of_calls(names: Namespace, variants: Mapping[str, Any]) -> list[Workload]:
     batches = names["batches"]
-    calls = {**_compiled(names["model"]), "graphpass": names["fast"]}
+    calls = {**variants, "graphpass": names["fast"]}
     least = min(batches, key=lambda batch: len(next(iter(batch.values()))))
     return [
         Workload(
@@ -103,9 +106,8 @@ def _first_tensor(result: Any) -> torch.Tensor:
     return first.clone()  # the next replay of reduce-overhead overwrites it
 
 
-def _of_images(names: Namespace) -> list[Workload]:
+def _of_images(names: Namespace, towers: Mapping[str, Any]) -> list[Workload]:
     manager, device = names["manager"], next(names["model"].parameters()).device
-    towers = _compiled(names["model"])
     rows = []
     for request in names["requests"]:
         given = {"hidden_states": request["pixel_values"], "grid_thw": request["image_grid_thw"].to(device)}
@@ -161,7 +163,7 @@ def measure(page: GalleryPage, given: argparse.Namespace, wait: Callable[[], Non
     names = page.run_small() if given.small else page.run()
     ready = {"graphpass": time.monotonic() - start}
     device = next(names["model"].parameters()).device
-    figures: dict[str, Any] = {"title": page.title, "rows": [], "ready_s": ready, "failed": {}}
+    figures: dict[str, Any] = {"title": page.title, "dynamic": page.dynamic, "rows": [], "ready_s": ready, "failed": {}}
     with torch.inference_mode():
         measured = workloads(page, names)
         differences = _warmed_up(measured, figures, until)
@@ -372,8 +374,9 @@ def table_of(page: GalleryPage, figures: Mapping[str, Any]) -> str:
     )
     graphs = f" {figures['graphs']} graphs." if "graphs" in figures else ""
     versions = f"torch {figures['torch']}, {page.needs} {figures[page.needs]}"
+    compiled = " torch compiles with dynamic=True." if figures["dynamic"] else ""
     failed = "".join(f" {variant} was not measured: {_why(text)}." for variant, text in figures["failed"].items())
-    return f"{figures['device']}, {versions}; medians.{graphs}{failed}\n\n" + "\n".join(lines) + "\n"
+    return f"{figures['device']}, {versions}; medians.{graphs}{compiled}{failed}\n\n" + "\n".join(lines) + "\n"
 
 
 def _why(text: str) -> str:

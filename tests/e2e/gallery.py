@@ -51,6 +51,11 @@ class GalleryPage:
         """Whether its code is marked ``cuda``: the default tests do not run it."""
         return self._block()[0] == "python cuda"
 
+    @property
+    def dynamic(self) -> bool | None:
+        """How the variants of torch are compiled: like the program, and a vision tower for any grid."""
+        return True if self.kind == "images" or "dynamic=True" in self.program else None
+
     def _block(self) -> tuple[str, str]:
         text = self.path.read_text(encoding="utf-8")
         ((mark, code),) = re.findall(r"^```(python(?: cuda)?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
