@@ -20,7 +20,7 @@ def test_the_launch_of_a_graph_lies_in_the_range_of_its_key(cuda: torch.device, 
     x = torch.randn(4, 8, device=cuda)
     fast.capture(x)
     fast(x)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         fast(x)
         torch.cuda.synchronize()
     seen.export_chrome_trace(str(tmp_path / "trace.json"))
