@@ -326,8 +326,8 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
     name = operators.schema_name(func)
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        # index_put_ of one value under a mask is a masked fill, which needs no host read.
-        reads_host = masks and (name == "aten::index" or args[2].numel() != 1)
+        # index_put_ of one value under a mask is a masked fill, which needs no host read, unless it accumulates.
+        reads_host = masks and (name == "aten::index" or args[2].numel() != 1 or (len(args) > 3 and args[3]))
     if reads_host:
         raise _refusal(name)
 

@@ -97,6 +97,7 @@ READING_METHODS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__"
 READING_BUILTINS = (bool, int, float)
 
 BRANCHING = frozenset({"cond", "while_loop", "while_loop_stack_output"})
+ASSIGNMENTS = frozenset({"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put", "aten::_index_put_impl_"})
 STRIDING = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
 
@@ -184,10 +185,27 @@ def control_flow(node: fx.Node) -> SplitReason | None:
 
 
 def data_dependent_shape(node: fx.Node) -> SplitReason | None:
-    """A tensor whose shape depends on data: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask."""
-    if _reads_a_size(node) or _always_data_dependent(node):
+    """A tensor whose shape depends on data: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask.
+
+    Assigning many values under a mask counts, too: the device counts the mask's elements, and the host waits for that.
+    """
+    if _reads_a_size(node) or _always_data_dependent(node) or _assigns_under_mask(node):
         return SplitReason("data-dependent shape", display_name(node))
     return None
+
+
+def _assigns_under_mask(node: fx.Node) -> bool:
+    """``x[mask] = values`` or ``index_put`` by a mask; one value that is not accumulated is a masked fill."""
+    if names_of(node).isdisjoint(ASSIGNMENTS):
+        return False
+    given = dict(zip(("self", "indices", "values", "accumulate"), node.args, strict=False)) | node.kwargs
+    parts = given["indices"] if isinstance(given["indices"], (tuple, list)) else (given["indices"],)
+    known = [value_of(part) for part in parts if isinstance(part, fx.Node)]
+    if not any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in known):
+        return False
+    values = value_of(given["values"]) if isinstance(given["values"], fx.Node) else None
+    is_one = not isinstance(values, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in values.shape)
+    return not is_one or bool(given.get("accumulate", False))
 
 
 def _reads_a_size(node: fx.Node) -> bool:

@@ -86,6 +86,42 @@ def test_data_dependent_shapes_run_eagerly(dynamo_split: Split, function: Callab
     assert split.regions[-1].kind == "eager"
 
 
+def assign(x: torch.Tensor, index: Any, y: Any) -> torch.Tensor:
+    x[index] = y
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "is_masked"),
+    [
+        (lambda x, y: assign(x, x > 1, y), True),
+        (lambda x, y: assign(x[None], (0, x > 1), y), True),
+        (lambda x, y: assign(x, (x > 1).to(torch.uint8), y), True),
+        (lambda x, y: x.index_put_((x > 1,), y), True),
+        (lambda x, y: torch.ops.aten.index_put(x, [x > 1], y), True),
+        (lambda x, y: torch.index_put(x, indices=[x > 1], values=y), True),
+        (lambda x, y: x.index_put((x > 1,), y[0], accumulate=True), True),
+        (lambda x, y: assign(x, x > 1, 0), False),
+        (lambda x, y: assign(x, x > 1, y[0]), False),
+        (lambda x, y: x.index_put((x > 1,), y[:1]), False),
+        (lambda x, y: assign(x, y.long(), y), False),
+        (lambda x, y: assign(x, slice(0, 2), y), False),
+        (lambda x, y: x.masked_scatter(x > 1, y), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8:UserWarning")
+def test_the_host_counts_the_mask_of_many_values(
+    dynamo_split: Split, function: Callable[..., torch.Tensor], is_masked: bool
+) -> None:
+    """``x[mask] = values`` waits on a GPU for the number of elements under the mask; one value is a masked fill."""
+    y = torch.tensor([0.0, 1.0])
+    split = dynamo_split(lambda x: function(x * 2, y) + 1, torch.tensor([0.25, 1.0, 2.0]))
+    assert [region.kind for region in split.regions] == (
+        ["captured", "eager", "captured"] if is_masked else ["captured"]
+    )
+    assert not is_masked or "data-dependent shape: " in str(split.regions[1].why)
+
+
 @pytest.mark.parametrize(
     "function",
     [
