@@ -160,6 +160,30 @@ class PackedSequences(NamedTuple):
     max_key_len: int
 
 
+_MAX_HEAD_DIM, _MIN_CAPABILITY = 256, (8, 0)
+"""Requirements of torch's flash attention."""
+
+
+def flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """The reason why :func:`flash_attention` does not serve such tensors; None if it does.
+
+    Args:
+        device: device of the tensors.
+        dtype: dtype of the tensors.
+        head_dim: width of a head, before it is padded to a multiple of 8.
+    """
+    if device.type != "cuda":
+        return f"there is none for {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"it takes heads of width {_MAX_HEAD_DIM} or less, not {head_dim}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return "it needs compute capability {}.{}, not {}.{}".format(*_MIN_CAPABILITY, *capability)
+    return None
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -44,8 +44,8 @@ sequences on the host."""
 EQUAL_ATTENTION = "graphpass_equal"
 _EQUAL_OP = "graphpass::equal_attention"
 _SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
-_HEAD_ALIGNMENT, _MAX_HEAD_DIM, _MIN_CAPABILITY = 8, 256, (8, 0)
-"""Requirements of torch's flash attention."""
+_HEAD_ALIGNMENT = 8
+"""Torch's flash attention takes heads of a multiple of this."""
 _TOLERANCE = 2e-2
 """Allowed relative norm of the difference between half precision and float32."""
 
@@ -58,16 +58,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         dtype: dtype of the tensors.
         head_dim: width of a head; it need not be a multiple of 8, heads are padded.
     """
-    if device.type != "cuda":
-        return f"there is none for {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim > _MAX_HEAD_DIM:
-        return f"it takes heads of width {_MAX_HEAD_DIM} or less, not {head_dim}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
-        return "it needs compute capability {}.{}, not {}.{}".format(*_MIN_CAPABILITY, *capability)
-    return _fault_of_kernel(device, dtype, head_dim)
+    return operators.flash_obstacle(device, dtype, head_dim) or _fault_of_kernel(device, dtype, head_dim)
 
 
 def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces[torch.Tensor]:

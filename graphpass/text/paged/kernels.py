@@ -157,14 +157,11 @@ def flash_obstacle(
     layers: Sequence[PagedLayer | None], max_seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why torch's flash attention cannot serve these layers; None if it can."""
-    if device.type != "cuda":
-        return f"it runs on CUDA, the cache is on {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, the cache has {dtype}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, the GPU has {capability[0]}.{capability[1]}"
-    reasons = [_layer_obstacle(layer, max_seq_len) for layer in layers if layer is not None]
+    reasons = (
+        operators.flash_obstacle(device, dtype, layer.head_dim) or _layer_obstacle(layer, max_seq_len)
+        for layer in layers
+        if layer is not None
+    )
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -175,8 +172,8 @@ def _layer_obstacle(layer: PagedLayer, max_seq_len: int) -> str | None:
         return "it has neither a soft cap nor sinks"
     if layer.dim_of_values != layer.head_dim:
         return f"keys and values differ in size: {layer.head_dim} and {layer.dim_of_values}"
-    if layer.head_dim % 8 or layer.head_dim > 256:
-        return f"it takes heads of a multiple of 8 up to 256, a layer has {layer.head_dim}"
+    if layer.head_dim % 8:
+        return f"it takes heads of a multiple of 8, a layer has {layer.head_dim}"
     return None
 
 

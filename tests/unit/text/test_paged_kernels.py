@@ -70,8 +70,8 @@ def test_keys_of_small_pages_are_packed_or_gathered() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"device": "cpu"}, "on cpu"),
-        ({"dtype": torch.float32}, "torch.float32"),
+        ({"device": "cpu"}, "none for cpu"),
+        ({"dtype": torch.float32}, "not float32"),
         ({"layer": PagedLayer(2, 64, mask=LayerMask(chunk=8))}, "chunked"),
         ({"layer": PagedLayer(2, 64, is_plain=False)}, "soft cap"),
         ({"layer": PagedLayer(2, 64, value_dim=32)}, "64 and 32"),
