@@ -1,4 +1,4 @@
-"""Whether a profiler of torch is on, and the names that it shows: of replays, regions and kernels."""
+"""Whether a profiler of torch is on, and the names that it shows: of replays and regions."""
 
 from __future__ import annotations
 
