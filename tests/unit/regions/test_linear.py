@@ -140,7 +140,7 @@ def steps(gm: fx.GraphModule) -> int:
 def test_steps_grow_linearly(graph_of: Callable[[int], fx.GraphModule]) -> None:
     partition(graph_of(2), SPLIT)
     few, some, many = (steps(graph_of(n)) for n in (8, 16, 32))
-    # One step more a node is allowed: torch 2.11 names later nodes by one more. A quadratic term is 384 steps or more.
+    # Torch 2.11 takes a step more for some of the 32 nodes. A quadratic term would be 384 steps or more.
     assert many - some <= 2.01 * (some - few) + 16
 
 
