@@ -136,7 +136,6 @@ class CompiledModel:
                 found="one more, past Dynamo's recompile limit: it ran the model as it is",
                 remedy="name every dimension that varies in dynamic_dims, or raise the limit",
             ),
-            once_for="recompile limit",
         )
 
 

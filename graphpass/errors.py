@@ -56,20 +56,43 @@ def _rebuild(kind: type[GraphpassError], problem: str, expected: str, found: str
 
 @dataclass(frozen=True, slots=True)
 class NoGraph:
-    """Why something runs without a graph; its text is :attr:`why`.
+    """Why something runs without a graph.
 
     Attributes:
-        why: the reason, in one clause.
+        why: the reason, in one clause without sizes: calls of other sizes may have it, too.
         remedy: what works against it in this situation.
         is_expected: nobody loses anything by it, so it is counted without a warning.
+        sizes: the sizes that it is about, by key field; empty if it does not depend on sizes.
     """
 
     why: str
     remedy: str
     is_expected: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        return self.why
+        return f"{self.why} ({named_sizes(self.sizes)})" if self.sizes else self.why
+
+
+def named_sizes(sizes: Iterable[tuple[str, int]]) -> str:
+    """Sizes of key fields as text: ``batch=8 seq=64``."""
+    return " ".join(f"{field}={size}" for field, size in sizes)
+
+
+def why_failed(error: BaseException, *, otherwise: str) -> NoGraph:
+    """Why a capture that raised ``error`` has no graph, without the key, the sizes and the memory in use.
+
+    Args:
+        error: the error of the capture.
+        otherwise: the remedy if the error states none.
+    """
+    where = error.where if isinstance(error, CaptureError) else ""
+    cause = error.__cause__ if where and error.__cause__ is not None else error
+    found = f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, GraphpassError):
+        found = f"{cause.problem}: {cause.found}"
+    remedy = error.remedy if isinstance(error, GraphpassError) else otherwise
+    return NoGraph(f"the capture failed {where}: {found}" if where else f"the capture failed: {found}", remedy)
 
 
 class OptionError(GraphpassError, ValueError):
@@ -93,7 +116,16 @@ class ShapeError(GraphpassError, ValueError):
 
 
 class CaptureError(GraphpassError, RuntimeError):
-    """A region could not be captured, or a replay names a key that was never captured."""
+    """A region could not be captured, or a replay names a key that was never captured.
+
+    Args:
+        problem, expected, found, remedy: see :class:`GraphpassError`.
+        where: region, operation and line of a failed capture, without its key; empty for other errors.
+    """
+
+    def __init__(self, problem: str, *, expected: str, found: str, remedy: str, where: str = "") -> None:
+        super().__init__(problem, expected=expected, found=found, remedy=remedy)
+        self.where = where
 
 
 class StaticInputError(GraphpassError, RuntimeError):

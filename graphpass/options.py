@@ -122,7 +122,7 @@ def options(**values: Any) -> dict[str, Any]:
 
 
 class Fallbacks:
-    """Reports fallbacks as ``on_fallback`` says: each in the report, the first one for each reason as a WARNING.
+    """Reports fallbacks as ``on_fallback`` says: each in the report, the first of each reason as a WARNING.
 
     Args:
         runtime: owner of the notes.
@@ -133,13 +133,13 @@ class Fallbacks:
         self._runtime = runtime
         self._on_fallback = on_fallback
 
-    def report(self, text: str, error: CaptureError, *, once_for: str, is_recorded: bool = False) -> None:
+    def report(self, text: str, error: CaptureError, *, at: str = "", is_recorded: bool = False) -> None:
         """Report one fallback as the option says.
 
         Args:
-            text: the warning and the line of the report; the remedy of ``error`` is appended.
+            text: the warning and the line of the report, as for ``runtime.warn``, with the remedy of ``error``.
             error: the error to raise.
-            once_for: the reason; only its first report warns.
+            at: the key or sizes that it happened to.
             is_recorded: whether counts or records of the report say it, too.
 
         Raises:
@@ -148,7 +148,7 @@ class Fallbacks:
         if self._on_fallback == "error":
             raise error
         is_silent = self._on_fallback == "silent"
-        self._runtime.warn(text, error.remedy, once_for=once_for, is_silent=is_silent, is_recorded=is_recorded)
+        self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
 
     def report_never_full(self, reason: NoGraph) -> None:
         """Report that ``FULL`` was requested for a model that cannot be captured as a whole.
@@ -167,7 +167,6 @@ class Fallbacks:
                 found=str(reason),
                 remedy=f"{reason.remedy}, or set mode='PIECEWISE' (in a manager's dispatcher)".removeprefix(", or "),
             ),
-            once_for="never full",
         )
 
 

@@ -94,6 +94,7 @@ PUBLIC_NAMES = {
         "SupportsEncoderCompilation",
         "SupportsEncoderCudaGraph",
         "SupportsEncoderExamples",
+        "SupportsEncoderKernels",
         "balance_items",
         "generate_budgets",
         "pack_items",

@@ -18,14 +18,14 @@ import torch
 from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
 from cgpass.paddingcheck import PaddedCall, padding_reaches
-from cgpass.reasons import BUSY, DECLARE, EMPTY, FIRST_CALLS, NoGraphNowError, failed, refused
-from graphpass.capture.records import CallCounts, RegionId, RegionUse
+from cgpass.reasons import BUSY, DECLARE, EMPTY, FIRST_CALLS, FailedCaptures, NoGraphNowError, refused
+from graphpass.capture.records import RefusedCalls, RegionId, RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
-from graphpass.errors import CaptureError, MismatchError, NoGraph, StaticInputError
+from graphpass.errors import CaptureError, MismatchError, NoGraph, StaticInputError, named_sizes
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
@@ -86,7 +86,8 @@ class AutoDispatcher:
         self._owner, self._rules = owner, rules
         self.region, self._runtime = RegionId(owner.name), owner.runtime
         self._table = CallTable(owner.name, owner.runtime, graph, rules)
-        self._plain_counts: dict[str, CallCounts] = {}
+        self._refused: dict[str, RefusedCalls] = {}
+        self._failures = FailedCaptures(owner.name)
         self._checked: dict[BatchDescriptor, _Checked] = {}
         self._refuted: NoGraph | None = None
         self._generation = self._runtime.lease.generation
@@ -199,21 +200,19 @@ class AutoDispatcher:
 
     def _plain(self, reason: NoGraph, args: Sequence[Any]) -> Any:
         """Run without a graph, count the call under ``reason``, and report the reason the first time."""
-        counts = self._plain_counts.get(reason.why)
-        if counts is None:
-            counts = self._runtime.traffic.without(self._owner.name, reason)
-            self._plain_counts[reason.why] = counts
-            if not reason.is_expected:
-                self._warn(f"{self._owner.name} runs without a graph: {reason}", reason)
-        counts.saw(0, 0)
+        refused_calls = self._refused.get(reason.why)
+        if refused_calls is None:
+            refused_calls = self._refused[reason.why] = self._runtime.traffic.without(self._owner.name, reason)
+        if refused_calls.saw(reason) and not reason.is_expected:
+            self._warn(reason)
         if self._rules.is_strict:
             raise refused(self._owner.name, reason, "padding_check is 'strict'", "set padding_check='prove'")
         return self._owner.run_plain(args)
 
-    def _warn(self, text: str, reason: NoGraph) -> None:
-        once_for = f"{self._owner.name}: {reason.remedy}" if reason.remedy else None
-        is_silent = self._rules.on_fallback == "silent"
-        self._runtime.warn(text, reason.remedy, once_for=once_for, is_silent=is_silent, is_recorded=True)
+    def _warn(self, reason: NoGraph) -> None:
+        at = " ".join(filter(None, (self._owner.name, named_sizes(reason.sizes))))
+        text, is_silent = f"runs without a graph: {reason.why}", self._rules.on_fallback == "silent"
+        self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
 
     def _fall_back(self, reason: NoGraph, args: Sequence[Any]) -> Any:
         """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` may make it an error."""
@@ -251,12 +250,12 @@ class AutoDispatcher:
             except Exception as error:
                 if self._rules.mode is not CUDAGraphMode.FULL:  # some regions may have run
                     raise
-                key.refusal = failed(key, error)
+                key.refusal = self._failures.failed(self._rules.keys.named(key), error)
                 raise NoGraphNowError(key.refusal) from error
             if scope.failures:
                 allowed.clear()
-                reason = key.refusal = failed(key, scope.failures[0])
-                self._warn(f"{self._owner.name}: {reason}", reason)
+                key.refusal = self._failures.failed(self._rules.keys.named(key), scope.failures[0])
+                self._warn(key.refusal)
 
     def _run(self, call: AutoCall, args: Sequence[Any]) -> Any:
         """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
@@ -355,13 +354,13 @@ class AutoDispatcher:
         name = f"{self._owner.name} {call.key.descriptor}"
         if is_noisy:
             self._runtime.warn(
-                f"{name}: replays of equal contents differ; padding was compared within their spread",
+                "replays of equal contents differ; padding was compared within their spread",
                 "set torch.use_deterministic_algorithms(True) for a check by bits",
-                once_for=f"{self._owner.name}: noisy replays",
+                at=name,
             )
         if reached is not None:
             self._refuted = NoGraph(f"real entries of {reached} depend on the padding", DECLARE)
-            self._runtime.warn(f"{name}: {self._refuted}; its calls are no longer padded", DECLARE)
+            self._runtime.warn(f"{self._refuted}; its calls are no longer padded", DECLARE, at=name)
             if self._rules.is_strict:
                 raise MismatchError(
                     f"{name}: {self._refuted}",

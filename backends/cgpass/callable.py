@@ -192,8 +192,9 @@ class GraphedCallable:
         if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
             refuse_transforms(self.name, args)
         self.runtime.warn(
-            f"{self.name}: a call under vmap or forward-mode AD runs without compiled code and graphs",
+            "a call under vmap or forward-mode AD runs without compiled code and graphs",
             "transform the model itself, or compile a function that has the transform inside",
+            at=self.name,
         )
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
@@ -225,10 +226,10 @@ class GraphedCallable:
         self._runs_without_graph += 1
         if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
             self.runtime.warn(
-                f"{self.name} ran {self._runs_without_graph} times without a forward context and therefore without "
-                "graphs",
+                f"ran {_RUNS_BEFORE_ADVICE} times without a forward context and therefore without graphs",
                 "capture inside `with runtime.capturing():` and call it in `with graphpass.set_forward_context(...)`, "
                 "or set dispatch='auto', as graphpass.graphed(model, ...) does",
+                at=self.name,
             )
         return self._stitched(*args)
 

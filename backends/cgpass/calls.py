@@ -219,7 +219,7 @@ class CallTable:
 
     def _say_exact(self, why: str, remedy: str) -> None:
         is_silent = self._rules.on_fallback == "silent"
-        self._runtime.warn(f"{self._name}: calls are not padded: {why}", remedy, is_silent=is_silent)
+        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=is_silent)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
         return AutoCall(key, real, self._counts(key, "exact"), self._seen(real))

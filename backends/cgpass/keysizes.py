@@ -12,13 +12,17 @@ from torch import fx
 
 from graphpass.compile import SizeRanges
 from graphpass.dispatch.grid import SizeGrid
-from graphpass.errors import DispatchError
+from graphpass.errors import DispatchError, NoGraph
 from graphpass.keys import BatchDescriptor
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GuardedSymbols, key_symbols
 
 __all__ = ["KeySizes"]
+
+_NAME_DIMENSION = (
+    "compile with dynamic=True, and name the dimension in dynamic_dims: {{input: {{dimension: {field!r}}}}}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,19 @@ class KeySizes:
             return None
         return f"dynamic_dims names {', '.join(declared)}, and the graph's inputs are {', '.join(self.arguments)}"
 
-    def problems(self) -> Iterator[str]:
+    def excluded(self) -> Iterator[str]:
         """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""
         for field, sizes in self.settings.capture_sizes.items():
             if field in self.symbols:
                 yield from self._excluded(field, sizes)
+
+    def not_compiled_apart(self) -> NoGraph | None:
+        """Why no size gets an artifact of its own although options ask for it; None if they do not, or it does."""
         wanted = self.settings.size_ranges()
-        if wanted is not None and not isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
-            size = self.symbols.get(wanted[0], "no symbol that can be read from an input")
-            yield f"nothing is compiled by size: {wanted[0]} is {size}"
+        if wanted is None or isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
+            return None
+        size = self.symbols.get(wanted[0], "no symbol that can be read from an input")
+        return NoGraph(f"nothing is compiled by size: {wanted[0]} is {size}", _NAME_DIMENSION.format(field=wanted[0]))
 
     def _excluded(self, field: str, sizes: tuple[int, ...]) -> Iterator[str]:
         symbol = self.symbols[field]

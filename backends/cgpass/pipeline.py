@@ -164,16 +164,19 @@ def _no_presets(mode: str) -> OptionError:
 def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
     unmatched = sizes.unmatched_names()
     if unmatched is not None:
-        runtime.warn(f"{name}: {unmatched}", "name the inputs as the graph does")
-    for problem in sizes.problems():
-        runtime.note(f"{name}: {problem}")
+        runtime.warn(unmatched, "name the inputs as the graph does", at=name)
+    uncompiled = sizes.not_compiled_apart()
+    if uncompiled is not None:
+        runtime.warn(uncompiled.why, uncompiled.remedy, at=name)
+    for problem in sizes.excluded():
+        runtime.note(problem, at=name)
 
 
 def _training(
     name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], runtime: GraphRuntime, settings: Settings
 ) -> Any:
     why, remedy = "compiled under autograd: never captured", "call it under torch.inference_mode() or torch.no_grad()"
-    runtime.warn(f"{name} {why}", remedy, once_for=why, is_recorded=True)
+    runtime.warn(why, remedy, at=name, is_recorded=True)
     runtime.register(CallableRecord(name=name, regions=(), artifacts=1, off=RegionReason(why, remedy=remedy)))
     return compile_training(graph_module, example_inputs, settings.compiler)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from graphpass.dispatch.recurring import RecurringKey
-from graphpass.errors import CaptureError, GraphpassError, NoGraph
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
-__all__ = ["BUSY", "DECLARE", "EMPTY", "FIRST_CALLS", "NoGraphNowError", "failed", "refused"]
+from graphpass.errors import CaptureError, NoGraph, named_sizes, why_failed
+
+__all__ = ["BUSY", "DECLARE", "EMPTY", "FIRST_CALLS", "FailedCaptures", "NoGraphNowError", "refused"]
+
+_log = logging.getLogger("graphpass")
 
 FIRST_CALLS = NoGraph("first calls of a key", "", is_expected=True)
 EMPTY = NoGraph("an input has no elements", "", is_expected=True)
@@ -25,10 +30,32 @@ class NoGraphNowError(Exception):
         self.reason = reason
 
 
-def failed(key: RecurringKey, error: BaseException) -> NoGraph:
-    """The reason for all further calls of a key whose capture failed."""
-    remedy = "" if isinstance(error, GraphpassError) else _AFTER_FAILURE  # the text of our errors has a remedy
-    return NoGraph(f"the capture of {key.descriptor} failed: {error}", remedy)
+class FailedCaptures:
+    """Why captures of one callable failed: one reason for all keys that fail at the same place with the same error.
+
+    Args:
+        name: the callable.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: dict[tuple[str, type[BaseException], str], NoGraph] = {}
+
+    def failed(self, sizes: Sequence[tuple[str, int]], error: BaseException) -> NoGraph:
+        """The reason for all further calls of a key whose capture failed; the whole error is logged at DEBUG.
+
+        Args:
+            sizes: the sizes of the key.
+            error: the error of the capture.
+        """
+        _log.debug("%s %s: %s", self._name, named_sizes(sizes), error)
+        cause, where = error, ""
+        if isinstance(error, CaptureError) and error.where:
+            cause, where = error.__cause__ or error, error.where
+        reason = why_failed(error, otherwise=_AFTER_FAILURE)
+        # The text of an error of torch may have sizes; that of the first key stands for all.
+        known = self._known.setdefault((where, type(cause), reason.remedy), reason)
+        return replace(known, sizes=tuple(sizes))
 
 
 def refused(name: str, reason: NoGraph, option: str, otherwise: str) -> CaptureError:
@@ -44,6 +71,6 @@ def refused(name: str, reason: NoGraph, option: str, otherwise: str) -> CaptureE
     return CaptureError(
         f"{name} would run without a graph, and {option}",
         expected="a call whose key has a graph, or may be captured now",
-        found=reason.why,
+        found=str(reason),
         remedy=f"{remedy}, or {otherwise}",
     )

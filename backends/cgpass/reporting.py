@@ -43,20 +43,20 @@ def report_graph(
     tracing.trace_text(f"graphpass_partition_{name}", parts.dump)
     if ends_early is not None:
         runtime.warn(
-            f"{name} ends at a graph break, and the code from there to the next graph runs in Python: {ends_early}",
+            f"ends at a graph break, and the code from there to the next graph runs in Python: {ends_early}",
             AFTER_A_BREAK,
-            once_for=f"graph break: {ends_early}",
+            at=name,
             is_silent=is_silent,
             is_recorded=True,
         )
     if CUDAGraphMode.PIECEWISE in settings.runtime_modes():
-        for text, remedy, kind in _eager_regions(name, parts):
-            runtime.warn(text, remedy, once_for=kind, is_silent=is_silent, is_recorded=True)
+        for text, remedy, region in _eager_regions(parts):
+            runtime.warn(text, remedy, at=f"{name}.{region}", is_silent=is_silent, is_recorded=True)
     if auto is None:
         return
     rules, proof = auto
     for _, problem, remedy in rules.unproved:
-        runtime.warn(f"{name}: {problem}", remedy, once_for=problem, is_silent=is_silent, is_recorded=True)
+        runtime.warn(problem, remedy, at=name, is_silent=is_silent, is_recorded=True)
     tracing.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
     tracing.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
 
@@ -70,14 +70,13 @@ def _log_regions(name: str, parts: Partition) -> None:
             _log.debug("%s.%s is eager: %s%s", name, region.name, reason, f" at {reason.where}" if reason.where else "")
 
 
-def _eager_regions(name: str, parts: Partition) -> Iterator[tuple[str, str, str]]:
-    """(text, remedy, reason) of each region that is eager although the user did not ask for it."""
+def _eager_regions(parts: Partition) -> Iterator[tuple[str, str, str]]:
+    """(text, remedy, region) of each region that is eager although the user did not ask for it."""
     for region in parts.regions:
         for reason in region.reasons:
             if not reason.captures_whole and reason.remedy:
                 where = f" at {reason.where}" if reason.where else ""
-                text = f"{name}.{region.name} runs eagerly between graphs: {reason}{where}"
-                yield text, reason.remedy, f"{reason}{where}"
+                yield f"runs eagerly between graphs: {reason}{where}", reason.remedy, region.name
 
 
 def _padding(proof: PaddingProof) -> dict[str, object]:

@@ -71,23 +71,19 @@ class CapturePermit:
         if is_lazy:
             self._refuse_lazy_capture_across_ranks(context)
             self.runtime.warn(
-                f"{self.region} {descriptor}: captured while serving, as lazy_capture allows; a capture takes much "
-                "longer than a replay",
+                "captured while serving, as lazy_capture allows; a capture takes much longer than a replay",
                 "capture the key inside `with runtime.capturing():`",
-                once_for=f"{self.region.callable}: lazy capture",
+                at=f"{self.region} {descriptor}",
             )
         elif is_automatic and self.num_captured and not peers:
             self.runtime.warn(
-                f"{self.region} {descriptor}: captured again while serving, because its graph was dropped when a "
-                "parameter was replaced or freed",
+                "captured again while serving, because its graph was dropped when a parameter was replaced or freed",
                 "update weights in place (`parameter.copy_(new)` under torch.no_grad()), or capture again before "
                 "serving: precapture(), or `with runtime.capturing():`",
-                once_for=f"{self.region.callable}: graph dropped",
+                at=f"{self.region} {descriptor}",
             )
         elif is_automatic and not moved:
-            self.runtime.note(
-                f"{self.region} {descriptor}: captured without a context, because its size recurs", is_recorded=True
-            )
+            self.runtime.note("captured without a context, because its size recurs", at=f"{self.region} {descriptor}")
         return (
             self._baked_of_moved(descriptor, call, moved, num_peers=len(peers), num_own=len(own))
             if moved
@@ -100,11 +96,14 @@ class CapturePermit:
         """Positions that the next graph of a key may bake in, after static inputs have moved."""
         names = ", ".join(call.names[p] for p in moved[:3])
         if num_own < MAX_STATIC_SETS:
-            text = f"{self.region} {descriptor}: static inputs moved ({names}), set {num_peers + 1} captured"
+            text, at = (
+                "static inputs moved, so their key was captured once more",
+                f"{self.region} {descriptor} ({names})",
+            )
             if num_own and self._is_serving():
-                self.runtime.warn(text, _REFILL, once_for=f"{self.region.callable}: static inputs moved")
+                self.runtime.warn(text, _REFILL, at=at)
             else:  # another instance of the module, or a capture that the caller asked for
-                self.runtime.note(text, is_recorded=True)
+                self.runtime.note(text, at=f"{at}, set {num_peers + 1}")
             return call.static
         inside = call.inside_static().intersection(moved)
         if inside:
@@ -115,9 +114,9 @@ class CapturePermit:
                 remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
             )
         self.runtime.warn(
-            f"{self.region} {descriptor}: {len(moved)} static inputs keep moving ({names}), copied from now on",
+            "static inputs keep moving, and are copied from now on",
             _REFILL,
-            once_for=f"{self.region.callable}: static inputs keep moving",
+            at=f"{self.region} {descriptor} ({names})",
         )
         return call.static - set(moved)
 

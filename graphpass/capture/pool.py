@@ -248,8 +248,9 @@ class PoolLease:
             self._device.close()
 
     def _warn_of_held(self, name: str) -> None:
-        text = f"a view of {name} is still held after a later replay overwrote it: it was valid until the next replay"
-        self._notes.add(text, remedy="drop it, clone it, or set outputs='clone'", level=logging.WARNING)
+        text = "a view is still held after a later replay overwrote it: it was valid until the next replay"
+        remedy = "drop it, clone it, or set outputs='clone'"
+        self._notes.add(text, remedy=remedy, at=name, level=logging.WARNING, is_problem=True)
 
     def _make_device(self, device: torch.device) -> GraphDevice:
         if device.type == "cpu":

@@ -268,6 +268,7 @@ class Recorder:
             remedy=self._remedy(
                 error, refused, is_eager_inside=region != self.name and not hasattr(runnable, "uncompiled")
             ),
+            where=", ".join([*where, place] if place else where or [f"in {self.name}"]),
         ) from error
 
     def _remedy(self, error: Exception, refused: CaptureError | None, *, is_eager_inside: bool) -> str:

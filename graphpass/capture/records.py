@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from graphpass.compat import tracing
-from graphpass.errors import NoGraph
+from graphpass.errors import NoGraph, named_sizes
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, UncapturedCalls
@@ -19,6 +19,7 @@ __all__ = [
     "CallTraffic",
     "Counts",
     "Notes",
+    "RefusedCalls",
     "RegionId",
     "RegionUse",
     "RunningCounts",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("graphpass")
+_MAX_PLACES = 64
+"""Bound of the remembered places and sizes of one reason: traffic with ever new sizes must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,50 +147,59 @@ class SizesSeen(dict[str, Counter[int]]):
         return self.setdefault(field, Counter())
 
 
-class Notes(Counter[str]):
-    """Notes for the report, each with the number of times it was added."""
+@dataclass(slots=True)
+class _Note:
+    """One explanation: its first log record, how often and where it was added, and the problem in the report."""
+
+    record: str
+    what: str
+    remedy: str
+    is_problem: bool
+    times: int = 0
+    places: dict[str, None] = field(default_factory=dict)
+
+
+class Notes:
+    """Explanations for the log and the report: one for each cause and remedy, however many places have it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._warned: set[str] = set()
-        self._parts: dict[str, tuple[str, str]] = {}
+        self._notes: dict[tuple[str, str], _Note] = {}
 
     def add(
-        self,
-        text: str,
-        *,
-        remedy: str = "",
-        level: int = logging.INFO,
-        once_for: str | None = None,
-        is_recorded: bool = False,
+        self, what: str, *, remedy: str = "", at: str = "", level: int = logging.INFO, is_problem: bool = False
     ) -> None:
-        """Count a note; log it at its first occurrence.
+        """Count a note; log its first occurrence, and at INFO the first one at each further place.
 
         Args:
-            text: what happened, and why.
-            remedy: what the user can do about it; appended to ``text``.
-            level: the level of the log record.
-            once_for: the reason that several notes share: only the first of them is logged above INFO.
-            is_recorded: whether other records of the report say it, too; it is then no problem of its own.
+            what: what happened, and why, without regions, keys and sizes.
+            remedy: what the user can do about it.
+            at: the region, key or sizes that it happened to.
+            level: the level of the first log record.
+            is_problem: whether it is a problem of its own in the report; other records of the report may say it.
         """
-        noted = f"{text}; {remedy}" if remedy else text
-        if noted not in self:
-            reason = once_for or noted
-            _log.log(min(level, logging.INFO) if reason in self._warned else level, "%s", noted)
-            if level > logging.INFO:
-                self._warned.add(reason)
-            if not is_recorded:
-                self._parts[noted] = (text, remedy)
-            tracing.trace_json(
-                "graphpass_note", lambda: {"what": text, "remedy": remedy, "is_warning": level > logging.INFO}
-            )
-        self[noted] += 1
+        note = self._notes.get((what, remedy))
+        if note is None or (at not in note.places and len(note.places) < _MAX_PLACES):
+            record = f"{at}: {what}" if at else what
+            record = f"{record}; {remedy}" if remedy else record
+            _log.log(level if note is None else min(level, logging.INFO), "%s", record)
+            artifact = {"what": what, "at": at, "remedy": remedy, "is_warning": level > logging.INFO}
+            tracing.trace_json("graphpass_note", lambda: artifact)
+            if note is None:
+                note = self._notes[what, remedy] = _Note(record, what, remedy, is_problem)
+            note.places[at] = None
+        note.times += 1
 
     def problems(self) -> tuple[Problem, ...]:
-        """The notes that no other record of the report says."""
+        """The notes that are problems of their own."""
         return tuple(
-            Problem("note", text, times=self[noted], remedy=remedy) for noted, (text, remedy) in self._parts.items()
+            Problem("note", note.what, tuple(filter(None, note.places)), times=note.times, remedy=note.remedy)
+            for note in self._notes.values()
+            if note.is_problem
         )
+
+    def counts(self) -> dict[str, int]:
+        """{first log record of a note: how often it was added}."""
+        return {note.record: note.times for note in self._notes.values()}
 
 
 @dataclass(slots=True)
@@ -212,11 +224,40 @@ class CallCounts:
 
 
 @dataclass(slots=True)
+class RefusedCalls:
+    """Calls of one callable that one reason leaves without a graph.
+
+    Attributes:
+        reason: the reason; its sizes are those of the first call.
+        calls: number of calls.
+    """
+
+    reason: NoGraph
+    calls: int = 0
+    _sizes: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
+
+    def saw(self, reason: NoGraph) -> bool:
+        """Count one call; returns whether its sizes are new."""
+        self.calls += 1
+        if reason.sizes in self._sizes:
+            return False
+        self._sizes[reason.sizes] = math.prod(size for _, size in reason.sizes)
+        if len(self._sizes) > _MAX_PLACES:
+            del self._sizes[min(self._sizes, key=self._sizes.__getitem__)]
+        return True
+
+    def sizes(self) -> tuple[str, ...]:
+        """The sizes of the calls, as ``batch=8 seq=64``, the largest first; empty if the reason has none."""
+        largest_first = sorted(self._sizes, key=self._sizes.__getitem__, reverse=True)
+        return tuple(named_sizes(sizes) for sizes in largest_first if sizes)
+
+
+@dataclass(slots=True)
 class CallTraffic:
     """Call counts of all callables of a runtime that the auto dispatcher serves."""
 
-    _counts: dict[tuple[str, CUDAGraphMode, BatchDescriptor | None, str], CallCounts] = field(default_factory=dict)
-    _refusals: dict[str, NoGraph] = field(default_factory=dict)
+    _counts: dict[tuple[str, CUDAGraphMode, BatchDescriptor, str], CallCounts] = field(default_factory=dict)
+    _refused: dict[tuple[str, str], RefusedCalls] = field(default_factory=dict)
 
     def of(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor, reason: str) -> CallCounts:
         """The counter for these calls; the caller may keep it and update it on each call.
@@ -229,14 +270,9 @@ class CallTraffic:
         """
         return self._counts.setdefault((name, mode, key, reason), CallCounts())
 
-    def without(self, name: str, reason: NoGraph) -> CallCounts:
+    def without(self, name: str, reason: NoGraph) -> RefusedCalls:
         """The counter for calls of a callable without a graph, as :meth:`of`."""
-        self._refusals.setdefault(reason.why, reason)
-        return self._counts.setdefault((name, CUDAGraphMode.NONE, None, reason.why), CallCounts())
-
-    def num_calls(self, *, with_graph: bool) -> int:
-        """Number of calls with a graph, or of those without."""
-        return sum(c.calls for (_, mode, _, _), c in self._counts.items() if bool(mode) == with_graph)
+        return self._refused.setdefault((name, reason.why), RefusedCalls(reason))
 
     def at(self, name: str, mode: CUDAGraphMode, key: BatchDescriptor) -> CallCounts | None:
         """The counts of one key for all reasons together; None if the auto dispatcher never chose it."""
@@ -251,7 +287,6 @@ class CallTraffic:
 
     def without_graph(self) -> Iterator[UncapturedCalls]:
         """The calls without a graph, by callable and reason."""
-        for (name, mode, _, reason), counts in self._counts.items():
-            if not mode and counts.calls:
-                refusal = self._refusals[reason]
-                yield UncapturedCalls(name, reason, counts.calls, refusal.is_expected, refusal.remedy)
+        for (name, why), refused in self._refused.items():
+            reason = refused.reason
+            yield UncapturedCalls(name, why, refused.calls, reason.is_expected, reason.remedy, refused.sizes())

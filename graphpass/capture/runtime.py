@@ -170,8 +170,8 @@ class GraphRuntime:
 
     @property
     def notes(self) -> Mapping[str, int]:
-        """{explanation: how often it was added}, for the report."""
-        return MappingProxyType(self._notes)
+        """{log record of an explanation, as it was at first: how often it was added}."""
+        return MappingProxyType(self._notes.counts())
 
     def noted(self) -> tuple[Problem, ...]:
         """The explanations that the report does not derive from its records."""
@@ -243,44 +243,38 @@ class GraphRuntime:
         is_late = not self.scopes.is_mine() and any(
             wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
-        text = f"{name}: torch.compile traced its function once more and got the same graph"
+        text = "torch.compile traced its function once more and got the same graph"
         if is_late:
             self.warn(
                 f"{text}: inputs in serving are of another kind than in capture",
                 "create the inputs of capture and serving alike, all under torch.inference_mode()",
+                at=name,
             )
         else:
-            self.note(text)
+            self.note(text, at=name)
 
-    def note(self, text: str, *, is_recorded: bool = False) -> None:
-        """Add an explanation to the report; it is logged at INFO the first time only.
+    def note(self, text: str, *, at: str = "") -> None:
+        """Record an event that makes nothing slow; it is logged at INFO the first time for each place.
 
         Args:
-            text: what happened.
-            is_recorded: whether counts or records of the report say it, too.
+            text: what happened, without regions, keys and sizes.
+            at: the region, key or sizes that it happened to.
         """
-        self._notes.add(text, is_recorded=is_recorded)
+        self._notes.add(text, at=at)
 
-    def warn(
-        self,
-        text: str,
-        remedy: str,
-        *,
-        once_for: str | None = None,
-        is_silent: bool = False,
-        is_recorded: bool = False,
-    ) -> None:
+    def warn(self, text: str, remedy: str, *, at: str = "", is_silent: bool = False, is_recorded: bool = False) -> None:
         """Add to the report that something has no graph, is not padded or not checked; the first time is a WARNING.
 
         Args:
-            text: what happened, and why.
+            text: what happened, and why, without regions, keys and sizes: one WARNING and one line of the report for
+                all places that have it. The first time at each further place is INFO.
             remedy: what works against it in this situation; empty if ``text`` says it.
-            once_for: the reason that several texts share: only the first of them is a WARNING, later ones are INFO.
+            at: the region, key or sizes that it happened to.
             is_silent: log at INFO the first time, too; ``on_fallback="silent"`` sets it.
             is_recorded: whether counts or records of the report say it, too.
         """
         level = logging.INFO if is_silent else logging.WARNING
-        self._notes.add(text, remedy=remedy, level=level, once_for=once_for, is_recorded=is_recorded)
+        self._notes.add(text, remedy=remedy, at=at, level=level, is_problem=not is_recorded)
 
     @property
     def device(self) -> torch.device | None:

@@ -340,4 +340,4 @@ def _drop_entry(
     wrapper._captured.death_watch.pop(entry_id, None)
     entry.graph.reset()
     wrapper._runtime.lease.entries_dropped()
-    wrapper._runtime.note(f"{wrapper.name} {descriptor}: a parameter died, its graph was dropped")
+    wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {descriptor}")

@@ -150,7 +150,7 @@ class RecurringKeys:
     def refusal(self, key: RecurringKey) -> NoGraph | None:
         """Why the key gets no graph; None while it may get one."""
         if key.refusal is None and not key.is_declared and self.num_graphs >= self.max_graphs:
-            why = f"{self.num_graphs} keys have graphs already (max_graphs={self.max_graphs})"
+            why = f"max_graphs={self.max_graphs} keys have graphs already"
             return NoGraph(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
         return key.refusal
 
@@ -179,6 +179,10 @@ class RecurringKeys:
         wanted = {tuple([named[field.name] for field in self.fields]) for named in combinations}
         padded = {self._padded(sizes) for sizes in filter(self._admits, wanted)}
         return [self._key(sizes) for sizes in sorted(padded, key=_volume, reverse=True)]
+
+    def named(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
+        """(field, size) of a key, in the order of the fields; fields of one name once."""
+        return tuple(dict(zip((field.name for field in self.fields), key.sizes, strict=True)).items())
 
     def differs(self, real: Sequence[int]) -> bool:
         """Whether fields with the same name have different sizes in a call."""
@@ -217,8 +221,8 @@ class RecurringKeys:
     def _too_large(self, real: Sequence[int]) -> NoGraph | None:
         for field, size in zip(self.fields, real, strict=True):
             if field.ladder is not None and field.is_padded and size > field.ladder.rungs[-1]:
-                why = f"{field.name}={size} is above the largest capture size {field.ladder.rungs[-1]}"
-                return NoGraph(why, "add a size that holds it to capture_sizes")
+                why = f"{field.name} is above the largest capture size {field.ladder.rungs[-1]}"
+                return NoGraph(why, "add a size that holds it to capture_sizes", sizes=((field.name, size),))
         return None
 
 

@@ -10,6 +10,7 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
+    SupportsEncoderKernels,
 )
 from graphpass.encoder.sharding import ItemShares, balance_items
 from graphpass.encoder.stats import EncoderStats
@@ -26,6 +27,7 @@ __all__ = [
     "SupportsEncoderCompilation",
     "SupportsEncoderCudaGraph",
     "SupportsEncoderExamples",
+    "SupportsEncoderKernels",
     "balance_items",
     "generate_budgets",
     "pack_items",

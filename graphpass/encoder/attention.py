@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from typing import Any
 
 import numpy.typing as npt
@@ -24,19 +23,19 @@ from graphpass.attentionlayers import by_token, refuse_unserved, register_attent
 from graphpass.compat import nnmodules, operators
 from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, pieces_of
 from graphpass.errors import OptionError
+from graphpass.report import KernelUse
 
 __all__ = [
     "EQUAL_ATTENTION",
     "PACKED_ATTENTION",
     "equal_attention",
+    "kernel_of",
     "packed_attention",
     "pieces_on",
     "register_with_hugging_face",
     "use_attention",
     "why_not_flash",
 ]
-
-_log = logging.getLogger("graphpass")
 
 PACKED_ATTENTION = "graphpass_flash_packed"
 """The name contains "flash" because towers pass bounds of sequences to such functions only; otherwise they split the
@@ -46,6 +45,7 @@ _EQUAL_OP = "graphpass::equal_attention"
 _SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
 _HEAD_ALIGNMENT = 8
 """Torch's flash attention takes heads of a multiple of this."""
+_NO_REMEDY = "nothing on this GPU and this torch: small token_budgets keep the mask small"
 _TOLERANCE = 2e-2
 """Allowed relative norm of the difference between half precision and float32."""
 
@@ -214,19 +214,38 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
     weight = next(module.parameters())
     shared = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]
     own = copy.deepcopy(module, memo={id(value): value for value in shared})
-    for config in {id(c): c for layer in own.modules() if (c := getattr(layer, "config", None)) is not None}.values():
+    for config in _configs(own):
         config._attn_implementation = name
         setattr(config, _SEQUENCE_LENGTH, seq_len)
-        head_dim = config.hidden_size // config.num_attention_heads
-        setattr(config, _IS_FLASH, name == PACKED_ATTENTION and _attends_by_flash(weight, head_dim))
+        is_flash = name == PACKED_ATTENTION and why_not_flash(weight.device, weight.dtype, _head_dim(config)) is None
+        setattr(config, _IS_FLASH, is_flash)
     return own
 
 
-def _attends_by_flash(weight: torch.Tensor, head_dim: int) -> bool:
-    reason = why_not_flash(weight.device, weight.dtype, head_dim)
-    if reason is not None and weight.is_cuda:
-        _log.warning("packed images use attention with a mask instead of torch's flash attention: %s", reason)
-    return reason is None
+def kernel_of(module: torch.nn.Module) -> KernelUse:
+    """The kernel that computes the attention of a copy made by :func:`use_attention`, and what a faster one needs."""
+    weight, (config, *_) = next(module.parameters()), _configs(module)
+    if config._attn_implementation == EQUAL_ATTENTION:
+        return KernelUse("scaled_dot_product_attention", "all items", "images of one size are a batch")
+    reason = why_not_flash(weight.device, weight.dtype, _head_dim(config))
+    if reason is None:
+        return KernelUse("flash attention over packed images", "all items", "it needs no mask")
+    remedy = ""
+    if weight.is_cuda:
+        is_half = weight.dtype in (torch.float16, torch.bfloat16)
+        remedy = _NO_REMEDY if is_half else "load the tower in torch.bfloat16 or torch.float16"
+    return KernelUse("scaled_dot_product_attention over packed images with a mask", "all items", reason, remedy)
+
+
+def _configs(module: torch.nn.Module) -> list[Any]:
+    """The different configurations of the layers of a module."""
+    found = (getattr(layer, "config", None) for layer in module.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def _head_dim(config: Any) -> int:
+    width: int = config.hidden_size // config.num_attention_heads
+    return width
 
 
 def _packed_of_layer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from graphpass.encoder.protocol import (
     SupportsEncoderExamples,
 )
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
-from graphpass.errors import CaptureError
+from graphpass.errors import CaptureError, NoGraph, why_failed
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, PoolModel
 from graphpass.ladder.estimating import estimated
 from graphpass.ladder.limit import KeyPool, capture_within
@@ -32,6 +33,8 @@ from graphpass.ladder.traffic import CapturedGraph
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CapturedLadder", "EncoderLadder"]
+
+_log = logging.getLogger("graphpass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class CapturedLadder:
 
     graphs: EncoderGraphs
     budgets: Mapping[EncoderGraphKey, CapturedGraph]
-    failed: tuple[tuple[EncoderGraphKey, str], ...]
+    failed: tuple[tuple[EncoderGraphKey, NoGraph], ...]
     planner: BatchPlanner
     state: ModelState
     graph_pool: Any
@@ -163,11 +166,11 @@ class EncoderLadder:
 
     def _capture_keys(
         self, graphs: EncoderGraphs, fits: PoolModel
-    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, str]]]:
+    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, NoGraph]]]:
         """Capture the keys. Returns the captured budgets, and (key, reason) of the keys without a graph."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
         budgets: dict[EncoderGraphKey, CapturedGraph] = {}
-        failed: list[tuple[EncoderGraphKey, str]] = []
+        failed: list[tuple[EncoderGraphKey, NoGraph]] = []
         with capture_progress(self.keys, self.options.progress) as progress:
 
             def capture(of: Key) -> None:
@@ -175,14 +178,11 @@ class EncoderLadder:
                 try:
                     budgets[keys[of]] = graphs.capture(keys[of])
                 except (CaptureError, torch.OutOfMemoryError) as error:
-                    failed.append((keys[of], str(error)))
-                    remedy = "" if isinstance(error, CaptureError) else "capture fewer budgets, or set max_pool_bytes"
-                    self.notes.warn(
-                        f"encoder budget {keys[of]} has no graph: {error}",
-                        remedy,
-                        once_for="no graph",
-                        is_recorded=True,
-                    )
+                    _log.debug("encoder budget %s: %s", keys[of], error)
+                    why = why_failed(error, otherwise="capture fewer budgets, or set max_pool_bytes")
+                    failed.append((keys[of], why))
+                    text, at = f"an encoder budget has no graph: {why}", str(keys[of])
+                    self.notes.warn(text, why.remedy, at=at, is_recorded=True)
                 progress.update()
 
             def drop() -> None:
@@ -192,14 +192,14 @@ class EncoderLadder:
 
             pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
             left_out = capture_within(most, pool, (), list(keys), fits)
-        failed += [(keys[of], f"the pool would be larger than max_pool_bytes={most}") for of in left_out]
-        if left_out:
-            self.notes.warn(
-                f"{len(left_out)} encoder budgets have no graph, as {keys[left_out[0]]}: the pool would be larger than "
-                f"max_pool_bytes={most}",
-                "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",
-                is_recorded=True,
-            )
+        too_much = NoGraph(
+            f"the pool would be larger than max_pool_bytes={most}",
+            "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",
+        )
+        for key in (keys[of] for of in left_out):
+            failed.append((key, too_much))
+            text = f"an encoder budget has no graph: {too_much}"
+            self.notes.warn(text, too_much.remedy, at=str(key), is_recorded=True)
         return budgets, failed
 
     # -- costs ------------------------------------------------------------------------------------------------------
@@ -230,10 +230,11 @@ class EncoderLadder:
             try:
                 return eager()
             except torch.OutOfMemoryError as error:
+                _log.debug("no memory for an eager call of %s: %s", key, error)
                 self.notes.warn(
-                    f"no memory for an eager call of {key} beside the graphs: it is not chosen. {error}",
+                    "no memory for an eager call beside the graphs: it is not chosen",
                     "set max_pool_bytes, so that the graphs leave memory for eager calls",
-                    once_for="no memory for an eager call",
+                    at=str(key),
                 )
                 raise
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.runtimereport import figures_of
 from graphpass.encoder.stats import EncoderStats
+from graphpass.errors import NoGraph
 from graphpass.ladder.meter import MemoryGrowth
 from graphpass.ladder.traffic import Traffic
 from graphpass.report import Costs, GroupCost, KeyUse, Problem, SizeTraffic, UncapturedCalls
@@ -43,9 +44,11 @@ def encoder_figures(
 
 
 def _problems(stats: EncoderStats) -> Iterator[Problem]:
+    keys: dict[NoGraph, list[str]] = {}
     for key, reason in stats.failed:
-        remedy = "raise max_pool_bytes, or pass fewer or smaller token_budgets"
-        yield Problem("not captured", reason, (str(key.tokens),), remedy=remedy)
+        keys.setdefault(reason, []).append(f"tokens={key.tokens}")
+    for reason, budgets in keys.items():
+        yield Problem("not captured", str(reason), tuple(budgets), remedy=reason.remedy)
     for setting, requests in stats.other_settings.items():
         what = f"{setting} changed since the capture, so requests ran eagerly"
         yield Problem("no graph", what, times=requests, remedy="call clear() and capture() under the new setting")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -76,6 +77,7 @@ class EncoderCudaGraphManager:
         self._config = checked_config(model.get_encoder_cudagraph_config())
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
         self.runtime = GraphRuntime(device=self._device)
+        self._kernels = reported.attention_kernels(self.runtime, model)
         self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype, self.runtime)
         self._captured: CapturedLadder | None = None
         self._is_to_recapture, self._graph_pool = False, None
@@ -226,7 +228,8 @@ class EncoderCudaGraphManager:
     def report(self) -> Report:
         """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
-        return Report(encoder_figures(self.get_cumulative_stats(), self.runtime, graphs, type(self._model).__name__))
+        figures = encoder_figures(self.get_cumulative_stats(), self.runtime, graphs, type(self._model).__name__)
+        return Report(replace(figures, kernels=self._kernels))
 
     def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:
         specs = self._specs_of(items)

@@ -16,6 +16,7 @@ import torch
 
 from graphpass.keys import BatchDescriptor
 from graphpass.padrules import PadRule
+from graphpass.report import KernelUse
 
 __all__ = [
     "Axes",
@@ -226,6 +227,15 @@ class SupportsEncoderCompilation(Protocol):
             compiler: the compiler of regions: ``inductor``, ``aot_eager`` or ``eager``.
             runtime: the :class:`~graphpass.GraphRuntime` that counts artifacts.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsEncoderKernels(Protocol):
+    """An encoder that says which kernel computes its attention; the manager warns if there is a faster one."""
+
+    def encoder_attention_kernel(self) -> KernelUse:
+        """The kernel, as of now."""
         ...
 
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.encoder.capture import CapturedLadder
+from graphpass.encoder.protocol import SupportsEncoderCudaGraph, SupportsEncoderKernels
+from graphpass.report import KernelUse
 
-__all__ = ["another_setting", "new_weights", "why_eager"]
+__all__ = ["another_setting", "attention_kernels", "new_weights", "why_eager"]
+
+
+def attention_kernels(runtime: GraphRuntime, model: SupportsEncoderCudaGraph) -> tuple[KernelUse, ...]:
+    """The kernels that the encoder names. Warns of one that is slower than need be."""
+    kernels = (model.encoder_attention_kernel(),) if isinstance(model, SupportsEncoderKernels) else ()
+    for use in kernels:
+        if use.remedy:
+            runtime.warn(f"attention runs a slower kernel, {use.kernel}: {use.why}", use.remedy)
+    return kernels
 
 
 def new_weights(runtime: GraphRuntime) -> None:
@@ -34,7 +45,7 @@ def why_eager(runtime: GraphRuntime, captured: CapturedLadder | None, num_tokens
     largest = max((key.tokens for key in captured.budgets), default=0)
     if num_tokens > largest and captured.state.setting_changed() is None:
         runtime.warn(
-            f"{num_tokens} output tokens are more than the largest captured budget, {largest}: they run eagerly",
+            f"items have more output tokens than the largest captured budget, {largest}: they run eagerly",
             "pass token_budgets that hold them, or scale the image down",
-            once_for="above the largest budget",
+            at=f"{num_tokens} tokens",
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.encoder.protocol import EncoderGraphKey
+from graphpass.errors import NoGraph
 from graphpass.ladder.traffic import CapturedGraph, Traffic, TrafficCounts, padding_share
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.console import text_of
@@ -49,7 +50,7 @@ class EncoderStats:
     budgets: tuple[Traffic, ...]
     histogram: Mapping[int, int]
     other_settings: Mapping[str, int]
-    failed: tuple[tuple[EncoderGraphKey, str], ...]
+    failed: tuple[tuple[EncoderGraphKey, NoGraph], ...]
     pool_bytes: int
     buffer_bytes: int
 
@@ -84,7 +85,7 @@ class EncoderStats:
             for budget in self.budgets
         )
         columns = ("budget", "replays", "items", "tokens", "padding", "capture ms", "pool bytes")
-        failed = tuple((str(key), reason) for key, reason in self.failed)
+        failed = tuple((str(key), str(reason)) for key, reason in self.failed)
         settings = tuple((name, str(count)) for name, count in self.other_settings.items())
         tables = (
             Table("Budgets", columns, rows),
@@ -121,7 +122,7 @@ class EncoderCounts:
     def snapshot(
         self,
         captured: Sequence[CapturedGraph],
-        failed: Sequence[tuple[EncoderGraphKey, str]],
+        failed: Sequence[tuple[EncoderGraphKey, NoGraph]],
         *,
         pool_bytes: int,
         buffer_bytes: int,

@@ -79,8 +79,9 @@ class CapturedLadder:
         if self.left_out:
             mode, descriptor = self.left_out[0]
             self._runtime.warn(
-                f"{len(self.left_out)} keys left out, as {mode} {descriptor}: the pool would exceed {max_bytes} bytes",
+                f"keys left out: the pool would exceed {max_bytes} bytes",
                 "raise max_bytes, or pass fewer or smaller capture sizes: batches of these keys run without a graph",
+                at=f"{mode} {descriptor}" + (f" and {len(self.left_out) - 1} more" if len(self.left_out) > 1 else ""),
                 is_recorded=True,
             )
 
@@ -167,9 +168,9 @@ class CapturedLadder:
             raise moved_weights(key, remedy)
         if is_known:
             self._runtime.warn(
-                f"{mode} {descriptor}: captured again, because weights were replaced or a graph was dropped",
+                "captured again, because weights were replaced or a graph was dropped",
                 "call recapture() after a change of weights, or copy the new weights into the old parameters",
-                once_for="captured again",
+                at=f"{mode} {descriptor}",
             )
         if stale is not None:  # drop all steps of the old weights, which would stay allocated until each key's next use
             self.steps = {other: step for other, step in self.steps.items() if step.model is not stale.model}

@@ -299,11 +299,8 @@ class CudaGraphManager:
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
         self.last_step = step
         if decision is not None and decision.is_lower:
-            self.runtime.warn(
-                f"all ranks run {step.mode}: {decision.agreed.why}",
-                DispatchReason.AGREED.remedy,
-                once_for="ranks agreed on less",
-            )
+            text = f"all ranks run {step.mode}, which is less than this rank could"
+            self.runtime.warn(text, DispatchReason.AGREED.remedy, at=decision.agreed.why)
         if not step.mode:
             return self._without_graph(step, batch, sizes, decision)
         key = (step.mode, step.descriptor)
@@ -320,15 +317,16 @@ class CudaGraphManager:
         self._counts.fell_back(step, batch.num_tokens)
         cause = step.reason if decision is None else decision.agreed.reason  # the same on all ranks, as is an error
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
-            self._report_fallback(step, step.reason.explanation if decision is None else decision.agreed.why)
+            self._report_fallback(step, cause, "" if decision is None else decision.agreed.why)
         if step.reason is DispatchReason.EMPTY:
             return self._runner.empty_result(sizes)
         across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
         return self._runner.run_without_graph(step.descriptor, batch, sizes, across_dp)
 
-    def _report_fallback(self, step: Dispatch, why: str) -> None:
-        text = f"no graph for {step.descriptor}: {why}; the batch runs compiled, without a graph"
-        self._compiled.fallbacks.report(text, no_graph(step, why), once_for=str(step.reason), is_recorded=True)
+    def _report_fallback(self, step: Dispatch, cause: DispatchReason, of_ranks: str) -> None:
+        text, why = f"the batch runs compiled, without a graph: {cause.explanation}", of_ranks or cause.explanation
+        at = f"{step.descriptor}, {of_ranks}" if of_ranks else str(step.descriptor)
+        self._compiled.fallbacks.report(text, no_graph(step, why), at=at, is_recorded=True)
 
     # -- shapes -----------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class UncapturedCalls:
         calls: how many.
         is_expected: whether that is no problem: a first call of a key, which warms it up, or an empty batch.
         remedy: what to do about it; empty if nothing is known.
+        sizes: the sizes of these calls, as ``batch=8 seq=64``, the largest first; empty if it does not depend on them.
     """
 
     graph: str
@@ -97,6 +98,7 @@ class UncapturedCalls:
     calls: int
     is_expected: bool = False
     remedy: str = ""
+    sizes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +188,19 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """An attention kernel, the steps that it serves, and why."""
+    """An attention kernel, the steps that it serves, and why.
+
+    Attributes:
+        kernel: its name.
+        serves: the steps that it serves.
+        why: why it serves them, or serves none.
+        remedy: what makes a faster kernel possible; empty if there is none, or it is the fastest.
+    """
 
     kernel: str
     serves: str
     why: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def _uncaptured(figures: ReportFigures) -> Iterator[Problem]:
     for calls in figures.uncaptured:
         if not calls.is_expected and calls.graph not in off:
             cause = (calls.reason, calls.remedy)
-            graphs.setdefault(cause, []).append(calls.graph)
+            graphs.setdefault(cause, []).extend([f"{calls.graph} {sizes}" for sizes in calls.sizes] or [calls.graph])
             times[cause] = times.get(cause, 0) + calls.calls
     for (reason, remedy), names in graphs.items():
         yield Problem("no graph", reason, tuple(names), times=times[reason, remedy], remedy=remedy)

@@ -88,7 +88,7 @@ class Report:
             "problems": [{**asdict(problem), "places": list(problem.places)} for problem in self.problems],
             "replays": {
                 "keys": [{**asdict(key), "sizes": dict(key.sizes), "padding": key.padding} for key in figures.keys],
-                "without_graph": [asdict(calls) for calls in figures.uncaptured],
+                "without_graph": [{**asdict(calls), "sizes": list(calls.sizes)} for calls in figures.uncaptured],
                 "graphs": list(map(graph_figures, figures.callables)),
                 "attention": [asdict(use) for use in figures.kernels],
             },

@@ -168,7 +168,7 @@ def test_the_pool_ends_at_its_limit(part: float) -> None:
     assert stats.pool_bytes <= limit
     kept = [budget.captured.descriptor.num_tokens for budget in stats.budgets]
     assert sorted(kept + [key.tokens for key, _ in stats.failed]) == ladder
-    assert all(f"max_pool_bytes={limit}" in reason for _, reason in stats.failed)
+    assert all(f"max_pool_bytes={limit}" in reason.why for _, reason in stats.failed)
     assert (kept == ladder[::-1]) == (part == 1.0)
     items = on_gpu(sizes)
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))

@@ -13,9 +13,10 @@ from graphpass.capture.regioncalls import call_compiled
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context
-from graphpass.encoder.attention import use_attention
+from graphpass.encoder.attention import kernel_of, use_attention
 from graphpass.ladder.modelstate import ModelState, SharesWeights
 from graphpass.ladder.owncode import with_own_code
+from graphpass.report import KernelUse
 
 __all__ = ["Blocks", "eagerly"]
 
@@ -59,6 +60,10 @@ class Blocks(SharesWeights):
         Modules from outside torch and transformers, hooks and replaced forwards may read all rows.
         """
         return not any(map(_may_see_all_rows, self._stock.modules()))
+
+    def kernel(self) -> KernelUse:
+        """The kernel of the attention function."""
+        return kernel_of(self._blocks)
 
     def call_stock(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
         """The hidden states after block ``index`` of the tower itself, with the tower's own attention."""

@@ -21,6 +21,7 @@ from graphpass.encoder.protocol import (
     EncoderOutput,
 )
 from graphpass.errors import EncoderConfigError, ShapeError
+from graphpass.report import KernelUse
 
 __all__ = ["FixedSizeAdapter"]
 
@@ -158,6 +159,10 @@ class FixedSizeAdapter(ABC):
         if self._output == POOLER_OUTPUT:
             return [image[0] for image in images]
         return [(image[:-1], image[-1]) for image in images]
+
+    def encoder_attention_kernel(self) -> KernelUse:
+        """The kernel of the blocks' attention."""
+        return self._blocks.kernel()
 
     def compile_encoder(self, compiler: str, runtime: Any) -> None:
         """Compile one block for all layers and sizes."""

@@ -25,6 +25,7 @@ from graphpass.encoder.protocol import (
     EncoderItemSpec,
     EncoderOutput,
 )
+from graphpass.report import KernelUse
 
 __all__ = ["Grid", "GridAdapter"]
 
@@ -187,6 +188,10 @@ class GridAdapter(ABC):
         lengths = [spec.output_tokens for spec in specs]
         by_output = [tensor.split(lengths) for tensor in output]
         return [rows[0] if len(rows) == 1 else rows for rows in zip(*by_output, strict=True)]
+
+    def encoder_attention_kernel(self) -> KernelUse:
+        """The kernel of the blocks' attention."""
+        return self._blocks.kernel()
 
     def compile_encoder(self, compiler: str, runtime: Any) -> None:
         """Compile one block for all layers and sizes."""

@@ -341,15 +341,20 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     )
     wrapper = rig.wrap(plus_one, name="g0.full")
     rig.capture(wrapper, X)
-    runtime.note("a reason")
-    runtime.note("a reason")
+    runtime.note("an event")
+    runtime.note("an event")
+    runtime.warn("a reason", "a remedy", at="g0.r1")
+    runtime.warn("a reason", "a remedy", at="g0.r3")
     runtime.sizes_seen.of("num_tokens")[24] += 1
     assert runtime.stats().histograms == {"num_tokens": {24: 1}}
     text = str(runtime.report())
     for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "model.py:3", "num_tokens=8", "a reason"):
         assert expected in text
     assert "capture_sizes=[24]" in text
-    assert rig.notes() == "2 a reason"
+    assert "an event" not in text, "it makes nothing slow"
+    assert rig.notes() == "2 an event\n2 g0.r1: a reason; a remedy"
+    (reason,) = [problem for problem in runtime.report().problems if problem.kind == "note"]
+    assert (reason.what, reason.places, reason.times) == ("a reason", ("g0.r1", "g0.r3"), 2)
 
 
 def test_the_report_says_what_may_be_padded(rig: Any) -> None:

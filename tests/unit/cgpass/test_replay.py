@@ -304,8 +304,9 @@ def test_lazy_capture_captures_at_first_use_with_a_warning(
             torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
     (warned,) = [record.message for record in caplog.records if record.name == "graphpass"]
     assert "`with runtime.capturing():`" in warned
-    noted = [what.split()[0] for what in rt.notes if "captured while serving" in what]
-    assert sorted(noted) == ["g0.full", *sorted(name for name, _ in tally(rt, "PIECEWISE"))], "one a region and key"
+    (noted,) = [problem for problem in rt.report().problems if "captured while serving" in problem.what]
+    places = sorted(place.split()[0] for place in noted.places)
+    assert places == ["g0.full", *sorted(name for name, _ in tally(rt, "PIECEWISE"))], "one a region and key"
     assert tally(rt, "FULL") == {("g0.full", 4): (1, 2)}
     assert set(tally(rt, "PIECEWISE").values()) == {(1, 2)}
 

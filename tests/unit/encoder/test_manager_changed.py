@@ -162,8 +162,9 @@ def test_eager_calls_that_find_no_memory_cost_no_graph(caplog: pytest.LogCapture
     encoder = NoMemoryBesideGraphs()
     manager = made(encoder, costs="measured", token_budgets=[4, 8, 16, 32])
     assert manager.get_cumulative_stats().failed == ()
-    assert "no memory for an eager call of" in caplog.text
-    assert any("no memory for an eager call of 32 tokens" in text for text in manager.runtime.notes)
+    assert "no memory for an eager call beside the graphs" in caplog.text
+    (problem,) = [problem for problem in manager.report().problems if "no memory for an eager call" in problem.what]
+    assert "32 tokens num_reqs=32" in problem.places
     items = toy.images([40, 60])
     assert_same(manager.execute(items), toy.one_by_one(toy.ToyEncoder(encoder.tower), items))
     assert manager.get_cumulative_stats().misses == 0

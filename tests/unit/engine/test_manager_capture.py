@@ -115,7 +115,8 @@ def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, n
     assert manager.needs_capture() == bool(left_out)
     assert len(manager.stats()["Left out"].rows) == len(left_out)
     if left_out:
-        assert f"{len(left_out)} keys left out" in notes(manager)
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        assert f"FULL {left_out[0]} tokens num_reqs={left_out[0]}{more}: keys left out" in notes(manager)
     assert_right(manager, model, range(1, LARGEST + 1))
     before = captured_keys(manager)
     if left_out:

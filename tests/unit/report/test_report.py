@@ -159,11 +159,11 @@ def test_a_problem_names_its_cause_its_line_and_a_remedy() -> None:
             return (x * 2).mean(0)
 
     fast = gp.graphed(Pooled(), {"width": [4]}, {"x": {1: "width"}}, compiler="eager")
-    for _ in range(2):
-        fast(torch.randn(3, 9))
+    for width in (9, 11, 10, 9):
+        fast(torch.randn(3, width))
     large, unpadded = fast.report().problems
-    assert (large.kind, large.what) == ("no graph", "width=9 is above the largest capture size 4")
-    assert (large.times, large.places) == (2, ("g0",))
+    assert (large.kind, large.what) == ("no graph", "width is above the largest capture size 4")
+    assert (large.times, large.places) == (4, ("g0 width=11", "g0 width=10", "g0 width=9")), "the largest first"
     assert "capture_sizes" in large.remedy
     assert unpadded.kind == "not padded"
     assert unpadded.what.startswith("x[0] is not padded, each of its sizes is captured: aten.mean.dim")
