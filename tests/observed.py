@@ -11,7 +11,7 @@ import torch
 
 from graphpass import GraphRuntime
 
-__all__ = ["Observed", "reported_regions"]
+__all__ = ["Observed", "calls_with_graph", "reported_regions"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -63,6 +63,11 @@ class Observed:
                 if theirs[path] != first:
                     return f"{path} is one {what} with {theirs[path]} instead of {first}"
         return None
+
+
+def calls_with_graph(runtime: GraphRuntime) -> int:
+    """Calls of the runtime's callables that replayed a graph."""
+    return sum(key.calls for key in runtime.report().figures.keys)
 
 
 def reported_regions(runtime: GraphRuntime) -> list[tuple[str, str, str]]:

@@ -94,12 +94,9 @@ class CapturePermit:
         self, descriptor: BatchDescriptor, call: Call, moved: Sequence[int], *, num_peers: int, num_own: int
     ) -> frozenset[int]:
         """Positions that the next graph of a key may bake in, after static inputs have moved."""
-        names = ", ".join(call.names[p] for p in moved[:3])
+        at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in moved[:3])})"
         if num_own < MAX_STATIC_SETS:
-            text, at = (
-                "static inputs moved, so their key was captured once more",
-                f"{self.region} {descriptor} ({names})",
-            )
+            text = "static inputs moved, so their key was captured once more"
             if num_own and self._is_serving():
                 self.runtime.warn(text, _REFILL, at=at)
             else:  # another instance of the module, or a capture that the caller asked for
@@ -113,11 +110,7 @@ class CapturePermit:
                 found=f"{num_own} offsets captured, and another one now",
                 remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
             )
-        self.runtime.warn(
-            "static inputs keep moving, and are copied from now on",
-            _REFILL,
-            at=f"{self.region} {descriptor} ({names})",
-        )
+        self.runtime.warn("static inputs keep moving, and are copied from now on", _REFILL, at=at)
         return call.static - set(moved)
 
     def _is_serving(self) -> bool:

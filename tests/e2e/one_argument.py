@@ -11,6 +11,7 @@ import torch
 
 import graphpass as gp
 from graphpass.errors import GraphpassError, OptionError
+from tests.observed import calls_with_graph
 
 Batches = Sequence[dict[str, torch.Tensor]]
 ATOL, RTOL = 2e-5, 1e-4
@@ -88,7 +89,7 @@ def compare(model: Any, batches: Callable[[], Batches]) -> Outcome:
 def with_graph(fast: Any) -> int:
     """Calls of compiled graphs that replayed a CUDA graph."""
     runtime = started(fast)
-    return 0 if runtime is None else runtime.traffic.num_calls(with_graph=True)
+    return 0 if runtime is None else calls_with_graph(runtime)
 
 
 def without_graph(fast: Any) -> Counter[str]:

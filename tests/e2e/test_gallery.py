@@ -12,15 +12,16 @@ import graphpass as gp
 from tests.e2e.gallery import BEGIN, END, FOLDER, MAX_LINES, PAGES, GalleryPage, Namespace
 from tests.e2e.greedy import continued
 from tests.e2e.one_argument import difference, tensors_of
+from tests.observed import calls_with_graph
 
 
 def check_calls(names: Namespace) -> None:
     model, fast, runtime = names["model"], names["fast"], gp.runtime_of(names["fast"])
     with torch.inference_mode():
         for batch in names["batches"]:
-            calls = runtime.traffic.num_calls(with_graph=True)
+            calls = calls_with_graph(runtime)
             assert difference(tensors_of(fast(**batch)), tensors_of(model(**batch))) == ""
-            assert runtime.traffic.num_calls(with_graph=True) == calls + 1, "a batch replays"
+            assert calls_with_graph(runtime) == calls + 1, "a batch replays"
     assert runtime.stats().captured <= len(names["batches"])
     runtime.close()
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 import graphpass as gp
 from graphpass.regions import OpCall, PaddedValue, register_padding_rule
 from tests.e2e.stock_models import MODELS
-from tests.observed import reported_regions
+from tests.observed import calls_with_graph, reported_regions
 
 SDPA = "aten::scaled_dot_product_attention"
 ATTEND = "graphpasstest_stock::attend"
@@ -93,12 +93,12 @@ def test_a_batch_is_padded_over_eager_regions(splits: str) -> None:
         fast(**inputs(sizes[0]))
         runtime = gp.runtime_of(fast)
         for _ in range(2):
-            before = runtime.traffic.num_calls(with_graph=True)
+            before = calls_with_graph(runtime)
             for size in sizes:
                 batch = inputs(size)
                 found, expected = fast(**batch), model(**batch)
                 torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, atol=2e-5, rtol=1e-4)
-            replays = runtime.traffic.num_calls(with_graph=True) - before
+            replays = calls_with_graph(runtime) - before
     report = runtime.report()
     verdicts = {size.verdict for record in runtime.callables() for size in record.sizes}
     assert verdicts - {None} == {"proved"}, report
