@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import dynamo, transforms, trees
 from graphpass.errors import CaptureError, GraphpassError
@@ -124,8 +124,8 @@ class CompiledModel:
         if not any(map(dynamo.is_at_recompile_limit, functions)):
             self.runtime.warn(
                 "a call reached no graph: Dynamo found nothing to compile, or was off",
-                "call it outside of torch.compiler.disable() and without TORCHDYNAMO_DISABLE; a model that computes "
-                "nothing on tensors has nothing to capture",
+                "take torch.compiler.disable() off the call and the model's forward, unset TORCHDYNAMO_DISABLE, and set "
+                "torch._dynamo.config.allow_rnn for LSTM and GRU; what computes nothing on tensors has no graph",
             )
             return
         self._fallbacks.report(
@@ -134,7 +134,7 @@ class CompiledModel:
                 "a call ran without a graph, and on_fallback is 'error'",
                 expected="at most torch._dynamo.config.recompile_limit compilations of the model",
                 found="one more, past Dynamo's recompile limit: it ran the model as it is",
-                remedy="name every dimension that varies in dynamic_dims, or raise the limit",
+                remedy=SEE_WHAT_DIFFERS,
             ),
         )
 

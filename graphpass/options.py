@@ -91,6 +91,12 @@ class Settings:
         if len({*self.compile_sizes, *self.compile_ranges}) > 1:
             fields = sorted({*self.compile_sizes, *self.compile_ranges})
             raise _bad_value("compile_sizes", "one key field in compile_sizes and compile_ranges", fields)
+        named = {field for dims in self.dynamic_dims.values() for field in dims.values()}
+        for option in ("capture_sizes", "compile_sizes", "compile_ranges") if named else ():
+            for name in getattr(self, option):
+                if "[" not in name and name != "num_tokens":  # input_ids[0] is a dimension that has no name
+                    problem = f"{option} has a key field that no dimension in dynamic_dims has"
+                    one_of(name, sorted(named), problem, remedy="name the dimension in dynamic_dims, too")
 
     def dispatches_itself(self) -> bool:
         """Whether the callable chooses a graph for calls without a forward context."""

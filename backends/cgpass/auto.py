@@ -10,15 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from cgpass.calls import AutoCall, AutoRules, CallTable
 from cgpass.graphsizes import GraphSizes
-from cgpass.paddingcheck import PaddedCall, padding_reaches
-from cgpass.reasons import BUSY, DECLARE, EMPTY, FIRST_CALLS, FailedCaptures, NoGraphNowError, refused
+from cgpass.paddingcheck import DueChecks, PaddedCall, check_padding
+from cgpass.reasons import (
+    BUSY,
+    CHECKED,
+    EMPTY,
+    FIRST_CALLS,
+    NOT_PADDED,
+    NUMBER_IN_KEY,
+    FailedCaptures,
+    NoGraphNowError,
+    refused,
+)
 from graphpass.capture.records import RefusedCalls, RegionId, RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
@@ -62,14 +72,6 @@ class RunsGraphs(Protocol):
         """Whether :meth:`run_key` without permission to capture either replays or raises before anything runs."""
 
 
-@dataclass(slots=True)
-class _Checked:
-    """State of the run-time check of one key: padded calls so far, and the smallest size checked of each field."""
-
-    calls: int = 0
-    smallest: tuple[int, ...] | None = None
-
-
 class AutoDispatcher:
     """Dispatches the calls of one callable that have no forward context. Owns the padded input buffers.
 
@@ -88,8 +90,8 @@ class AutoDispatcher:
         self._table = CallTable(owner.name, owner.runtime, graph, rules)
         self._refused: dict[str, RefusedCalls] = {}
         self._failures = FailedCaptures(owner.name)
-        self._checked: dict[BatchDescriptor, _Checked] = {}
-        self._refuted: NoGraph | None = None
+        self._due = DueChecks(rules.checks)
+        self._is_refuted = False
         self._generation = self._runtime.lease.generation
         self._runtime.adopt(self)
 
@@ -107,16 +109,21 @@ class AutoDispatcher:
         Raises:
             CaptureError: the call would run without a graph, and the options make that an error.
             MismatchError: real entries depend on the padding, and ``padding_check`` is ``strict``.
+            Inside the thread's own ``with runtime.capturing():`` also the errors of a capture.
         """
-        if self._rules.off is not None:
-            return self._plain(self._rules.off, args)
-        if self._runtime.is_busy() or memory.is_capturing_stream(self._runtime.lease.device):
+        off = self._rules.off
+        if off is not None:
+            return self._plain(off, args) if off.is_expected else self._fall_back(off, args)
+        is_asked = self._is_asked_to_capture()
+        if (not is_asked and self._runtime.is_busy()) or memory.is_capturing_stream(self._runtime.lease.device):
             return self._plain(BUSY, args)
         if any(not args[position].numel() for position in self._rules.dynamic):
             return self._plain(EMPTY, args)
         call = self._call_of(args)
         for seen, size in call.seen:
             seen[size] += 1
+        if is_asked:
+            return self._captured(call, args)
         step = self._rules.keys.step(call.key)
         try:
             if step is KeyStep.REPLAY:
@@ -126,7 +133,8 @@ class AutoDispatcher:
         except NoGraphNowError as error:
             return self._plain(error.reason, args)
         if step is KeyStep.WARM:
-            return self._plain(FIRST_CALLS, args)
+            numbers = self._rules.keys.numbers(call.key)
+            return self._plain(replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS, args)
         reason = self._rules.keys.refusal(call.key)
         assert reason is not None, "only a key that gets no graph is refused"
         return self._fall_back(reason, args)
@@ -155,7 +163,7 @@ class AutoDispatcher:
     def close(self) -> None:
         """Drop keys and buffers; called when the graphs are dropped."""
         self._table.clear()
-        self._checked.clear()
+        self._due.clear()
         self._rules.keys.forget()
 
     # -- ahead of the calls -------------------------------------------------------------------------------------------
@@ -175,8 +183,6 @@ class AutoDispatcher:
             CaptureError: the key cannot be captured.
         """
         key = next(key for key in self._table.ladder_keys(args) if key.descriptor == descriptor)
-        if key.is_captured:
-            return
         example = self._table.stretched(args, key.sizes)
         written = [example[position] for position in self._rules.written]
         generators = [value for value in example if isinstance(value, torch.Generator)]
@@ -190,11 +196,16 @@ class AutoDispatcher:
                 remedy="leave the size out of capture_sizes, or fix the cause that the report names",
             )
 
+    def _is_asked_to_capture(self) -> bool:
+        """Whether the caller has opened a capture scope around this call, which lies in no other forward."""
+        scope = self._runtime.scopes.current()
+        return scope is not None and not scope.is_automatic and not self._runtime.lease.turn.is_mine()
+
     def _call_of(self, args: Sequence[Any]) -> AutoCall:
         if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
             self._rules.keys.recount()
-        return self._table.call_of(args, as_is=self._refuted is not None)
+        return self._table.call_of(args, as_is=self._is_refuted)
 
     # -- without a graph ----------------------------------------------------------------------------------------------
 
@@ -226,7 +237,8 @@ class AutoDispatcher:
         """Run, and capture each missing graph."""
         if self._runtime.scopes.is_mine():  # explicit capture: errors go to the caller who opened the scope
             outputs = self._run(call, args)
-            self._rules.keys.captured(call.key)
+            if not call.key.is_captured:
+                self._rules.keys.captured(call.key)
             return outputs
         with self._permission(call.key) as allowed:
             outputs = self._run(call, args)
@@ -271,7 +283,7 @@ class AutoDispatcher:
             if call.cuts.views or any(padded.is_written for padded in call.inputs):
                 # This replay overwrites views that an earlier call returned.
                 args = self._runtime.lease.without_stale(args, tuple(self._rules.padded))
-            if call.is_padded and self._is_due(call):
+            if call.is_padded and self._due.takes(call):
                 with self._owner.uncounted(call.key.descriptor):
                     self._check(call, context, args)
             filled = call.filled(args)
@@ -311,18 +323,6 @@ class AutoDispatcher:
 
     # -- the run-time check -------------------------------------------------------------------------------------------
 
-    def _is_due(self, call: AutoCall) -> bool:
-        if self._rules.checks == "never":
-            return False
-        checked = self._checked.setdefault(call.key.descriptor, _Checked())
-        checked.calls += 1
-        if checked.smallest is None:
-            return True
-        if self._rules.checks == "once":
-            return False
-        is_smaller = any(real < seen for real, seen in zip(call.real, checked.smallest, strict=True))
-        return is_smaller or checked.calls & (checked.calls - 1) == 0
-
     def _check(self, call: AutoCall, context: ForwardContext, args: Sequence[Any]) -> None:
         """Replay with several contents of the padding; if real entries differ, no later call of this graph is padded.
 
@@ -336,7 +336,11 @@ class AutoDispatcher:
             returned = self._key_outputs(call, context, filled, clone=False)
             return returned if self._owner.returns_flat else trees.flatten(returned)[0]
 
-        reached, is_noisy = padding_reaches(
+        def run_unpadded() -> Sequence[Any]:
+            returned = self._owner.run_plain(args)
+            return returned if self._owner.returns_flat else trees.flatten(returned)[0]
+
+        found = check_padding(
             PaddedCall(
                 inputs=call.inputs,
                 declared=self._rules.declared,
@@ -344,31 +348,30 @@ class AutoDispatcher:
                 written=[(f"written input {p}", filled[p]) for p in self._rules.written],
                 generators=[value for value in args if isinstance(value, torch.Generator)],
                 cuts=call.cuts,
+                contents=self._rules.check_contents,
                 replay=replay,
+                run_unpadded=run_unpadded if self._rules.checks == "often" else None,
                 device=self._runtime.lease.device_for(filled).device,
             )
         )
-        checked = self._checked[call.key.descriptor]
-        smallest = checked.smallest or call.real
-        checked.smallest = tuple(min(pair) for pair in zip(call.real, smallest, strict=True))
         name = f"{self._owner.name} {call.key.descriptor}"
-        if is_noisy:
+        if found.is_noisy:
             self._runtime.warn(
                 "replays of equal contents differ; padding was compared within their spread",
                 "set torch.use_deterministic_algorithms(True) for a check by bits",
                 at=name,
             )
-        if reached is not None:
-            self._refuted = NoGraph(f"real entries of {reached} depend on the padding", DECLARE)
-            self._runtime.warn(f"{self._refuted}; its calls are no longer padded", DECLARE, at=name)
+        if found.fault is not None:
+            self._is_refuted = True
+            self._runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)
             if self._rules.is_strict:
                 raise MismatchError(
-                    f"{name}: {self._refuted}",
+                    f"{name}: {found.fault}",
                     expected="the same bits in real entries for all contents of the padding",
                     found=f"other bits at the real sizes {call.real}",
-                    remedy=DECLARE,
+                    remedy=NOT_PADDED,
                 )
-            raise NoGraphNowError(self._refuted)
+            raise NoGraphNowError(CHECKED)
 
 
 def _volume(sizes: Sequence[int]) -> int:

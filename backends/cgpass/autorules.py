@@ -19,14 +19,10 @@ from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof, Verdict
 from graphpass.regions.padding.compose import prove_partition
 from graphpass.regions.split import Partition
-from graphpass.regions.symbols import GraphInput
 
 __all__ = ["dispatched"]
 
-_DECLARE = "declare what the model needs in the padding (padding={input: value}), or mask it in the model"
-_OWN_OPS = ("aten.", "prims.", "result")
-_REGISTER = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
-_DECLARE_DIMS = "declare the dimension (dynamic_dims): it is then padded, and checked at run time"
+_EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
 
 
 class _KeyNames:
@@ -39,7 +35,7 @@ class _KeyNames:
 
     Attributes:
         fields: symbol -> key field: its name in ``dynamic_dims``, else the input and dimension where it is read.
-        declared: the symbols that ``dynamic_dims`` or ``padding`` name.
+        declared: the key fields of the symbols that ``dynamic_dims`` or ``padding`` name.
         candidates: {symbol: key field} of the sizes that could be padded: those that only call arguments have, no
             parameter or buffer.
         fixed: {key field: size} of the declared sizes that the graph has specialized to a constant.
@@ -60,7 +56,7 @@ class _KeyNames:
             for _, graph_input, layout in tensors
             if graph_input.source_name in settings.padding and not settings.dynamic_dims
         ]
-        self.declared = frozenset(declared) | symbols_in(size for shape in in_padded for size in shape)
+        declared_symbols = frozenset(declared) | symbols_in(size for shape in in_padded for size in shape)
         self.fixed = {
             field: layout.shape[dim]
             for _, graph_input, layout in tensors
@@ -80,8 +76,9 @@ class _KeyNames:
                 # Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in
                 # the traced call share a key field; calls in which they differ are not padded.
                 position, dim = home
-                name = found.setdefault((dim, graph.hints[symbol]), f"{_source(parts.inputs[position])}[{dim}]")
-            self.fields[symbol] = name or _source(parts.inputs[place[0]])
+                name = found.setdefault((dim, graph.hints[symbol]), f"{parts.inputs[position].shown}[{dim}]")
+            self.fields[symbol] = name or parts.inputs[place[0]].shown
+        self.declared = frozenset(self.fields[symbol] for symbol in declared_symbols if symbol in self.fields)
         of_static = symbols_in(
             size for _, graph_input, layout in tensors if graph_input.is_static for size in layout.shape
         )
@@ -98,6 +95,18 @@ class _KeyNames:
             for position, graph_input, _ in tensors
             if (rule := settings.padding.get(graph_input.source_name or "", "repeat")) != "repeat"
         }
+        self._homes = {
+            symbol: (parts.inputs[home[0]].source_name, home[1])
+            for symbol in graph.symbols
+            if (home := _home_of(symbol, parts, graph)) is not None
+        }
+
+    def declaration(self, symbol: sympy.Symbol) -> str:
+        """How a user declares the dimension of a size."""
+        source, dim = self._homes.get(symbol, (None, 0))
+        if source is None:
+            return "dynamic_dims of graphpass.graphed, which knows the arguments by name"
+        return f"dynamic_dims={{{source!r}: {dim}}}"
 
 
 def dispatched(
@@ -129,10 +138,6 @@ def _home_of(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> tuple
     return None
 
 
-def _source(graph_input: GraphInput) -> str:
-    return graph_input.source_name or graph_input.label or graph_input.name
-
-
 def _rules_of(
     name: str, parts: Partition, graph: GraphSizes, names: _KeyNames, proof: PaddingProof, settings: Settings
 ) -> AutoRules:
@@ -140,7 +145,7 @@ def _rules_of(
     off = off or _never_captured(parts, graph)
     padded, contents_decide = _padded_symbols(names, proof, settings)
     positions = {
-        position: settings.padding.get(_source(parts.inputs[position]), "repeat")
+        position: settings.padding.get(parts.inputs[position].shown, "repeat")
         for position, layout in graph.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
     }
@@ -155,10 +160,11 @@ def _rules_of(
             fixed=names.fixed,
         ),
         padded=positions,
-        declared=frozenset(p for p in positions if _source(parts.inputs[p]) in settings.padding),
+        declared=frozenset(p for p in positions if parts.inputs[p].shown in settings.padding),
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in graph.layouts if not parts.inputs[p].is_static),
         checks="never" if settings.padding_check == "off" else checks,
+        check_contents="real" if proof.needs_real_contents else "random",
         on_fallback=settings.on_fallback,
         is_strict=settings.padding_check == "strict",
         moves=settings.policy.on_moved_input == "copy",
@@ -208,7 +214,7 @@ def _padded_symbols(names: _KeyNames, proof: PaddingProof, settings: Settings) -
     padded, contents_decide = set(), False
     for symbol, field in names.candidates.items():
         verdict = proof.verdicts[field]
-        is_declared = symbol in names.declared
+        is_declared = field in names.declared
         asks_anyway = settings.padding_check in ("declared", "off")
         if verdict is Verdict.PROVED or (is_declared and (verdict is Verdict.RUNTIME or asks_anyway)):
             padded.add(symbol)
@@ -239,17 +245,17 @@ def _unproved(
             problems[field] = (f"{field} is padded without a check: {why}", "set padding_check='declared'")
         if symbol in padded:
             continue
-        is_declared = symbol in names.declared
+        is_declared = field in names.declared
+        remedy = (findings[0].remedy if findings else "") or _EXACT
+        if verdict is Verdict.RUNTIME and not is_declared:
+            remedy = f"declare the dimension ({names.declaration(symbol)}): it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(
                 f"{name}: {field} cannot be padded",
                 expected="a graph whose real entries do not depend on padding",
                 found=why,
-                remedy=f"{_DECLARE}, or set padding_check='prove' to capture exact sizes",
+                remedy=f"{remedy}, or set padding_check='prove' to capture exact sizes",
             )
-        may_be_checked = verdict is Verdict.RUNTIME and not is_declared
-        is_custom = bool(findings) and not findings[0].op.startswith(_OWN_OPS)
-        remedy = _DECLARE_DIMS if may_be_checked else _REGISTER if is_custom else _DECLARE
         problems[field] = (f"{field} is not padded, its sizes are captured unpadded: {why}", remedy)
     return tuple((field, *problem) for field, problem in problems.items())
 

@@ -111,7 +111,7 @@ class GraphedCallable:
             module_inputs=[p for p in self.static if partition.inputs[p].source_name is None],
             mutated_inputs=partition.mutated_inputs,
             layout_inputs=partition.layout_inputs,
-            input_names=[given.source_name or given.name for given in partition.inputs],
+            input_names=[given.shown for given in partition.inputs],
             policy=settings.policy,
         )
         self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
@@ -227,8 +227,9 @@ class GraphedCallable:
         if self._runs_without_graph == _RUNS_BEFORE_ADVICE:
             self.runtime.warn(
                 f"ran {_RUNS_BEFORE_ADVICE} times without a forward context and therefore without graphs",
-                "capture inside `with runtime.capturing():` and call it in `with graphpass.set_forward_context(...)`, "
-                "or set dispatch='auto', as graphpass.graphed(model, ...) does",
+                "set dispatch='auto', which chooses the keys by itself; or call it in `with "
+                "graphpass.set_forward_context(runtime_mode=..., batch_descriptor=...):`, each key for the first time "
+                "inside `with runtime.capturing():`",
                 at=self.name,
             )
         return self._stitched(*args)
@@ -251,9 +252,12 @@ class GraphedCallable:
             CaptureError: FULL has no graph for these arguments and capture is not permitted; nothing has run.
             StaticInputError: the same, because a static input is at another address than at capture.
         """
-        if context.runtime_mode is CUDAGraphMode.FULL:
+        is_full = context.runtime_mode is CUDAGraphMode.FULL
+        if is_full and not self._policy.debug:
             return self._full.call_flat(context, args, clone=clone)
         with entered(context):
+            if is_full:  # an eager run reads the context that a graph has baked in
+                return self._full.call_flat(context, args, clone=clone)
             return self._piecewise(context, tuple(args), clone=clone)[0]
 
     def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:

@@ -39,6 +39,8 @@ class AutoRules:
         dynamic: positions of the tensors that are neither parameters nor buffers.
         checks: when padded calls are checked at run time: once for each key, often if the safety of the padding depends
             on the contents of a call, or never.
+        check_contents: what a check writes to the padding of floats: random numbers; or copies of real entries, because
+            an operator may fail for other numbers.
         on_fallback: how to react when a key that recurs has no graph.
         is_strict: whether a call without a graph is an error.
         moves: whether a key may be captured again when a static input has moved.
@@ -54,6 +56,7 @@ class AutoRules:
     written: tuple[int, ...]
     dynamic: tuple[int, ...]
     checks: Literal["once", "often", "never"]
+    check_contents: Literal["random", "real"]
     on_fallback: Literal["warn", "error", "silent"]
     is_strict: bool
     moves: bool

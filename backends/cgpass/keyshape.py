@@ -55,9 +55,7 @@ class KeyShape:
         return cls(
             declared=declared,
             symbolic=() if settings.dynamic_dims else _symbolic(inputs),
-            names={
-                position: graph_input.source_name or graph_input.name for position, graph_input in enumerate(inputs)
-            },
+            names={position: graph_input.shown for position, graph_input in enumerate(inputs)},
             grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,24 @@ class KeySizes:
         pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
         return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
 
-    def unmatched_names(self) -> str | None:
-        """A sentence for the report if ``dynamic_dims`` names no input of the graph, perhaps by a typo; else None."""
-        declared = self.settings.dynamic_dims
-        if not declared or not self.arguments or any(name in declared for name in self.arguments):
-            return None
-        return f"dynamic_dims names {', '.join(declared)}, and the graph's inputs are {', '.join(self.arguments)}"
+    def unmatched_names(self, *, is_first: bool) -> Iterator[str]:
+        """A sentence for each option that names inputs which the graph lacks, perhaps by a slip.
+
+        A graph need not have all inputs that are named, so a name that resembles none of its others says nothing.
+
+        Args:
+            is_first: whether it is the first graph of the model; later ones may begin behind a graph break.
+        """
+        named: Mapping[str, Collection[str]] = {
+            "dynamic_dims": self.settings.dynamic_dims,
+            "padding": self.settings.padding,
+        }
+        for option, names in named.items():
+            unknown = [name for name in names if name not in self.arguments]
+            others = [name for name in self.arguments if name not in names]
+            knows_none = is_first and len(unknown) == len(names) > 0 and bool(self.arguments)
+            if knows_none or any(difflib.get_close_matches(name, others, cutoff=0.7) for name in unknown):
+                yield f"{option} names {', '.join(unknown)}, and the graph's inputs are {', '.join(self.arguments)}"
 
     def excluded(self) -> Iterator[str]:
         """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""

@@ -1,8 +1,13 @@
 """The run-time check of padding: with other contents in the padding, all real entries must be equal bit by bit.
 
 A control replay with equal contents runs first. If its results already differ (atomic additions), the comparison allows
-a multiple of that difference. Then each input without declared padding is replayed with other finite contents in its
-padding, small and large.
+a multiple of that difference. Then each input without declared padding is replayed with other contents in its padding:
+floats are random numbers, small and large; integers are copies of real entries, so that indices stay valid. So are
+floats, if the model may compute an index from them.
+
+Where no proof covers a size, other contents do not suffice: declared padding has no others, and copies of entries that
+are all equal change nothing. There the padded results are also compared with a run at the real sizes, whose kernels may
+round otherwise.
 """
 
 from __future__ import annotations
@@ -10,19 +15,63 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from cgpass.calls import AutoCall
 from cgpass.cutting import OutputCuts
 from cgpass.paddedinputs import PaddedInput
 from graphpass.capture.snapshot import restoring
+from graphpass.errors import GraphpassError
+from graphpass.keys import BatchDescriptor
 
-__all__ = ["PaddedCall", "padding_reaches", "real_entries"]
+__all__ = ["DueChecks", "PaddedCall", "PaddingCheck", "check_padding", "real_entries"]
 
 _LARGE: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 1e2, torch.bfloat16: 1e2})
 _LARGE_OTHERWISE = 1e4
 _SPREADS_ALLOWED = 4.0
+_ROUNDING: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-2})
+_ROUNDING_OTHERWISE = 5e-2
+"""Allowed difference of results at the padded and at the real sizes, as a share of the largest real entry."""
+
+
+@dataclass(slots=True)
+class _Checked:
+    """What was checked of one key: padded calls so far, and the smallest size checked of each field."""
+
+    calls: int = 0
+    smallest: tuple[int, ...] | None = None
+
+
+class DueChecks:
+    """Which padded calls of one graph are checked.
+
+    Args:
+        checks: once for each key; often: also at smaller sizes, and at every call whose number is a power of two; or
+            never.
+    """
+
+    def __init__(self, checks: Literal["once", "often", "never"]) -> None:
+        self._checks = checks
+        self._checked: dict[BatchDescriptor, _Checked] = {}
+
+    def takes(self, call: AutoCall) -> bool:
+        """Whether this call is to be checked; it then counts as checked."""
+        if self._checks == "never":
+            return False
+        checked = self._checked.setdefault(call.key.descriptor, _Checked())
+        checked.calls += 1
+        if checked.smallest is not None:
+            is_smaller = any(real < seen for real, seen in zip(call.real, checked.smallest, strict=True))
+            if self._checks == "once" or not (is_smaller or checked.calls & (checked.calls - 1) == 0):
+                return False
+        checked.smallest = tuple(min(pair) for pair in zip(call.real, checked.smallest or call.real, strict=True))
+        return True
+
+    def clear(self) -> None:
+        """Forget what was checked."""
+        self._checked.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +86,9 @@ class PaddedCall:
             They are restored after each replay.
         generators: random number generators among the arguments.
         cuts: how to cut the outputs.
+        contents: what other contents floats have: random numbers, or copies of real entries.
         replay: replays with the current contents of the buffers; returns the flat outputs, uncut.
+        run_unpadded: runs without a graph at the real sizes; returns the flat outputs. None where a proof covers all.
         device: where the graph runs.
     """
 
@@ -47,7 +98,9 @@ class PaddedCall:
     written: Sequence[tuple[str, torch.Tensor]]
     generators: Sequence[torch.Generator]
     cuts: OutputCuts
+    contents: Literal["random", "real"]
     replay: Callable[[], Sequence[Any]]
+    run_unpadded: Callable[[], Sequence[Any]] | None
     device: torch.device
 
     def observed(self, magnitude: Callable[[torch.dtype], float] | None) -> list[tuple[str, torch.Tensor]]:
@@ -56,11 +109,11 @@ class PaddedCall:
         Args:
             magnitude: dtype -> scale of random contents in the padding; None: the contents by the padding rules.
         """
-        sources = _SourceSlices()
+        others = _OtherContents(self.device, self.contents)
         for padded in self.inputs:
             padded.fill(self.args[padded.position])
             if magnitude is not None and padded.position not in self.declared:
-                _scramble(padded, sources, magnitude)
+                others.fill(padded, magnitude)
         with restoring([tensor for _, tensor in self.written], self.generators, self.device):
             outputs = self.replay()
             entries = real_entries(self.cuts, outputs)
@@ -71,6 +124,17 @@ class PaddedCall:
             entries += [(name, tensor) for name, tensor in self.written if id(tensor) not in buffers]
             return [(name, tensor.clone()) for name, tensor in entries]
 
+    def unpadded(self, run: Callable[[], Sequence[Any]]) -> dict[str, torch.Tensor]:
+        """The results of a run at the real sizes by name; restores the state."""
+        written = [(f"written input {p.position}", self.args[p.position]) for p in self.inputs if p.is_written]
+        buffers = {id(padded.buffer) for padded in self.inputs}
+        written += [(name, tensor) for name, tensor in self.written if id(tensor) not in buffers]
+        with restoring([tensor for _, tensor in written], self.generators, self.device):
+            outputs = run()
+            indices = [cut.index for group in self.cuts.tensors for cut in group]
+            found = {f"output {index}": outputs[index].clone() for index in indices}
+            return found | {name: tensor.clone() for name, tensor in written}
+
 
 def real_entries(cuts: OutputCuts, outputs: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
     """The real parts of the outputs by name."""
@@ -78,19 +142,51 @@ def real_entries(cuts: OutputCuts, outputs: Sequence[Any]) -> list[tuple[str, to
     return [(f"output {index}", part) for index, part in zip(indices, cuts.real_parts(outputs), strict=True)]
 
 
-def padding_reaches(call: PaddedCall) -> tuple[str | None, bool]:
-    """The name of an output or input whose real entries depend on the padding, or None; and whether replays are noisy.
+@dataclass(frozen=True, slots=True)
+class PaddingCheck:
+    """What a check found.
 
-    Replays are noisy if two of them differ with equal contents.
+    Attributes:
+        fault: why the graph cannot be padded: real entries depend on the padding, or the model fails for other
+            contents; None if it can be.
+        is_noisy: whether two replays differ although their contents are equal.
     """
+
+    fault: str | None
+    is_noisy: bool
+
+
+def check_padding(call: PaddedCall) -> PaddingCheck:
+    """Replay a call with several contents of its padding, and compare all real entries."""
     with restoring((), call.generators, call.device):  # random contents come from the default generator
         expected, control = call.observed(None), call.observed(None)
         spreads = [_spread(one, other) for (_, one), (_, other) in zip(expected, control, strict=True)]
         for magnitude in (_small, _large):
-            for (name, one), (_, other), spread in zip(expected, call.observed(magnitude), spreads, strict=True):
+            try:
+                found = call.observed(magnitude)
+            except (GraphpassError, torch.AcceleratorError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                return PaddingCheck(f"it fails for other contents of the padding: {error}", any(spreads))
+            for (name, one), (_, other), spread in zip(expected, found, spreads, strict=True):
                 if _spread(one, other) > _SPREADS_ALLOWED * spread:
-                    return name, any(spreads)
-    return None, any(spreads)
+                    return PaddingCheck(f"real entries of {name} depend on the padding", any(spreads))
+        if call.run_unpadded is not None:
+            unpadded = call.unpadded(call.run_unpadded)
+            for (name, one), spread in zip(expected, spreads, strict=True):
+                if _spread(one, unpadded[name]) > _SPREADS_ALLOWED * spread + _rounding(unpadded[name]):
+                    why = f"real entries of {name} differ from a run without padding"
+                    return PaddingCheck(why, any(spreads))
+    return PaddingCheck(None, any(spreads))
+
+
+def _rounding(result: torch.Tensor) -> float:
+    """How far results of other kernels may be from ``result``."""
+    if not (result.is_floating_point() or result.is_complex()) or not result.numel():
+        return 0.0
+    finite = result[result.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return _ROUNDING.get(result.dtype, _ROUNDING_OTHERWISE) * largest
 
 
 def _small(_: torch.dtype) -> float:
@@ -101,18 +197,38 @@ def _large(dtype: torch.dtype) -> float:
     return _LARGE.get(dtype, _LARGE_OTHERWISE)
 
 
-class _SourceSlices:
-    """Chooses the real slices that the integers of the padding are copied from.
+class _OtherContents:
+    """Other finite contents for the padding of all inputs of a call.
 
     A model may compute an index from several integers: the width of a box from its corners, a row from two inputs. So a
-    slice of the padding is a copy of one whole real slice, the same one in all inputs that are padded alike.
+    slice of copied padding is one whole real slice, the same one in all inputs that are padded alike.
+
+    Args:
+        device: where the inputs are.
+        of_floats: whether floats are random numbers, or copies as integers are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, of_floats: Literal["random", "real"]) -> None:
+        self._device, self._of_floats = device, of_floats
+        # Its own generator: the model may draw from the default one, which has to be the same in all replays.
+        self._generator = torch.Generator(device).manual_seed(torch.initial_seed() % 2**32)
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
 
-    def fill(self, padded: PaddedInput) -> None:
-        """Write integers to the padding; zeros if there is a single real slice, whose copies would change nothing."""
+    def fill(self, padded: PaddedInput, magnitude: Callable[[torch.dtype], float]) -> None:
+        """Write other contents to the padding of one input; ``magnitude`` is the scale of random numbers."""
+        buffer = padded.buffer
+        if buffer.dtype is torch.bool:  # a mask that marks the padding must stay correct
+            return
+        if self._of_floats == "real" or not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
+            self._copy_slices(padded)
+            return
+        real = padded.real.clone()
+        random = torch.randn(buffer.shape, generator=self._generator, dtype=torch.float32, device=self._device)
+        buffer.copy_(random * magnitude(buffer.dtype))
+        padded.real.copy_(real)
+
+    def _copy_slices(self, padded: PaddedInput) -> None:
+        """Write copies to the padding; zeros if there is a single real slice, whose copies would change nothing."""
         buffer = padded.buffer
         for dim, (real, size) in enumerate(zip(padded.real.shape, buffer.shape, strict=True)):
             if real == size:
@@ -122,23 +238,10 @@ class _SourceSlices:
                 continue
             index = self._indices.get((real, size))
             if index is None:
-                index = torch.arange(size, device=buffer.device)
-                index[real:] = torch.randint(real, (size - real,), device=buffer.device)
+                index = torch.arange(size, device=self._device)
+                index[real:] = torch.randint(real, (size - real,), generator=self._generator, device=self._device)
                 self._indices[real, size] = index
             buffer.copy_(buffer.index_select(dim, index))
-
-
-def _scramble(padded: PaddedInput, sources: _SourceSlices, magnitude: Callable[[torch.dtype], float]) -> None:
-    """Write random finite contents to the padding; integers are copies of real slices, so that indices stay valid."""
-    buffer = padded.buffer
-    if buffer.dtype is torch.bool:  # a mask that marks the padding must stay correct
-        return
-    if not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
-        sources.fill(padded)
-        return
-    real = padded.real.clone()
-    buffer.copy_(torch.randn(buffer.shape, dtype=torch.float32, device=buffer.device) * magnitude(buffer.dtype))
-    padded.real.copy_(real)
 
 
 def _spread(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -162,8 +162,7 @@ def _no_presets(mode: str) -> OptionError:
 
 
 def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
-    unmatched = sizes.unmatched_names()
-    if unmatched is not None:
+    for unmatched in sizes.unmatched_names(is_first=len(runtime.callables()) == 1):
         runtime.warn(unmatched, "name the inputs as the graph does", at=name)
     uncompiled = sizes.not_compiled_apart()
     if uncompiled is not None:

@@ -6,19 +6,39 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
 from graphpass.errors import CaptureError, NoGraph, named_sizes, why_failed
 
-__all__ = ["BUSY", "DECLARE", "EMPTY", "FIRST_CALLS", "FailedCaptures", "NoGraphNowError", "refused"]
+__all__ = [
+    "BUSY",
+    "CHECKED",
+    "EMPTY",
+    "FIRST_CALLS",
+    "NOT_PADDED",
+    "NUMBER_IN_KEY",
+    "FailedCaptures",
+    "NoGraphNowError",
+    "refused",
+]
 
 _log = logging.getLogger("graphpass")
 
 FIRST_CALLS = NoGraph("first calls of a key", "", is_expected=True)
 EMPTY = NoGraph("an input has no elements", "", is_expected=True)
+CHECKED = NoGraph("the check found that padding changes results", "", is_expected=True)
+NUMBER_IN_KEY = NoGraph(
+    f"a Python number is part of the key, which gets a graph after {CALLS_OF_A_NUMBER} calls with the same number",
+    "pass the number as a tensor, or keep it in a buffer",
+)
 BUSY = NoGraph(
     "another capture or forward of the runtime was under way",
-    "capture before other threads start (precapture), or pass each thread's model a runtime of its own",
+    "capture before other threads start (precapture), or compile a model for each thread, with options"
+    " runtime=graphpass.GraphRuntime(), dispatch='auto'",
 )
-DECLARE = "declare what the model needs there (padding={input: value}), or mask it in the model"
+NOT_PADDED = (
+    "hide the padding from the model by a mask argument and declare what the mask holds there (padding={'mask': 0}), or"
+    " leave the dimension out of dynamic_dims"
+)
 _AFTER_FAILURE = "run the model eagerly at that size: an error there is the model's own"
 
 

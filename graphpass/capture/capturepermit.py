@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphpass.capture.arguments import Call
 from graphpass.capture.entry import EntryTable, GraphEntry
@@ -15,10 +16,30 @@ from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["MAX_STATIC_SETS", "CapturePermit"]
+__all__ = ["MAX_STATIC_SETS", "CapturePermit", "FreedInputs"]
 
 MAX_STATIC_SETS = 4
+_FEW_REPLAYS = 8
 _REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
+_UPDATE = "write into it in place (`tensor.copy_(new)` under torch.no_grad(), in the model's forward too)"
+
+
+@dataclass(slots=True)
+class FreedInputs:
+    """Static inputs that were freed while a graph of a key read them, which drops the graph.
+
+    Attributes:
+        latest: positions of the inputs freed since the last capture of the key.
+        soon: {position: how often the input was freed after few replays}.
+    """
+
+    latest: set[int] = field(default_factory=set)
+    soon: Counter[int] = field(default_factory=Counter)
+
+    def add(self, position: int, num_replays: int) -> None:
+        """Count an input whose graph was replayed ``num_replays`` times."""
+        self.latest.add(position)
+        self.soon[position] += num_replays < _FEW_REPLAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +52,7 @@ class CapturePermit:
         runtime: whose scope has to be open.
         policy: what to do about moved inputs, and whether to capture while serving.
         entries: the graphs that exist.
-        num_captured: captures of the key so far, also of graphs that were dropped since.
+        freed: static inputs whose graphs of the key were dropped.
     """
 
     region: RegionId
@@ -39,7 +60,7 @@ class CapturePermit:
     runtime: GraphRuntime
     policy: CapturePolicy
     entries: EntryTable
-    num_captured: int
+    freed: FreedInputs
 
     def baked(self, context: ForwardContext, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
         """Permit the capture of this key, and return the positions of the inputs that the new graph may bake in.
@@ -75,13 +96,8 @@ class CapturePermit:
                 "capture the key inside `with runtime.capturing():`",
                 at=f"{self.region} {descriptor}",
             )
-        elif is_automatic and self.num_captured and not peers:
-            self.runtime.warn(
-                "captured again while serving, because its graph was dropped when a parameter was replaced or freed",
-                "update weights in place (`parameter.copy_(new)` under torch.no_grad()), or capture again before "
-                "serving: precapture(), or `with runtime.capturing():`",
-                at=f"{self.region} {descriptor}",
-            )
+        elif is_automatic and self.freed.latest and not peers:
+            return self._baked_of_freed(descriptor, call)
         elif is_automatic and not moved:
             self.runtime.note("captured without a context, because its size recurs", at=f"{self.region} {descriptor}")
         return (
@@ -89,6 +105,20 @@ class CapturePermit:
             if moved
             else call.static
         )
+
+    def _baked_of_freed(self, descriptor: BatchDescriptor, call: Call) -> frozenset[int]:
+        """Positions that the next graph of a key may bake in, after a parameter or buffer was replaced by another."""
+        at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in sorted(self.freed.latest)[:3])})"
+        keeps_moving = {p for p, times in self.freed.soon.items() if times >= MAX_STATIC_SETS}
+        if keeps_moving & self.freed.latest:
+            self.runtime.warn("a static input is replaced again and again, and copied from now on", _UPDATE, at=at)
+        else:
+            self.runtime.warn(
+                "captured again while serving, because a static input was replaced, which dropped its graph",
+                f"{_UPDATE}, or capture again before serving: precapture()",
+                at=at,
+            )
+        return call.static - keeps_moving
 
     def _baked_of_moved(
         self, descriptor: BatchDescriptor, call: Call, moved: Sequence[int], *, num_peers: int, num_own: int
@@ -110,7 +140,8 @@ class CapturePermit:
                 found=f"{num_own} offsets captured, and another one now",
                 remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
             )
-        self.runtime.warn("static inputs keep moving, and are copied from now on", _REFILL, at=at)
+        remedy = "refill them in place (`tensor.copy_(new)`): a tensor that stays at its address is not copied"
+        self.runtime.warn("static inputs keep moving, and are copied from now on", remedy, at=at)
         return call.static - set(moved)
 
     def _is_serving(self) -> bool:
@@ -123,8 +154,9 @@ class CapturePermit:
             f"static input {call.names[position]!r} of {self.region} moved",
             expected=f"address {entry.plan.statics.addresses[position] or 0:#x}, as captured",
             found=f"{call.leaves[position].data_ptr():#x}",
-            remedy="refill it in place (`tensor.copy_(new)`), or capture the key for the new address inside "
-            "`with runtime.capturing():`; lazy_capture=True with on_moved_input='copy' captures it while serving",
+            remedy="refill it in place (`tensor.copy_(new)`), capture the key for the new address inside "
+            "`with runtime.capturing():`, or set on_moved_input='copy' to capture it while serving (and "
+            "lazy_capture=True, if you set the forward context)",
         )
 
     def _refuse_lazy_capture_across_ranks(self, context: ForwardContext) -> None:

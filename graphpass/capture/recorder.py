@@ -38,7 +38,7 @@ __all__ = ["Recorder"]
 
 _log = logging.getLogger("graphpass")
 
-_OUT_OF_MEMORY = "capture fewer or smaller sizes, or set a limit (max_bytes)"
+_OUT_OF_MEMORY = "capture fewer or smaller sizes (capture_sizes, max_graphs; a manager: capture(max_bytes=...))"
 _SPLIT = "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops"
 _FULL_HOLDS_IT = (
     "set mode='PIECEWISE', which leaves it out of the graphs: a FULL graph holds the operations of splitting_ops, too"
@@ -268,7 +268,7 @@ class Recorder:
             remedy=self._remedy(
                 error, refused, is_eager_inside=region != self.name and not hasattr(runnable, "uncompiled")
             ),
-            where=", ".join([*where, place] if place else where or [f"in {self.name}"]),
+            where=" ".join([*where, f"at {place}"] if place else where or [f"in {self.name}"]),
         ) from error
 
     def _remedy(self, error: Exception, refused: CaptureError | None, *, is_eager_inside: bool) -> str:

@@ -22,7 +22,13 @@ from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, Report
 from graphpass.report.callables import CallableRecord
 
-__all__ = ["GraphRuntime"]
+__all__ = ["SEE_WHAT_DIFFERS", "GraphRuntime"]
+
+SEE_WHAT_DIFFERS = (
+    "see what differs (TORCH_LOGS=recompiles): name a dimension that varies in dynamic_dims, and keep a Python number "
+    "that changes in a buffer, or pass it as a tensor"
+)
+_MANY = 8  # compilations of one function: the default of torch._dynamo.config.recompile_limit
 
 _Owned = TypeVar("_Owned")
 
@@ -57,6 +63,7 @@ class GraphRuntime:
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
         self._owned: dict[type, Any] = {}
+        self._serves_calls = False
         self.sizes_seen = SizesSeen()
         self.num_entered = 0
         self.traffic = CallTraffic()
@@ -64,13 +71,15 @@ class GraphRuntime:
     # -- what users call ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def capturing(self, *, reaches: bool = False) -> Iterator[CaptureScope]:
+    def capturing(self, *, reaches: bool = False, by_calls: bool = True) -> Iterator[CaptureScope]:
         """Allow this thread's calls to capture keys that have no graph yet, in the body of the ``with``.
 
         Objects that exist on entry are frozen (``gc.freeze``) for the body; the garbage collector runs on exit.
 
         Args:
             reaches: run calls without a forward context without graphs, and list the callables they reach in the scope.
+            by_calls: calls of compiled functions will replay the graphs: warn if one of them would reach a compilation
+                that has none. A manager, which replays without Dynamo, does not need that.
 
         Raises:
             CaptureError: a scope of this runtime is open already.
@@ -80,8 +89,9 @@ class GraphRuntime:
             try:
                 with frozen_objects():
                     yield scope
-                    for sentence, remedy in left_behind(self._alive(), self._callables):
-                        self.warn(sentence, remedy)
+                    self._serves_calls |= by_calls
+                    for problem in left_behind(self._alive(), self._callables) if by_calls else ():
+                        self.warn(problem.what, problem.remedy, is_recorded=True)
             finally:
                 gc.collect()
 
@@ -175,7 +185,8 @@ class GraphRuntime:
 
     def noted(self) -> tuple[Problem, ...]:
         """The explanations that the report does not derive from its records."""
-        return self._notes.problems()
+        left = left_behind(self._alive(), self._callables) if self._serves_calls else ()
+        return (*self._notes.problems(), *left)
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
@@ -222,6 +233,13 @@ class GraphRuntime:
     def register(self, record: CallableRecord) -> None:
         """Add a compiled callable to the report."""
         self._callables.append(record)
+        if record.frame is not None and sum(known.frame == record.frame for known in self._callables) == _MANY:
+            self.warn(
+                f"torch.compile has compiled a function {_MANY} times: each compilation starts without graphs, and "
+                "Dynamo runs the function uncompiled once it is at its recompile limit",
+                SEE_WHAT_DIFFERS,
+                at=record.name,
+            )
 
     def owned(self, kind: type[_Owned]) -> _Owned:
         """This runtime's single instance of ``kind``, created at first use; compilers share state through it."""
@@ -246,8 +264,9 @@ class GraphRuntime:
         text = "torch.compile traced its function once more and got the same graph"
         if is_late:
             self.warn(
-                f"{text}: inputs in serving are of another kind than in capture",
-                "create the inputs of capture and serving alike, all under torch.inference_mode()",
+                f"{text}: a call in serving is of another kind than in capture",
+                "create all inputs and make all calls under torch.inference_mode(), or none; keep a Python number that "
+                "changes in a buffer (TORCH_LOGS=recompiles names it)",
                 at=name,
             )
         else:

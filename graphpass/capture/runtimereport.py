@@ -174,8 +174,8 @@ def captured_earlier(
     return None
 
 
-def left_behind(wrappers: Iterable[_Wrapper], callables: Sequence[CallableRecord]) -> Iterator[tuple[str, str]]:
-    """(warning, remedy) for each compilation whose guards admit keys that only an earlier one has captured."""
+def left_behind(wrappers: Iterable[_Wrapper], callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+    """A problem for each compilation whose guards admit keys that only an earlier one has captured."""
     captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
     for wrapper in wrappers:
         keys = captured.setdefault(wrapper.region.callable, {})
@@ -191,9 +191,11 @@ def left_behind(wrappers: Iterable[_Wrapper], callables: Sequence[CallableRecord
             if missing:
                 mode, descriptor = missing[0]
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                yield (
+                yield Problem(
+                    "note",
                     f"torch.compile compiled {newer.name} after {older.name} was captured at {mode} {descriptor}"
                     f"{more}: calls that reach {newer.name} now have no graph",
-                    "call it once more at these keys inside `with runtime.capturing():`, or compile before capturing, "
-                    "by a call in mode NONE whose dynamic sizes all differ",
+                    (newer.name,),
+                    remedy="call it once more at these keys inside `with runtime.capturing():`, or compile before "
+                    "capturing, by a call in mode NONE whose dynamic sizes all differ",
                 )

@@ -80,7 +80,7 @@ class _Tape(operators.TorchDispatchMode):
             return func(*args, **kwargs)
         if operators.is_higher_order(func):
             return self._through_implementation(func, args, kwargs)
-        _refuse_what_cuda_refuses(func, args)
+        _refuse_what_cuda_refuses(func, args, kwargs)
         _refuse_collectives(func)
         if operators.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
@@ -321,13 +321,15 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...]) -> None:
+def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     reads_host = any(tag in func.tags for tag in _HOST_TAGS)
     name = operators.schema_name(func)
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         # index_put_ of one value under a mask is a masked fill, which needs no host read, unless it accumulates.
         reads_host = masks and (name == "aten::index" or args[2].numel() != 1 or (len(args) > 3 and args[3]))
+    if name == "aten::repeat_interleave":
+        reads_host = kwargs.get("output_size") is None
     if reads_host:
         raise _refusal(name)
 

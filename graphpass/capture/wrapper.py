@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.arguments import Call, InputRoles
-from graphpass.capture.capturepermit import CapturePermit
+from graphpass.capture.capturepermit import CapturePermit, FreedInputs
 from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.compare import EagerRun
 from graphpass.capture.entry import EntryTable, GraphEntry
@@ -54,6 +54,7 @@ class _Captured:
     entries: EntryTable = field(default_factory=EntryTable)
     tallies: dict[BatchDescriptor, RunningCounts] = field(default_factory=dict)
     death_watch: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    freed: dict[BatchDescriptor, FreedInputs] = field(default_factory=dict)
     arena: BufferArena = field(default_factory=BufferArena)
 
 
@@ -205,6 +206,7 @@ class CUDAGraphWrapper:
         for entry in self._captured.entries.clear():
             entry.graph.reset()
         self._captured.death_watch.clear()
+        self._captured.freed.clear()
         self._captured.arena.clear()
 
     def hidden(self) -> Callable[[], None]:
@@ -298,9 +300,8 @@ class CUDAGraphWrapper:
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
     ) -> tuple[GraphEntry, Sequence[Any]]:
         tally = self._captured.tallies.get(descriptor, RunningCounts())
-        permit = CapturePermit(
-            self.region, self._mode, self._runtime, self._policy, self._captured.entries, tally.captured
-        )
+        freed = self._captured.freed.setdefault(descriptor, FreedInputs())
+        permit = CapturePermit(self.region, self._mode, self._runtime, self._policy, self._captured.entries, freed)
         baked = permit.baked(context, descriptor, call)
         self._captured.tallies[descriptor] = tally
         entry, recorded = Recorder(
@@ -314,30 +315,49 @@ class CUDAGraphWrapper:
             baked=baked,
         ).record(context, tally)
         self._captured.entries.add(descriptor, call, entry)
-        drop = functools.partial(
-            _drop_entry, weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry)
-        )
+        freed.latest.clear()
+        watched = _Watched(weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry), tally)
         owned = [p for p in entry.plan.statics.positions if p in call.module_owned]
-        self._captured.death_watch[id(entry)] = tuple(weakref.ref(call.leaves[p], drop) for p in owned)
+        self._captured.death_watch[id(entry)] = tuple(
+            weakref.ref(call.leaves[p], functools.partial(watched.drop, p)) for p in owned
+        )
         return entry, recorded
 
     def _static_sets(self, descriptor: BatchDescriptor) -> int:
         return len({tuple(entry.plan.statics.addresses) for entry in self._captured.entries.at(descriptor)})
 
 
-def _drop_entry(
-    owner: weakref.ref[CUDAGraphWrapper],
-    table: weakref.ref[EntryTable],
-    descriptor: BatchDescriptor,
-    entry_id: int,
-    _dead: Any,
-) -> None:
-    """Drop an entry from the table it was added to, which :meth:`CUDAGraphWrapper.hidden` may have hidden since."""
-    wrapper, entries = owner(), table()
-    entry = entries.drop(descriptor, entry_id) if wrapper is not None and entries is not None else None
-    if wrapper is None or entry is None:
-        return
-    wrapper._captured.death_watch.pop(entry_id, None)
-    entry.graph.reset()
-    wrapper._runtime.lease.entries_dropped()
-    wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {descriptor}")
+class _Watched:
+    """An entry whose graph is dropped when one of its parameters or buffers is freed. Keeps nothing alive.
+
+    Args:
+        owner: the wrapper.
+        table: the table that the entry was added to, which :meth:`CUDAGraphWrapper.hidden` may hide.
+        descriptor: its key.
+        entry_id: its ``id()``.
+        tally: the counts of the key.
+    """
+
+    def __init__(
+        self,
+        owner: weakref.ref[CUDAGraphWrapper],
+        table: weakref.ref[EntryTable],
+        descriptor: BatchDescriptor,
+        entry_id: int,
+        tally: RunningCounts,
+    ) -> None:
+        self._owner, self._table, self._descriptor, self._entry_id = owner, table, descriptor, entry_id
+        self._tally, self._replayed_before = tally, tally.replayed
+
+    def drop(self, position: int, _dead: Any) -> None:
+        """Drop the entry, because the input at ``position`` was freed."""
+        wrapper, entries = self._owner(), self._table()
+        entry = entries.drop(self._descriptor, self._entry_id) if wrapper is not None and entries is not None else None
+        if wrapper is None or entry is None:
+            return
+        wrapper._captured.death_watch.pop(self._entry_id, None)
+        freed = wrapper._captured.freed.setdefault(self._descriptor, FreedInputs())
+        freed.add(position, self._tally.replayed - self._replayed_before)
+        entry.graph.reset()
+        wrapper._runtime.lease.entries_dropped()
+        wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {self._descriptor}")

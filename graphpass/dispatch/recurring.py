@@ -16,11 +16,11 @@ from graphpass.dispatch.sizes import Ladder
 from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
 
-__all__ = ["KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
+__all__ = ["CALLS_OF_A_NUMBER", "KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
 
 # Bound of the number of remembered keys: traffic with ever new sizes must not fill the memory.
 _MAX_COUNTED = 4096
-_CALLS_OF_COUNTERS = 8
+CALLS_OF_A_NUMBER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class RecurringKeys:
         names = dict.fromkeys(field.name for field in fields if field.is_padded)
         self._padded_groups = [[i for i, field in enumerate(fields) if field.name == name] for name in names]
         self._keys: dict[tuple[tuple[int, ...], bool], RecurringKey] = {}
-        self._calls_needed = _CALLS_OF_COUNTERS if any(field.is_number for field in fields) else 1
+        self._calls_needed = CALLS_OF_A_NUMBER if any(field.is_number for field in fields) else 1
 
     def key_of(self, real: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
         """The key for a call with these sizes, padded where padding is allowed and the graph admits the padded size.
@@ -159,6 +159,10 @@ class RecurringKeys:
         key.is_captured = True
         if not key.is_declared:
             self.num_graphs += 1
+
+    def numbers(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
+        """(field, value) of the Python numbers in a key."""
+        return tuple((field.name, size) for field, size in zip(self.fields, key.sizes, strict=True) if field.is_number)
 
     def recount(self) -> None:
         """Reset the graph counts after some graphs were dropped; the next call of a key captures missing graphs."""

@@ -73,7 +73,12 @@ class CapturedLadder:
             raise nothing_to_capture(len(self.records))
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else None
-        with replay_settings(), self._inputs.restoring(), self._learner.restoring_state(), self._runtime.capturing():
+        with (
+            replay_settings(),
+            self._inputs.restoring(),
+            self._learner.restoring_state(),
+            self._runtime.capturing(by_calls=False),
+        ):
             self.left_out = self._capture_in_order(max_bytes, fits)
         self._capturer.meter.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:

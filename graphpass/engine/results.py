@@ -206,7 +206,7 @@ def _symbols(
             elif isinstance(expression, sympy.Symbol):
                 others.add(expression)
     unknown = tuple(
-        (graph_input.source_name or graph_input.name, value)
+        (graph_input.shown, value)
         for graph_input, value in zip(callable_.partition.inputs, args, strict=True)
         if isinstance(value, torch.Tensor) and id(value) not in known
     )

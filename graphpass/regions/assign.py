@@ -19,6 +19,8 @@ from graphpass.regions.userlines import where_of
 
 __all__ = ["NodeGroup", "assign"]
 
+_OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
+
 ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in (
@@ -115,7 +117,7 @@ def _spread_over_spans(body: Sequence[fx.Node], reasons: dict[fx.Node, tuple[Spl
         why = f"{_listed(inside)} inside {display_name(span[0])} ... {display_name(span[-1])}"
         for node in span:
             reasons.setdefault(node, ())
-        reasons[span[0]] = (*reasons[span[0]], SplitReason("mode pair", why))
+        reasons[span[0]] = (*reasons[span[0]], SplitReason("mode pair", why, remedy=_OUTSIDE))
 
 
 def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:

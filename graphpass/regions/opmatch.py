@@ -54,7 +54,13 @@ def matcher_of(op: object) -> OpMatcher:
 
 def _matcher_of_name(name: str) -> OpMatcher:
     if "::" not in name:
-        return _matcher_of_callable(_resolve_dotted(name))
+        function = _function_of(name)
+        if function is not None:
+            return _matcher_of_callable(function)
+        namespace, _, rest = name.partition(".")
+        if operators.operator_packet(namespace, rest.partition(".")[0]) is None:
+            raise _unknown(name, dotted_names())
+        name = f"{namespace}::{rest}"  # as graphs print it: mylib.attention.default
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     packet = operators.operator_packet(namespace, base)
@@ -137,12 +143,8 @@ def _reaches(node: fx.Node, overload: Any) -> bool:
     return operators.resolved_overload(packet, args, kwargs) is overload
 
 
-def _resolve_dotted(name: str) -> Any:
-    """The object that a dotted name of an imported module stands for.
-
-    Raises:
-        PartitionError: no imported module has it.
-    """
+def _function_of(name: str) -> Any | None:
+    """The callable that a dotted name of an imported module stands for; None if no imported module has it."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:length]))
@@ -154,7 +156,7 @@ def _resolve_dotted(name: str) -> Any:
                 break
         if callable(found):
             return found
-    raise _unknown(name, dotted_names())
+    return None
 
 
 def _unknown(name: str, known: Iterable[str]) -> PartitionError:

@@ -37,16 +37,18 @@ __all__ = [
 _CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
 
 
-_REMEDIES = {
-    "unsafe tag": "use an operator without that tag",
-    "host read": "keep the value on the device: compute with the tensor instead of a Python number",
-    "control flow": "compute both branches and choose with torch.where",
-    "data-dependent shape": "keep the shape fixed: a mask and torch.where, instead of indexing with a mask",
-    "host scalar": "keep the number on the device, as a tensor of no dimensions",
-    "beyond an input": "pass the whole tensor and index it, instead of as_strided of a view",
-    "cpu tensor": "create the tensor on the model's device, or register it as a buffer of the module",
-    "second device": "move the tensor to the model's device before the call",
-    "mode pair": "enter and exit the mode around the whole model, not in the middle of it",
+_FIXED_SHAPE = "keep the shape fixed: a mask and torch.where, instead of indexing with a mask"
+_FIXED_SHAPES = {
+    "nonzero": "keep the shape fixed: torch.nonzero_static(x, size=n) pads its result",
+    "repeat_interleave": "keep the shape fixed: pass output_size",
+    "one_hot": "keep the shape fixed: pass num_classes",
+    "bincount": "keep the shape fixed: torch.zeros(n).scatter_add_ counts the same",
+    "unique": "the number of different values is known on the device alone: compute it outside of the model",
+}
+_BRANCHES = {
+    "cond": "compute both branches and choose with torch.where",
+    "while_loop": "run a fixed number of steps, and keep finished rows as they are with torch.where",
+    "while_loop_stack_output": "run a fixed number of steps, and keep finished rows as they are with torch.where",
 }
 
 
@@ -60,21 +62,19 @@ class SplitReason:
             "mode pair", "nothing to capture", or a kind from a user's rule.
         detail: one sentence that names the op or the node.
         where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown. Not part of the text.
+        remedy: a change of the model after which the node can be captured; empty if another node causes it, or the user
+            asked for it.
     """
 
     kind: str
     detail: str
     where: str = ""
+    remedy: str = ""
 
     @property
     def captures_whole(self) -> bool:
         """Whether a graph of the whole callable can hold the node: the cut serves the graphs of single regions."""
         return self.kind in _CAPTURED_IN_A_WHOLE
-
-    @property
-    def remedy(self) -> str:
-        """A change of the model after which the node can be captured; empty for a rule that the user wrote."""
-        return _REMEDIES.get(self.kind, "")
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
@@ -96,7 +96,7 @@ READS = frozenset(
 READING_METHODS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
 READING_BUILTINS = (bool, int, float)
 
-BRANCHING = frozenset({"cond", "while_loop", "while_loop_stack_output"})
+BRANCHING = frozenset(_BRANCHES)
 ASSIGNMENTS = frozenset({"aten::index_put", "aten::index_put_", "aten::_unsafe_index_put", "aten::_index_put_impl_"})
 STRIDING = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 
@@ -134,7 +134,10 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
         unsafe = tag in target.tags
     else:
         unsafe = any(tag in tags for p in packets_of(node) for tags in _tags(p, tuple(p.overloads()), out=True))
-    return SplitReason("unsafe tag", f"{display_name(node)} is tagged cudagraph_unsafe") if unsafe else None
+    if not unsafe:
+        return None
+    text = f"{display_name(node)} is tagged cudagraph_unsafe"
+    return SplitReason("unsafe tag", text, remedy="use an operator without that tag")
 
 
 def reshapes_in_place(node: fx.Node) -> bool:
@@ -156,7 +159,10 @@ def beyond_input(node: fx.Node) -> SplitReason | None:
     """``as_strided`` of an input, which may reach past the input's elements. See Note [Copied inputs]."""
     if read_by_storage(node).isdisjoint(facts_of(node).copied_storages):
         return None
-    return SplitReason("beyond an input", f"{display_name(node)} of an input reaches into memory that is not copied")
+    text = f"{display_name(node)} of an input reaches into memory that is not copied"
+    return SplitReason(
+        "beyond an input", text, remedy="pass the whole tensor and index it, instead of as_strided of a view"
+    )
 
 
 def host_read(node: fx.Node) -> SplitReason | None:
@@ -168,7 +174,8 @@ def host_read(node: fx.Node) -> SplitReason | None:
     by_name = bool(READS & names_of(node)) or (node.op == "call_method" and node.target in READING_METHODS)
     by_builtin = node.op == "call_function" and node.target in READING_BUILTINS
     if by_name or by_builtin or _leaves_accelerator(node, tensors):
-        return SplitReason("host read", display_name(node))
+        remedy = "keep the value on the device: compute with the tensor instead of a Python number"
+        return SplitReason("host read", display_name(node), remedy=remedy)
     return None
 
 
@@ -180,7 +187,8 @@ def _leaves_accelerator(node: fx.Node, arguments: list[torch.Tensor]) -> bool:
 def control_flow(node: fx.Node) -> SplitReason | None:
     """``torch.cond`` or ``while_loop``: the host chooses the branch at each run, but a graph records one branch."""
     if operators.is_higher_order(node.target) and str(node.target) in BRANCHING:
-        return SplitReason("control flow", f"the host decides how {display_name(node)} goes on")
+        text = f"the host decides how {display_name(node)} goes on"
+        return SplitReason("control flow", text, remedy=_BRANCHES[str(node.target)])
     return None
 
 
@@ -190,7 +198,9 @@ def data_dependent_shape(node: fx.Node) -> SplitReason | None:
     Assigning many values under a mask counts, too: the device counts the mask's elements, and the host waits for that.
     """
     if _reads_a_size(node) or _always_data_dependent(node) or _assigns_under_mask(node):
-        return SplitReason("data-dependent shape", display_name(node))
+        names = " ".join((display_name(node), *names_of(node)))
+        remedy = next((remedy for name, remedy in _FIXED_SHAPES.items() if name in names), _FIXED_SHAPE)
+        return SplitReason("data-dependent shape", display_name(node), remedy=remedy)
     return None
 
 
@@ -244,7 +254,10 @@ def _has_out(overload: Any) -> bool:
 
 
 def host_scalar(node: fx.Node) -> SplitReason | None:
-    """A node that uses a number read on the host: a capture would record the number of the first run."""
+    """A node that uses a number read on the host: a capture would record the number of the first run.
+
+    The remedy is that of the node that reads; a custom operator may read without a reason of its own.
+    """
     readers = facts_of(node).readers
     if not readers:
         return None
@@ -252,7 +265,11 @@ def host_scalar(node: fx.Node) -> SplitReason | None:
     for symbol in sorted(free_symbols(values), key=str):
         reader = readers.get(symbol)
         if reader is not None and reader is not node:
-            return SplitReason("host scalar", f"{display_name(node)} uses what {display_name(reader)} read")
+            is_reason_enough = host_read(reader) is not None or data_dependent_shape(reader) is not None
+            remedy = "" if is_reason_enough else "keep the number on the device, as a tensor of no dimensions"
+            return SplitReason(
+                "host scalar", f"{display_name(node)} uses what {display_name(reader)} read", remedy=remedy
+            )
     return None
 
 
@@ -263,9 +280,12 @@ def foreign_device(node: fx.Node) -> SplitReason | None:
         return None
     for tensor in tensors_in([value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]):
         if tensor.device.type == "cpu":
-            return SplitReason("cpu tensor", f"{display_name(node)} has a tensor on the CPU in a graph on {home}")
+            text = f"{display_name(node)} has a tensor on the CPU in a graph on {home}"
+            remedy = "create the tensor on the model's device, or register it as a buffer of the module"
+            return SplitReason("cpu tensor", text, remedy=remedy)
         if tensor.device not in (home, torch.device("meta")):
-            return SplitReason("second device", f"{display_name(node)} has a tensor on {tensor.device}, not {home}")
+            text = f"{display_name(node)} has a tensor on {tensor.device}, not {home}"
+            return SplitReason("second device", text, remedy="move the tensor to the model's device before the call")
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +18,8 @@ from graphpass.regions.execute import tensors_in, value_of
 
 __all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
 
+_OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInput:
@@ -28,7 +31,7 @@ class GraphInput:
         is_static: a parameter, a buffer, or marked with ``mark_static_address``: a graph may record its address.
         value: its metadata: a fake tensor, a symbolic size, or a constant.
         marked_dims: dimensions that the user marked as dynamic.
-        label: where Dynamo found it, for reports: ``args[0]``, ``self.cache``; empty if unknown.
+        label: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown.
     """
 
     name: str
@@ -37,6 +40,11 @@ class GraphInput:
     value: Any
     marked_dims: frozenset[int] = frozenset()
     label: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Its name for users: the model's argument, else where Dynamo found it, else its name in the graph."""
+        return self.source_name or self.label or self.name
 
 
 def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
@@ -48,11 +56,17 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
             dynamo.is_static_address(node),
             value_of(node),
             dynamo.marked_dims(node),
-            (dynamo.source_text(node) or "").replace("L['", "").replace("']", "", 1),
+            _label(dynamo.source_text(node) or ""),
         )
         for node in graph.nodes
         if node.op == "placeholder"
     )
+
+
+def _label(source: str) -> str:
+    """Dynamo's text ``L['self']._modules['a']._parameters['weight']`` as Python: ``self.a.weight``."""
+    plain = source.replace("L['", "").replace("']", "", 1)
+    return _OF_A_MODULE.sub(r".\1", plain)
 
 
 def _source_name(node: fx.Node) -> str | None:

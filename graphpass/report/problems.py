@@ -28,13 +28,15 @@ def problems_of(figures: ReportFigures) -> tuple[Problem, ...]:
 def cuts_of(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
     """Why regions are eager: one problem for each reason and line, with all regions that have it.
 
-    The cuts that a callable's FULL graph holds have no remedy: they cost nothing.
+    The cuts that a callable's FULL graph holds have no remedy, nor those of a callable without graphs that nothing is
+    lost by: they cost nothing.
     """
     regions: dict[tuple[str, str, str], list[str]] = {}
     for record in callables:
+        is_free = record.mode is CUDAGraphMode.FULL or (record.off is not None and not record.off.remedy)
         for region in record.regions:
             for reason in region.reasons:
-                remedy = "" if record.mode is CUDAGraphMode.FULL else reason.remedy
+                remedy = "" if is_free else reason.remedy
                 regions.setdefault((reason.why, reason.where, remedy), []).append(f"{record.name}.{region.name}")
     for (why, where, remedy), names in regions.items():
         yield Problem("cut", why, tuple(names), where, remedy=remedy)
@@ -64,7 +66,7 @@ def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
     names: dict[tuple[str, str, str, str], list[str]] = {}
     for record in callables:
         for kind, reason in (("graph break", record.ends), ("never captured", record.off)):
-            if reason is not None:
+            if reason is not None and reason.remedy:
                 names.setdefault((kind, reason.why, reason.where, reason.remedy), []).append(record.name)
     for (kind, why, where, remedy), graphs in names.items():
         yield Problem(kind, why, tuple(graphs), where, remedy=remedy)
@@ -81,4 +83,4 @@ def _unpadded(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
                 where = "" if cause is None else cause.where
                 found.setdefault((f"{size.field} is {effect}: {why}", where, size.remedy), []).append(record.name)
     for (what, where, remedy), graphs in found.items():
-        yield Problem("not padded", what, tuple(graphs), where, remedy=remedy)
+        yield Problem("not padded", what, tuple(dict.fromkeys(graphs)), where, remedy=remedy)

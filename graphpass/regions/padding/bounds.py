@@ -14,7 +14,7 @@ from graphpass.regions.padding.rules.indexing import is_whole, stays_real
 from graphpass.regions.padding.sizes import product
 from graphpass.regions.padding.values import Factors, PaddedValue
 
-__all__ = ["new_fields", "reads_outside"]
+__all__ = ["needs_real_contents", "new_fields", "reads_outside"]
 
 _COUNTS = frozenset({"arange", "iota", "linspace"})
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
@@ -33,6 +33,30 @@ _ALONG_DIM = frozenset(
         "index_reduce",
     }
 )
+_PLACES = frozenset(
+    (
+        *("argmax", "argmin", "argsort", "sort", "topk", "kthvalue", "max", "min", "cummax", "cummin"),
+        *("median", "nanmedian", "mode", "bucketize", "searchsorted"),
+    )
+)
+"""Operators that return integers for floats: places among the entries, which exist for all contents."""
+_PROBABILITIES = frozenset({"bernoulli", "binary_cross_entropy", "binomial", "multinomial", "poisson"})
+
+
+def needs_real_contents(call: OpCall, tensors: Sequence[PaddedValue]) -> bool:
+    """Whether an operator may fail for floats that no real entry has: it converts them to integers, or checks them.
+
+    A table's index may be among those integers, and an index beyond the table ends the process on a GPU.
+    """
+    if call.name in _PROBABILITIES:
+        return True
+    from_floats = any(value.dtype is not None and value.dtype.is_floating_point for value in tensors)
+    to_integers = any(_is_integer(shape.dtype) for shape in call.shapes)
+    return from_floats and to_integers and call.name not in _PLACES
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def new_fields(call: OpCall, tensors: Sequence[PaddedValue], value: PaddedValue) -> frozenset[str]:

@@ -12,7 +12,21 @@ from graphpass.regions.padding.nodes import ResultShape, TensorShape
 from graphpass.regions.padding.sizes import Sizes
 from graphpass.regions.padding.values import Factors, PaddedValue, PaddingFinding, Place, Size, Verdict
 
-__all__ = ["OpCall", "PaddingReason", "PaddingRule", "Unknown", "padded_sizes_in", "tensors_of"]
+__all__ = [
+    "HIDE_PADDING",
+    "REGISTER_RULE",
+    "OpCall",
+    "PaddingReason",
+    "PaddingRule",
+    "Unknown",
+    "padded_sizes_in",
+    "tensors_of",
+]
+
+HIDE_PADDING = (
+    "hide the padding from it by a mask argument, and declare what the mask holds there (padding={'mask': 0})"
+)
+REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +37,13 @@ class PaddingReason:
         why: the operator's effect, for the report: "mean over the padded dimension 1".
         verdict: RUNTIME if the contents of a call decide, else UNPROVED.
         size: the padded size that causes it, if it is known.
+        remedy: a change of the model after which the size can be padded; empty if no padding suits the operator.
     """
 
     why: str
     verdict: Verdict = Verdict.UNPROVED
     size: Size | None = None
+    remedy: str = ""
 
 
 class Unknown(Exception):  # noqa: N818 - control flow within the rules, never raised to a caller
@@ -126,24 +142,25 @@ class OpCall:
             raise TypeError(f"{self.op}: {dim!r} is not a dimension")
         return dim % rank if rank else 0
 
-    def refuse(self, why: str, size: object = None) -> Unknown:
+    def refuse(self, why: str, size: object = None, remedy: str = "") -> Unknown:
         """The exception to raise because the results depend on padding, for the reason ``why``."""
-        return Unknown(PaddingReason(why, size=size if self.padded(size) else None))
+        return Unknown(PaddingReason(why, size=size if self.padded(size) else None, remedy=remedy))
 
-    def refuse_place(self, value: PaddedValue, place: Place, what: str) -> Unknown:
+    def refuse_place(self, value: PaddedValue, place: Place, what: str, remedy: str = "") -> Unknown:
         """The exception to raise because the call does ``what`` ("sums products over") with the factor at ``place``."""
         pad = value.pad_at(place)
         contents = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
-        return self.refuse(f"{what} the padded dimension {place[0]}{contents}", value.factors[place[0]][place[1]])
+        size = value.factors[place[0]][place[1]]
+        return self.refuse(f"{what} the padded dimension {place[0]}{contents}", size, remedy)
 
-    def unpadded(self, value: PaddedValue, dims: Iterable[int], what: str) -> None:
+    def unpadded(self, value: PaddedValue, dims: Iterable[int], what: str, remedy: str = "") -> None:
         """Require that none of ``dims`` is padded.
 
         Raises:
             Unknown: one of them is padded; the reason says that the call does ``what`` with it.
         """
         for place in self.places(value, dims):
-            raise self.refuse_place(value, place, what)
+            raise self.refuse_place(value, place, what, remedy)
 
     def no_padded_numbers(self, *but: str) -> None:
         """Require that no argument except those named ``but`` contains a padded size as a number.
@@ -171,7 +188,10 @@ class OpCall:
     def findings_for(self, reason: PaddingReason) -> frozenset[PaddingFinding]:
         """One finding for each key field whose padding ``reason`` is about."""
         fields = self.sizes.fields_of(reason.size) or self._fields_at_hand()
-        return frozenset(PaddingFinding(field, self.op, reason.why, self.where, "", reason.verdict) for field in fields)
+        return frozenset(
+            PaddingFinding(field, self.op, reason.why, self.where, "", reason.verdict, reason.remedy)
+            for field in fields
+        )
 
     def _fields_at_hand(self) -> tuple[str, ...]:
         sizes = [size for value in tensors_of(self.arguments.values()) for of_dim in value.factors for size in of_dim]

@@ -75,10 +75,7 @@ def prove_partition(
         The verdict for each key field, and the size factors of each output leaf of the partition.
     """
     run = PartitionRun(parts, graphs, declared or {})
-    targets = {
-        p: f"written input '{graph_input.source_name or graph_input.name}'"
-        for p, graph_input in enumerate(parts.inputs)
-    }
+    targets = {p: f"written input '{graph_input.shown}'" for p, graph_input in enumerate(parts.inputs)}
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
@@ -99,12 +96,14 @@ class _Passed:
         written: (position of an input, its value after the region).
         findings: findings for the whole graph, even if nothing uses the outputs.
         assumptions: the conditions on which these values depend.
+        needs_real_contents: see :class:`Interpretation`.
     """
 
     outputs: tuple[Abstract, ...]
     written: tuple[tuple[int, PaddedValue], ...]
     findings: frozenset[PaddingFinding]
     assumptions: frozenset[str]
+    needs_real_contents: bool
 
 
 @dataclass(slots=True)
@@ -164,7 +163,8 @@ class PartitionRun:
             isinstance(one, PaddedValue) and other is None for one, other in zip(run.outputs, outputs, strict=True)
         ):
             return None
-        passed = _Passed(outputs, tuple(written.items()), run.findings, run.assumptions)  # type: ignore[arg-type]
+        tensors = {position: value for position, value in written.items() if isinstance(value, PaddedValue)}
+        passed = _Passed(outputs, tuple(tensors.items()), run.findings, run.assumptions, run.needs_real_contents)
         self._passed[key] = passed
         return passed
 
@@ -243,6 +243,7 @@ class _Walk:
         self._values: dict[str, Abstract] = {}
         self._findings: set[PaddingFinding] = set()
         self._assumptions: set[str] = set()
+        self._needs_real_contents = False
 
     def run(self) -> Interpretation:
         """Interpret the regions in order."""
@@ -255,7 +256,8 @@ class _Walk:
         outputs = tuple(self._values.get(name) for name, _ in self._parts.output_values())
         written = {position: self._values[inputs[position].name] for position in self._parts.mutated_inputs}
         tensors = {position: value for position, value in written.items() if isinstance(value, PaddedValue)}
-        return Interpretation(outputs, tensors, frozenset(self._findings), frozenset(self._assumptions))
+        findings, assumptions = frozenset(self._findings), frozenset(self._assumptions)
+        return Interpretation(outputs, tensors, findings, assumptions, self._needs_real_contents)
 
     def _region(self, region: Region) -> None:
         inputs = tuple(self._values.get(name) for name in region.inputs)
@@ -267,6 +269,7 @@ class _Walk:
             problem = "its inputs have sizes that its aten graph lacks" if passed is None else None
         if passed is None:
             passed = self._opaque(region, inputs, problem or "")
+        self._needs_real_contents |= passed.needs_real_contents
         self._findings |= passed.findings
         self._assumptions |= passed.assumptions
         for position, value in passed.written:
@@ -289,7 +292,7 @@ class _Walk:
         )
         outputs = tuple(v.with_findings(findings) if isinstance(v, PaddedValue) else v for v in fresh)
         effects = frozenset(finding.reaching(f"what region {region.name} does") for finding in findings)
-        return _Passed(outputs, written, effects, frozenset())
+        return _Passed(outputs, written, effects, frozenset(), needs_real_contents=True)
 
     def _follow_writes(self, region: Region) -> None:
         """Add findings to the values that share memory with an input that the region wrote to."""

@@ -10,8 +10,16 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.regions.padding.bounds import new_fields, reads_outside
-from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Unknown, padded_sizes_in, tensors_of
+from graphpass.regions.padding.bounds import needs_real_contents, new_fields, reads_outside
+from graphpass.regions.padding.calls import (
+    REGISTER_RULE,
+    OpCall,
+    PaddingReason,
+    PaddingRule,
+    Unknown,
+    padded_sizes_in,
+    tensors_of,
+)
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape, references
 from graphpass.regions.padding.positions import by_position
 from graphpass.regions.padding.program import AtenGraph
@@ -22,6 +30,7 @@ from graphpass.regions.padding.values import IndexAlong, PaddedValue, PaddingFin
 
 __all__ = ["Interpretation", "input_values", "interpret"]
 
+_CORRECT = "correct the padding rule of the operator"
 _WITHOUT_EFFECT = frozenset(
     f"aten::{name}"
     for name in ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
@@ -37,12 +46,14 @@ class Interpretation:
         written: input position -> the abstract value that the graph writes to it.
         findings: findings for the whole graph, even if nothing uses its outputs: random numbers, host reads.
         assumptions: the conditions on which the values depend.
+        needs_real_contents: whether an operator may fail for numbers in the padding that no real entry has.
     """
 
     outputs: tuple[PaddedValue | Size | None, ...]
     written: Mapping[int, PaddedValue]
     findings: frozenset[PaddingFinding]
     assumptions: frozenset[str]
+    needs_real_contents: bool
 
 
 def input_values(
@@ -104,6 +115,7 @@ class _Run:
         self._written: dict[int, PaddedValue] = {}
         self._everywhere: set[PaddingFinding] = set()
         self._assumptions: set[str] = set()
+        self._needs_real_contents = False
 
     def run(self, inputs: Sequence[PaddedValue | Size | None]) -> Interpretation:
         for position, (shape, value) in enumerate(zip(self._graph.inputs, inputs, strict=True)):
@@ -117,7 +129,7 @@ class _Run:
         outputs = tuple(self._of(output) for output in self._graph.outputs)
         outputs = tuple(output if isinstance(output, (PaddedValue, int, sympy.Basic)) else None for output in outputs)
         findings, assumptions = frozenset(self._everywhere), frozenset(self._assumptions)
-        return Interpretation(outputs, self._written, findings, assumptions)
+        return Interpretation(outputs, self._written, findings, assumptions, self._needs_real_contents)
 
     def _input(self, position: int, shape: object, value: object) -> object:
         if not isinstance(shape, TensorShape):
@@ -192,6 +204,7 @@ class _Run:
         findings = frozenset[PaddingFinding]().union(*(value.findings for value in tensors))
         own = call.result if isinstance(call.result, tuple) else () if call.result is None else (call.result,)
         wanted = (*own, *(self._shape_of(call, name) for name in node.writes))
+        self._needs_real_contents |= self._depends[-1] and needs_real_contents(call, tensors)
         values = self._applied(call, node, tensors, wanted)
         outside = reads_outside(call)
         if outside is not None:
@@ -236,19 +249,19 @@ class _Run:
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
         if rule is None:
-            return self._refused(call, wanted, PaddingReason("it has no padding rule"))
+            return self._refused(call, wanted, PaddingReason("it has no padding rule", remedy=REGISTER_RULE))
         try:
             returned = rule(call)
         except Unknown as unknown:
             return self._refused(call, wanted, unknown.reason)
         except Exception as error:
-            return self._refused(call, wanted, PaddingReason(f"its padding rule failed: {error!r}"))
+            return self._refused(call, wanted, PaddingReason(f"its padding rule failed: {error!r}", remedy=_CORRECT))
         if isinstance(returned, PaddingReason):
             return self._refused(call, wanted, returned)
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) != len(wanted):
             why = f"its padding rule returned {len(returned)} values for {len(wanted)} results"
-            return self._refused(call, wanted, PaddingReason(why))
+            return self._refused(call, wanted, PaddingReason(why, remedy=_CORRECT))
         return tuple(self._checked(call, value, shape) for value, shape in zip(returned, wanted, strict=True))
 
     def _shared(self, call: OpCall, rule: PaddingRule | None, shape: Any) -> PaddedValue | None:
@@ -283,7 +296,7 @@ class _Run:
             return None
         if not isinstance(value, PaddedValue) or not self._fits(value, shape):
             why = f"its padding rule says {getattr(value, 'factors', value)} of a result of sizes {shape.sizes}"
-            return call.reached(call.fresh(shape), PaddingReason(why))
+            return call.reached(call.fresh(shape), PaddingReason(why, remedy=_CORRECT))
         places = set(self._sizes.places(value))
         for size in (value.factors[dim][at] for dim, at in places):
             if not self._sizes.grows(size):

@@ -96,4 +96,4 @@ def _results(parts: Partition, interpreted: Interpretation) -> Iterator[tuple[st
 
 def _name_of(parts: Partition, position: int) -> str:
     graph_input = parts.inputs[position]
-    return f"written input '{graph_input.source_name or graph_input.name}'"
+    return f"written input '{graph_input.shown}'"

@@ -30,12 +30,14 @@ class PaddingProof:
         output_factors: for each flat output the factors of each dimension, outermost first; None if it is no tensor.
         findings: the reasons why fields are not PROVED.
         assumptions: the conditions on which the verdicts depend.
+        needs_real_contents: whether an operator may fail for numbers in the padding that no real entry has.
     """
 
     verdicts: Mapping[str, Verdict]
     output_factors: tuple[ResultFactors | None, ...]
     findings: tuple[PaddingFinding, ...]
     assumptions: tuple[str, ...]
+    needs_real_contents: bool
 
 
 def padding_of(
@@ -159,7 +161,8 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
         verdicts.setdefault(field, Verdict.PROVED if field in accepted else Verdict.UNPROVED)
     ordered = {field: verdicts[field] for field in order}
     factors = tuple(_factors_of(output) for output in run.outputs)
-    return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), tuple(sorted(run.assumptions)))
+    assumptions = tuple(sorted(run.assumptions))
+    return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), assumptions, run.needs_real_contents)
 
 
 def _worst(findings: Collection[PaddingFinding]) -> Verdict:

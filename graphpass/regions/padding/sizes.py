@@ -40,7 +40,7 @@ def quotient(size: Size, factor: Size) -> Size | None:
     if isinstance(size, int):
         return size // factor if isinstance(factor, int) and size % factor == 0 else None
     if isinstance(factor, int):
-        content, rest = size.primitive()
+        content, rest = sympy.factor_terms(size).primitive()  # sympy writes 2 * (n + 17) as 2 * n + 34
         return as_size(content // factor * rest) if content % factor == 0 else None
     if not size.has(sympy.Add) and not factor.has(sympy.Add):
         return _quotient_of_monomials(size, factor)

@@ -68,6 +68,7 @@ class PaddingFinding:
         where: the line of the user's code and its text; empty if unknown.
         target: the output, written input or effect that depends on the padding; empty for values inside a graph.
         verdict: RUNTIME if the contents of a call decide, else UNPROVED.
+        remedy: a change of the model after which the size can be padded; empty if no padding suits the operator.
     """
 
     field: str
@@ -76,6 +77,7 @@ class PaddingFinding:
     where: str = ""
     target: str = ""
     verdict: Verdict = Verdict.UNPROVED
+    remedy: str = ""
 
     def reaching(self, target: str) -> PaddingFinding:
         """This finding for ``target``."""

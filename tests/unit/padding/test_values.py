@@ -39,6 +39,7 @@ SIZES = Sizes({b: "batch", s: "seq", t: "seq"})
         (s, s**2, None),
         (b * s + b, s + 1, b),
         (b * s + b, b, s + 1),
+        ((s + 3) * (2 * s + 6), 2, (s + 3) ** 2),
         (b * s + b + 1, b, None),
         (s, 0, None),
     ],

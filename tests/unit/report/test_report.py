@@ -168,7 +168,7 @@ def test_a_problem_names_its_cause_its_line_and_a_remedy() -> None:
     assert unpadded.kind == "not padded"
     assert unpadded.what.startswith("x[0] is not padded, each of its sizes is captured: aten.mean.dim")
     assert unpadded.where.endswith("return (x * 2).mean(0)")
-    assert "padding={input: value}" in unpadded.remedy
+    assert "padding={'mask': 0}" in unpadded.remedy
 
 
 class Doubled(nn.Module):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingReason, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.randomness import draws
 from graphpass.regions.padding.rules.tables import aten
@@ -91,11 +91,12 @@ def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> 
             return
         contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
         if not call.argument("is_causal", default=False):
-            raise call.refuse(f"attends to padded keys: the mask does not hide them{contents}", at_fault)
+            why = f"attends to padded keys: the mask does not hide them{contents}"
+            raise call.refuse(why, at_fault, HIDE_PADDING)
     if call.argument("is_causal", default=False) and queries == keys and call.sizes.starts_clean(keys):
         call.assumptions.add(ALL_FINITE)
         return
-    raise call.refuse("attends to padded keys without a mask", at_fault)
+    raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
 
 
 RULES: dict[str, PaddingRule] = aten(

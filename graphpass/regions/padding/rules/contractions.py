@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphpass.regions.padding.calls import OpCall, PaddingRule
+from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.pointwise import broadcast
 from graphpass.regions.padding.rules.tables import aten
@@ -44,7 +44,7 @@ def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedVa
             if other is None:
                 call.assumptions.add(ALL_FINITE)
             return True
-    raise call.refuse_place(first, places[0][0], "sums products over")
+    raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
 
 
 def _rows(value: PaddedValue, dims: Sequence[int]) -> dict[Place, Pad]:

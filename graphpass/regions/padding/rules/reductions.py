@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from graphpass.regions.padding.calls import OpCall, PaddingRule
+from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.pointwise import entry_by_entry
 from graphpass.regions.padding.rules.shapes import without_dims
@@ -25,6 +25,8 @@ from graphpass.regions.padding.values import (
 __all__ = ["RULES", "reduced_dims", "require_neutral"]
 
 Neutral = Callable[[Pad], bool]
+
+_SUMS = "compute it from sums under a mask argument, and declare what the mask holds there (padding={'mask': 0})"
 
 
 def _is_zero(pad: Pad) -> bool:
@@ -93,7 +95,7 @@ def require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int]) -> li
             sizes = tuple(value.factors[dim][at] for dim, at in places)
             raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
         if not known:
-            raise call.refuse_place(value, place, f"{call.name.strip('_')} over")
+            raise call.refuse_place(value, place, f"{call.name.strip('_')} over", HIDE_PADDING)
         _assume(call, pad)
     return places
 
@@ -137,7 +139,8 @@ def _of_equal_entries(name: str, pad: Pad) -> Pad | None:
 def _statistics(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     """Reductions for which no padding is neutral: the combined dimensions must be unpadded."""
     value = call.tensor("self", "inp", "x", "a", "input")
-    call.unpadded(value, reduced_dims(call, value), f"{call.name} over")
+    remedy = _SUMS if call.name in ("mean", "nanmean", "var", "std", "var_mean", "std_mean") else ""
+    call.unpadded(value, reduced_dims(call, value), f"{call.name} over", remedy)
     return _reduction(call)
 
 
