@@ -124,7 +124,7 @@ class CompiledModel:
         if not any(map(dynamo.is_at_recompile_limit, functions)):
             self.runtime.warn(
                 "a call reached no graph: Dynamo found nothing to compile, or was off",
-                "take torch.compiler.disable() off the call and the model's forward, unset TORCHDYNAMO_DISABLE, and set "
+                "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
                 "torch._dynamo.config.allow_rnn for LSTM and GRU; what computes nothing on tensors has no graph",
             )
             return

@@ -95,18 +95,17 @@ class _KeyNames:
             for position, graph_input, _ in tensors
             if (rule := settings.padding.get(graph_input.source_name or "", "repeat")) != "repeat"
         }
-        self._homes = {
-            symbol: (parts.inputs[home[0]].source_name, home[1])
-            for symbol in graph.symbols
-            if (home := _home_of(symbol, parts, graph)) is not None
+        self._declarations = {
+            f"{source}[{dim}]": f"dynamic_dims={{{source!r}: {dim}}}"
+            for _, graph_input, layout in tensors
+            if (source := graph_input.source_name) is not None
+            for dim in range(len(layout.shape))
         }
 
-    def declaration(self, symbol: sympy.Symbol) -> str:
-        """How a user declares the dimension of a size."""
-        source, dim = self._homes.get(symbol, (None, 0))
-        if source is None:
-            return "dynamic_dims of graphpass.graphed, which knows the arguments by name"
-        return f"dynamic_dims={{{source!r}: {dim}}}"
+    def declaration(self, field: str) -> str:
+        """How a user declares the dimension of a key field that is named after an input."""
+        by_position = "dynamic_dims of graphpass.graphed, which knows the arguments by name"
+        return self._declarations.get(field, by_position)
 
 
 def dispatched(
@@ -248,7 +247,7 @@ def _unproved(
         is_declared = field in names.declared
         remedy = (findings[0].remedy if findings else "") or _EXACT
         if verdict is Verdict.RUNTIME and not is_declared:
-            remedy = f"declare the dimension ({names.declaration(symbol)}): it is then padded, and checked"
+            remedy = f"declare the dimension ({names.declaration(field)}): it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(
                 f"{name}: {field} cannot be padded",

@@ -50,7 +50,7 @@ class _TensorCut:
         real = self.of(output)
         if self.is_plain:
             return real.clone(memory_format=torch.contiguous_format)
-        return torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device).copy_(real)
+        return _filled(torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device), real)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,18 @@ def _copied_together(group: Sequence[_TensorCut], outputs: Sequence[Any]) -> lis
     copies = []
     for cut in group:
         copy = memory.as_strided(cut.shape, cut.strides, cut.offset)
-        copies.append(copy.copy_(cut.of(outputs[cut.index])))
+        copies.append(_filled(copy, cut.of(outputs[cut.index])))
     return copies
+
+
+def _filled(copy: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Write ``real`` to ``copy``, each element once: along an expanded dimension all have one address. Returns it."""
+    target = copy
+    for dim, (size, stride) in enumerate(zip(copy.shape, copy.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, real = target.narrow(dim, 0, 1), real.narrow(dim, 0, 1)
+    target.copy_(real)
+    return copy
 
 
 def cuts_of(graph: GraphSizes, real: Sizes, numbers: Mapping[sympy.Symbol, int]) -> OutputCuts:

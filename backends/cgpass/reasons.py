@@ -39,7 +39,7 @@ NOT_PADDED = (
     "hide the padding from the model by a mask argument and declare what the mask holds there (padding={'mask': 0}), or"
     " leave the dimension out of dynamic_dims"
 )
-_AFTER_FAILURE = "run the model eagerly at that size: an error there is the model's own"
+_AFTER_FAILURE = "run it at that size with debug=True: if it fails there, too, the model causes it, else the capture"
 
 
 class NoGraphNowError(Exception):

@@ -146,6 +146,7 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
 
     accepted = list(order)
     run, findings = attempt(padded(accepted))
+    needs_real_contents = run.needs_real_contents  # also of fields that the user has padded without a proof
     if findings:
         accepted = []
         for verdict in (Verdict.PROVED, Verdict.RUNTIME):
@@ -162,7 +163,7 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
     ordered = {field: verdicts[field] for field in order}
     factors = tuple(_factors_of(output) for output in run.outputs)
     assumptions = tuple(sorted(run.assumptions))
-    return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), assumptions, run.needs_real_contents)
+    return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), assumptions, needs_real_contents)
 
 
 def _worst(findings: Collection[PaddingFinding]) -> Verdict:

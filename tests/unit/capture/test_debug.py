@@ -125,6 +125,21 @@ def test_clones_are_not_watched(rig: Any, caplog: pytest.LogCaptureFixture) -> N
     assert all(torch.equal(y, X + i + 1) for i, y in enumerate(kept))
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_the_auto_dispatcher_debugs(mode: str) -> None:
+    """With the buffers, keys and padding of a graph."""
+    fast = torch.compile(
+        lambda x: x * 2, backend="cgpass", options={"compiler": "eager", "mode": mode, "debug": True}, dynamic=True
+    )
+    with torch.no_grad():
+        for size in (5, 6, 7, 5, 6, 7):
+            x = torch.randn(size, 3)
+            torch.testing.assert_close(fast(x), x * 2)
+    report = gp.runtime_of(fast).report()
+    assert report.problems == ()
+    assert any(key.padding for key in report.figures.keys)
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(OptionError, match=r"option debug has no such value.*False or True"):
         gp.capture.CapturePolicy(debug="yes")  # type: ignore[arg-type]

@@ -1,12 +1,15 @@
-"""The integers that the run-time check of padding writes: an index that the model computes from them stays valid."""
+"""What the run-time check of padding writes, and what it compares: indices stay valid, and nothing passes unseen."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import graphpass as gp
+from graphpass.regions import PaddedValue, register_padding_rule
 
 
 class Widths(nn.Module):
@@ -40,3 +43,106 @@ def test_an_index_of_two_integers_stays_valid(smallest: int, in_two_inputs: bool
     figures = runtime.report().figures
     assert any(size.verdict == "proved" for record in figures.callables for size in record.sizes)
     assert any(key.padding for key in figures.keys)
+
+
+class Categories(nn.Module):
+    """One column of a float matrix is a category, or a time is an index: floats that become indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x[:, 0].long()) + x[:, 1:]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_floats_that_become_indices_stay_valid(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Categories().eval()
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager", "mode": mode})
+    with torch.no_grad():
+        for size in (5, 7, 6, 5, 7, 6, 5):
+            x = torch.cat([torch.randint(0, 10, (size, 1)).float(), torch.randn(size, 3)], 1)
+            torch.testing.assert_close(fast(x), model(x))
+    report = gp.runtime_of(fast).report()
+    assert report.problems == ()
+    assert any(key.padding for key in report.figures.keys)
+
+
+def test_probabilities_stay_probabilities() -> None:
+    fast = torch.compile(
+        lambda x: x + nn.functional.binary_cross_entropy(x, x, reduction="none"),
+        backend="cgpass",
+        options={"compiler": "eager", "dynamic_dims": {"x": 0}, "padding_check": "declared"},
+    )
+    with torch.no_grad():
+        for size in (5, 7, 6, 5, 7, 6, 5):
+            fast(torch.rand(size, 3))
+    report = gp.runtime_of(fast).report()
+    assert report.problems == ()
+    assert any(key.padding for key in report.figures.keys)
+
+
+class Scattered(nn.Module):
+    """Sums messages along edges: an edge in the padding is one more message."""
+
+    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        source, target = edges
+        return torch.zeros_like(nodes).index_add(0, target, nodes[source])
+
+
+@pytest.mark.parametrize(
+    "options", [{"padding": {"edges": 0}}, {"dynamic_dims": {"edges": 1}}], ids=["constant", "equal"]
+)
+def test_padding_whose_contents_say_nothing_is_compared_with_a_run_without_it(options: dict[str, Any]) -> None:
+    """Padding of a declared constant has no other contents, and copies of equal edges are equal edges."""
+    torch.manual_seed(0)
+    model = Scattered().eval()
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager", **options})
+    with torch.no_grad():
+        for size in (20, 15, 30, 13) * 3:
+            nodes, edges = torch.randn(10, 4), torch.zeros(2, size, dtype=torch.int64)
+            if "padding" in options:
+                edges.random_(10)
+            torch.testing.assert_close(fast(nodes, edges), model(nodes, edges))
+    (problem,) = [problem for problem in gp.runtime_of(fast).report().problems if "no longer padded" in problem.what]
+    assert "differ from a run without padding" in problem.what
+    assert problem.times == 1
+
+
+@torch.library.custom_op("graphpasstest_contents::jitter", mutates_args=())
+def jitter(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(1, device=x.device)
+
+
+jitter.register_fake(torch.empty_like)
+register_padding_rule("graphpasstest_contents::jitter", lambda call: PaddedValue(call.tensor("x").factors))
+
+
+def test_an_operator_that_draws_numbers_is_not_taken_for_a_dependence() -> None:
+    fast = torch.compile(lambda x: jitter(x), backend="cgpass", options={"compiler": "eager"})
+    with torch.no_grad():
+        for size in (5, 7, 6, 5, 7, 6, 5):
+            fast(torch.randn(size, 3))
+    assert gp.runtime_of(fast).report().problems == ()
+    assert gp.runtime_of(fast).stats().replayed > 0
+
+
+def test_an_expanded_output_is_padded() -> None:
+    layer = nn.Linear(3, 3).eval()
+    fast = torch.compile(
+        lambda x: (layer(x).mean(1, keepdim=True).expand(-1, 8), layer(x)[:, :1].expand(-1, 2)),
+        backend="cgpass",
+        options={"compiler": "eager"},
+    )
+    with torch.no_grad():
+        for size in (5, 7, 6, 5, 7, 6, 5):
+            x = torch.randn(size, 3)
+            wide, narrow = fast(x)
+            torch.testing.assert_close(wide, layer(x).mean(1, keepdim=True).expand(-1, 8))
+            torch.testing.assert_close(narrow, layer(x)[:, :1].expand(-1, 2))
+            assert wide.stride(1) == 0
+    report = gp.runtime_of(fast).report()
+    assert report.problems == ()
+    assert any(key.padding for key in report.figures.keys)

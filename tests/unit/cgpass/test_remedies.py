@@ -1,0 +1,269 @@
+"""Each remedy that a warning names, followed to the letter: afterwards calls replay, and results are those of eager."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass import GraphRuntime
+from graphpass.errors import CaptureError, OptionError
+from tests.observed import calls_with_graph
+
+HOST = "graphpasstest_remedies::host"
+
+
+@torch.library.custom_op(HOST, mutates_args=())
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.sum())
+
+
+host.register_fake(torch.empty_like)
+
+
+def compiled(model: Any, *, dynamic: bool | None = None, **options: Any) -> Any:
+    return torch.compile(model, backend="cgpass", dynamic=dynamic, options={"compiler": "eager", **options})
+
+
+def agree(fast: Any, model: Any, calls: Sequence[tuple[torch.Tensor, ...]], *, passes: int = 3) -> int:
+    """Run all calls beside eager; the number of calls of the last pass that replayed."""
+    before = 0
+    with torch.no_grad():
+        for number in range(passes):
+            if number == passes - 1:
+                before = calls_with_graph(gp.runtime_of(fast))
+            for args in calls:
+                torch.testing.assert_close(fast(*args), model(*args))
+    return calls_with_graph(gp.runtime_of(fast)) - before
+
+
+def rows(*sizes: int) -> list[tuple[torch.Tensor, ...]]:
+    return [(torch.randn(size, 6),) for size in sizes]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "graphpass" and r.levelno >= logging.WARNING]
+
+
+def problem(fast: Any, text: str) -> Any:
+    (found,) = [problem for problem in gp.runtime_of(fast).report().problems if text in problem.what]
+    return found
+
+
+class Picks(nn.Module):
+    """Rows of a table that an index from data picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[ids]
+
+
+def test_the_dimension_that_is_named_is_declared_alone() -> None:
+    """Dynamo gives the sizes of both inputs a symbol each; one declaration is for both."""
+    model = Picks().eval()
+    calls = [(torch.randn(n, 6), torch.randint(0, n, (n,))) for n in (5, 6, 7)]
+    fast = compiled(model)
+    agree(fast, model, calls)
+    declaration = "dynamic_dims={'ids': 0}"
+    assert declaration in problem(fast, "is not padded").remedy
+    torch.compiler.reset()
+    fast = compiled(model, dynamic_dims={"ids": 0})
+    assert agree(fast, model, calls) == 3
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+class Centred(nn.Module):
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.masked:
+            return x - (x * mask[:, None]).sum(0) / mask.sum()
+        return x - x.mean(0)
+
+
+def test_a_mean_is_computed_from_sums_under_a_mask() -> None:
+    calls = [(torch.randn(n, 6), torch.ones(n)) for n in (5, 6, 7)]
+    fast = compiled(Centred(masked=False), padding={"mask": 0})
+    agree(fast, Centred(masked=False), calls)
+    assert "padding={'mask': 0}" in problem(fast, "is not padded").remedy
+    torch.compiler.reset()
+    model = Centred(masked=True)
+    fast = compiled(model, padding={"mask": 0})
+    assert agree(fast, model, calls) == 3
+    assert len(gp.runtime_of(fast).report().figures.keys) == 2, "5 and 6 rows share a key"
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+@pytest.mark.parametrize(
+    "model", [lambda x: x.flip(0), lambda x: x.sort(0)[0], lambda x: x * x.shape[0]], ids=["flip", "sort", "size"]
+)
+def test_where_no_padding_suits_none_is_suggested(model: Callable[..., Any]) -> None:
+    fast = compiled(model)
+    agree(fast, model, rows(5, 6, 7))
+    assert "no padding suits" in problem(fast, "is not padded").remedy
+
+
+def test_a_capture_scope_captures_under_auto_dispatch(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(6, 6).eval()
+    fast = gp.graphed(model, compiler="eager")
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "graphpass"):
+        fast(torch.randn(4, 6))
+        with fast.runtime.capturing():
+            fast(torch.randn(4, 6))
+            assert fast.runtime.stats().captured == 1
+        x = torch.randn(4, 6)
+        torch.testing.assert_close(fast(x), model(x))
+    assert fast.runtime.stats().captured == 1
+    assert warned(caplog) == []
+
+
+def test_precapture_after_a_weight_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(6, 6).eval()
+    fast = compiled(model)
+    agree(fast, model, rows(5, 5))
+    model.weight = nn.Parameter(torch.randn(6, 6))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "graphpass"):
+        gp.precapture(fast, torch.randn(5, 6))
+        captured = gp.runtime_of(fast).stats().captured
+        agree(fast, model, rows(5, 5))
+    assert gp.runtime_of(fast).stats().captured == captured == 2
+    assert warned(caplog) == []
+
+
+class Counts(nn.Module):
+    """Replaces its buffer in every call, or writes into it."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(6))
+        self.in_place = in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.count.add_(1)
+        else:
+            self.count = self.count + 1
+        return x + self.count
+
+
+def test_a_buffer_that_is_replaced_again_and_again_is_copied_in_the_end() -> None:
+    fast, eager = compiled(Counts(in_place=False)), Counts(in_place=False)
+    agree(fast, eager, rows(5, 5), passes=8)
+    runtime = gp.runtime_of(fast)
+    captured = runtime.stats().captured
+    assert "count" in problem(fast, "is replaced again and again").places[0]
+    agree(fast, eager, rows(5, 5), passes=8)
+    assert runtime.stats().captured == captured, "no capture more"
+    torch.compiler.reset()
+    fast, eager = compiled(Counts(in_place=True)), Counts(in_place=True)
+    assert agree(fast, eager, rows(5, 5), passes=8) == 2
+    assert gp.runtime_of(fast).stats().captured == 1
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+def test_an_op_is_listed_as_the_error_prints_it() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return host(x + 1)
+
+    options = {"compiler": "aot_eager", "mode": "PIECEWISE"}
+    fast = compiled(model, **options)
+    agree(fast, model, rows(5, 5))
+    printed = "graphpasstest_remedies.host.default"
+    assert printed in problem(fast, "the capture failed").what
+    torch.compiler.reset()
+    fast = compiled(model, **options, splitting_ops=[printed])
+    assert agree(fast, model, rows(5, 5)) == 2
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+def spread(x: torch.Tensor, **given: Any) -> torch.Tensor:
+    return torch.repeat_interleave(x, torch.tensor([1, 2, 3]), dim=0, **given)
+
+
+def test_repeats_with_a_known_total_are_captured() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast = compiled(lambda x: spread(x) * 2)
+        agree(fast, lambda x: spread(x) * 2, rows(3, 3))
+        assert "output_size" in problem(fast, "data-dependent shape").remedy
+        torch.compiler.reset()
+        fast = compiled(lambda x: spread(x, output_size=6) * 2)
+        assert agree(fast, lambda x: spread(x) * 2, rows(3, 3)) == 2
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+def test_one_reader_is_one_problem() -> None:
+    """What Dynamo computes from the number of elements is a consequence."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast = compiled(lambda x: x[x[:, 0] > 0].sum(0) * 2)
+        agree(fast, lambda x: x[x[:, 0] > 0].sum(0) * 2, rows(5, 5))
+    assert [problem.kind for problem in gp.runtime_of(fast).report().problems] == ["cut"]
+
+
+def test_a_runtime_for_each_thread_dispatches() -> None:
+    model = nn.Linear(6, 6).eval()
+    fast = compiled(model, runtime=GraphRuntime(), dispatch="auto")
+    assert agree(fast, model, rows(5, 5)) == 2
+
+
+def test_full_that_is_impossible_is_an_error_where_fallbacks_are() -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        fast = compiled(lambda x: x * x.sum().item(), mode="FULL", on_fallback="error")
+        with pytest.raises(CaptureError, match="cannot be captured whole"):
+            fast(torch.randn(4, 6))
+
+
+def test_what_the_user_asked_for_is_no_problem() -> None:
+    fast = compiled(nn.Linear(6, 6).eval(), mode="NONE")
+    with torch.no_grad():
+        for args in rows(5, 5, 5):
+            fast(*args)
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+def test_a_slip_in_a_name() -> None:
+    model = nn.Linear(6, 6).eval()
+    fast = compiled(lambda hidden, mask: model(hidden) * mask, padding={"maks": 0}, dynamic_dims={"hidden": 0})
+    with torch.no_grad():
+        fast(torch.randn(4, 6), torch.ones(4, 1))
+    assert "padding names maks" in problem(fast, "inputs are hidden, mask").what
+    with pytest.raises(OptionError, match="did you mean 'batch'"):
+        gp.graphed(model, {"bach": [8]}, {"input": {0: "batch"}})
+
+
+def test_a_number_that_varies_is_passed_as_a_tensor() -> None:
+    calls = [(torch.randn(5, 6), number) for number in (3, 4, 3, 4)]
+    fast = compiled(lambda x, number: x * number)
+    with torch.no_grad():
+        for args in calls:
+            torch.testing.assert_close(fast(*args), args[0] * args[1])
+    assert "pass the number as a tensor" in problem(fast, "a Python number is part of the key").remedy
+    torch.compiler.reset()
+    fast = compiled(lambda x, number: x * number)
+    with_tensors = [(x, torch.tensor(number)) for x, number in calls]
+    assert agree(fast, lambda x, number: x * number, with_tensors) == 4
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return x * self.step
+
+
+def test_a_function_that_is_compiled_again_and_again_is_a_problem() -> None:
+    fast, eager = compiled(Steps(), dynamic=False), Steps()
+    agree(fast, eager, rows(5, 5, 5), passes=4)
+    assert "buffer" in problem(fast, "has compiled a function 8 times").remedy
