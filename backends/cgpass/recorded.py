@@ -12,9 +12,9 @@ from graphpass.regions.padding import PaddingFinding, PaddingProof
 from graphpass.regions.split import Partition
 from graphpass.report.callables import PaddingCause, RegionReason, RegionRecord, SizeRecord
 
-__all__ = ["AFTER_A_BREAK", "ends_record", "never_captured", "region_records", "size_records"]
+__all__ = ["after_a_break", "ends_record", "never_captured", "region_records", "size_records"]
 
-AFTER_A_BREAK = "rewrite that line so that torch.compile traces it (torch.compile(..., fullgraph=True) stops there)"
+_REWRITE = "rewrite that line so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
 
 
 def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[RegionRecord, ...]:
@@ -60,7 +60,12 @@ def ends_record(after: GraphBreak | None) -> RegionReason | None:
     """The record of the graph break after a graph; None if there is none."""
     if after is None:
         return None
-    return RegionReason(after.why, after.where, AFTER_A_BREAK)
+    return RegionReason(after.why, after.where, after_a_break(after))
+
+
+def after_a_break(graph_break: GraphBreak) -> str:
+    """What to do about a graph break."""
+    return f"{_REWRITE}; Dynamo's hint: {graph_break.hint}" if graph_break.hint else _REWRITE
 
 
 def never_captured(off: NoGraph | None) -> RegionReason | None:

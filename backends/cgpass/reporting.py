@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 from cgpass.calls import AutoRules
-from cgpass.recorded import AFTER_A_BREAK
+from cgpass.recorded import after_a_break
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import tracing
 from graphpass.compat.dynamo import GraphBreak
@@ -44,7 +44,7 @@ def report_graph(
     if ends_early is not None:
         runtime.warn(
             f"ends at a graph break, and the code from there to the next graph runs in Python: {ends_early}",
-            AFTER_A_BREAK,
+            after_a_break(ends_early),
             at=name,
             is_silent=is_silent,
             is_recorded=True,

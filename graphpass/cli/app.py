@@ -231,7 +231,7 @@ def _show(result: Result, as_json: bool, html: Path | None) -> None:
                 "the page cannot be written",
                 expected="a file in a folder that exists",
                 found=str(error),
-                remedy="--html",
+                remedy="pass such a file as --html",
             ) from error
     if as_json:
         typer.echo(json.dumps({"command": result.command, **result.figures, "failure": result.failure}, indent=1))

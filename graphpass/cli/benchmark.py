@@ -16,6 +16,7 @@ from graphpass.cli.failures import users_code
 from graphpass.cli.program import Program
 from graphpass.cli.result import Result
 from graphpass.cli.timing import host_us, in_rounds, with_own_code
+from graphpass.errors import CommandError
 from graphpass.report.parts import Bar, Bars, Table, Text
 
 __all__ = ["bench"]
@@ -96,6 +97,13 @@ def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> It
     yield _Variant("compile", compiled)
     reduced = torch.compile(with_own_code(program.model), mode="reduce-overhead") if on_gpu else None
     yield _Variant("reduce-overhead", reduced, needs_gpu)
+    if "compiler" in options:
+        raise CommandError(
+            "the compiler is no option of graphpass alone here",
+            expected="--compiler, for all variants",
+            found=f"--option compiler={options['compiler']}",
+            remedy=f"pass --compiler {options['compiler']}",
+        )
     used = {"compiler": compiler, **options}
     yield _Variant("graphpass", torch.compile(with_own_code(program.model), backend="cgpass", options=used))
     yield _Variant("raw replay", _RawReplay(compiled, program) if on_gpu else None, needs_gpu)

@@ -43,7 +43,11 @@ def explain(program: Program, options: Mapping[str, Any]) -> Result:
         quiet_compiler(),
         torch.no_grad(),
     ):
-        compiled(*program.args, **program.kwargs)
+        try:
+            compiled(*program.args, **program.kwargs)
+        except Exception:
+            program.model(*program.args, **program.kwargs)  # its own error is shorter than torch.compile's
+            raise
     try:
         runtime = runtime_of(compiled)
     except OptionError:  # Dynamo compiled nothing
@@ -86,8 +90,8 @@ def _figures(program: Program, records: Sequence[CallableRecord], notes: Sequenc
 
 def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Iterator[Part]:
     yield Text(
-        f"{len(records)} graph(s): {figures['captured_regions']} captured regions, {figures['unique_regions']} of them "
-        f"compiled, and {figures['eager_regions']} eager regions. Traced on {figures['device']}, torch "
+        f"Graphs: {len(records)}. Captured regions: {figures['captured_regions']}, different ones: "
+        f"{figures['unique_regions']}. Eager regions: {figures['eager_regions']}. Traced on {figures['device']}, torch "
         f"{figures['torch']}."
     )
     yield Heading("Why it is cut")

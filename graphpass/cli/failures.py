@@ -62,7 +62,7 @@ def users_code(what: str, *, expected: str, remedy: str) -> Iterator[None]:
         yield
     except GraphpassError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = getattr(error, "inner_exception", None)
         if isinstance(own, GraphpassError):
             raise own from error
@@ -70,9 +70,10 @@ def users_code(what: str, *, expected: str, remedy: str) -> Iterator[None]:
 
 
 def _summary(error: BaseException) -> str:
-    """Type, first line and place of an error."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    """Type, first sentence and place of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES) and not f.filename.startswith("<")]
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}: `{own[-1].line}`" if own else ""
-    return f"{type(error).__name__}" + (f": {lines[0]}" if lines else "") + place
+    return f"{type(error).__name__}" + (f": {' '.join(lines[: first + 1])}" if lines else "") + place

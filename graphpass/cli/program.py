@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,17 @@ def _module(name: str) -> Any:
         return module
     if os.getcwd() not in sys.path:  # as `python -m` does; the console script does not
         sys.path.insert(0, os.getcwd())
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # it is there, and imports another one
+            raise
+        raise CommandError(
+            "there is no such module",
+            expected="a module that can be imported from this folder",
+            found=name,
+            remedy=f"run the command in its folder, or name its file: path/to/{name.rpartition('.')[2]}.py:factory",
+        ) from error
 
 
 def _attribute(module: Any, name: str, target: str) -> Any:
@@ -227,12 +237,28 @@ def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
             f"transformers has no model type {content['model_type']!r}",
             expected="a model type of transformers",
             found=str(content["model_type"]),
-            remedy=did_you_mean(str(content["model_type"]), known, otherwise=_REMEDY),
+            remedy=_instead_of(str(content["model_type"]), known),
         )
     config = transformers.AutoConfig.for_model(**content)
+    settings = transformers.AutoConfig.for_model(content["model_type"]).to_dict()
+    for name in _overrides(overrides):
+        if name not in settings:
+            raise CommandError(
+                f"{type(config).__name__} has no such setting",
+                expected="a setting of the configuration",
+                found=repr(name),
+                remedy=did_you_mean(name, settings, otherwise="leave it out"),
+            )
     names = content.get("architectures") or ()
     classes = [made for name in names if (made := getattr(transformers, name, None)) is not None]
     return classes[0](config) if classes else transformers.AutoModel.from_config(config)
+
+
+def _instead_of(name: str, known: Iterable[str]) -> str:
+    """The remedy for a model type that transformers does not have."""
+    if Path(f"{name}.py").is_file():
+        return f"name the function that returns (model, inputs): {name}:FUNCTION"
+    return did_you_mean(name, known, otherwise=_REMEDY)
 
 
 def _overrides(texts: Sequence[str]) -> dict[str, Any]:

@@ -114,10 +114,12 @@ class GraphBreak:
     Attributes:
         why: Dynamo's reason.
         where: the line of the user's code, as ``model.py:12: x.item()``; empty if Dynamo does not know it.
+        hint: Dynamo's first hint; empty if there is none.
     """
 
     why: str
     where: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
         return f"graph break: {self.why}" + (f" at {self.where}" if self.where else "")
@@ -128,12 +130,13 @@ def graph_break_after(graph_module: fx.GraphModule) -> GraphBreak | None:
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
-    text = str(reason.reason).strip().splitlines()[0]
+    lines = [line.strip() for line in str(reason.reason).strip().splitlines()]
+    text, hint = lines[0], next((line for line in lines if line.startswith("Hint: ")), "").removeprefix("Hint: ")
     if not reason.user_stack:
-        return GraphBreak(text)
+        return GraphBreak(text, hint=hint)
     frame = reason.user_stack[-1]
     line = f": {frame.line}" if frame.line else ""
-    return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}")
+    return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}", hint)
 
 
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:

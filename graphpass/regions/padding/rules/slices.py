@@ -228,7 +228,9 @@ RULES: dict[str, PaddingRule] = {
     **aten(_slice, "slice"),
     **aten(_narrow, "narrow"),
     **aten(_select, "select"),
-    **aten(_split, "split split_with_sizes unbind chunk tensor_split"),
+    **aten(
+        _split, "split split_with_sizes unsafe_split unsafe_split_with_sizes unbind chunk unsafe_chunk tensor_split"
+    ),
     **aten(_cat, "cat stack"),
     **prims(_cat, "cat"),
     **aten(_constant_pad, "constant_pad_nd"),
