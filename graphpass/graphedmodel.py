@@ -243,6 +243,14 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         for callable_, call_args in _distinct(reached).items()
         for key in callable_.ladder(call_args)
     ]
+    ladders = _by_field(options.get("capture_sizes"))
+    if max(map(len, ladders.values()), default=1) > 1 and len({key for _, key, _ in keys}) == 1:
+        runtime.warn(
+            "one size was captured ahead of the calls: the sizes of the example are constants in its graph",
+            "pass an example whose dynamic sizes are at least 2 and differ from the model's other sizes, and compile "
+            "with dynamic=True",
+            at=keys[0][0].name,
+        )
     with runtime.capturing(), capture_progress(keys, options.get("progress")) as progress:
         for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")
@@ -273,11 +281,15 @@ def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any
 
 def _fields_of_size_one(options: Mapping[str, Any]) -> dict[str, dict[int, str]]:
     """The declared dimensions, {argument: {dimension: key field}}, of the key fields that have size 1 to capture."""
-    sizes = options.get("capture_sizes") or {}
-    ladders = sizes if isinstance(sizes, Mapping) else {"num_tokens": sizes}
+    ladders = _by_field(options.get("capture_sizes"))
     declared = options.get("dynamic_dims") or {}
     dims = {name: {of: "num_tokens"} if isinstance(of, int) else dict(of) for name, of in declared.items()}
     return {name: {d: f for d, f in of.items() if 1 in ladders.get(f, (1,))} for name, of in dims.items()}
+
+
+def _by_field(sizes: Any) -> Mapping[str, Any]:
+    """{key field: capture sizes} of the option ``capture_sizes``."""
+    return (sizes if isinstance(sizes, Mapping) else {"num_tokens": sizes}) if sizes else {}
 
 
 def _narrowed(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from cgpass.cutting import OutputCuts, cuts_of
-from cgpass.graphsizes import GraphSizes, value_at
+from cgpass.graphsizes import GraphSizes, InputLayout, value_at
 from cgpass.paddedinputs import PaddedInput, PaddedMemory, layout_numbers
 from graphpass.capture.layout import storage_id
 from graphpass.capture.records import CallCounts
@@ -187,15 +187,19 @@ class CallTable:
             return self._exact(self._rules.keys.key_of(real), real)
         if as_is:
             if self._rules.keys.differs(real):
-                self._say_exact("sizes of one key field differ in a call", "name them apart in dynamic_dims")
+                self._say_exact(
+                    "sizes of one key field differ in a call", "give each a name of its own in dynamic_dims"
+                )
             elif self._watches_memory and self._shares_memory(args):
-                self._say_exact("inputs share memory, and the graph writes to an input", "pass copies (`x.clone()`)")
+                remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
+                self._say_exact("inputs share memory, and the graph writes to an input", remedy)
             return self._exact(self._rules.keys.key_of(real, as_is=True), real)
         key = self._rules.keys.key_of(real)
         padded, sizes = self._graph.named(key.sizes), self._graph.named(real)
         numbers = layout_numbers(self._graph.layouts, tuple(self._rules.padded), padded, self._graph.numbers)
-        if numbers is None:  # no dense buffer has the strides that the graph was traced with
-            self._say_exact("no dense buffer has the strides of the inputs", "pass `x.contiguous()`")
+        if isinstance(numbers, InputLayout):
+            name = numbers.name
+            self._say_exact(f"no dense buffer has the strides of {name}", f"make it contiguous (`{name}.contiguous()`)")
             return self._exact(self._rules.keys.key_of(real, as_is=True), real)
         for position, expression in self._graph.numbers.items():
             if getattr(expression, "free_symbols", frozenset()) <= padded.keys():

@@ -24,12 +24,14 @@ class InputLayout:
     """The layout of one tensor input.
 
     Attributes:
+        name: its name for users.
         shape: size of each dimension.
         strides: stride of each dimension, in elements.
         offset: storage offset, in elements.
         order: the dimensions, sorted by ascending stride in the traced call.
     """
 
+    name: str
     shape: tuple[Expression, ...]
     strides: tuple[Expression, ...]
     offset: Expression
@@ -132,7 +134,7 @@ def sizes_of(parts: Partition) -> GraphSizes:
     env = symbolic.shape_env_of(graph_input.value for graph_input in parts.inputs)
     simplified = _simplifier(env)
     layouts = {
-        p: _layout(graph_input.value, simplified, env)
+        p: _layout(graph_input, simplified, env)
         for p, graph_input in enumerate(parts.inputs)
         if _is_tensor(graph_input)
     }
@@ -184,12 +186,14 @@ def _places(
     return places
 
 
-def _layout(tensor: torch.Tensor, simplified: Callable[[Any], Expression], env: Any) -> InputLayout:
+def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], env: Any) -> InputLayout:
+    tensor = graph_input.value
     strides = tuple(map(simplified, tensor.stride()))
     hints = symbolic.hints_of(env) if env is not None else {}
     traced = [int(s.xreplace(hints)) if isinstance(s, sympy.Expr) else s for s in strides]
     order = sorted(range(tensor.dim()), key=lambda dim: (traced[dim], -dim))
-    return InputLayout(tuple(map(simplified, tensor.shape)), strides, simplified(tensor.storage_offset()), tuple(order))
+    shape, offset = tuple(map(simplified, tensor.shape)), simplified(tensor.storage_offset())
+    return InputLayout(graph_input.shown, shape, strides, offset, tuple(order))
 
 
 def _outputs(

@@ -123,7 +123,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 def layout_numbers(
     layouts: Mapping[int, InputLayout], positions: Sequence[int], sizes: Sizes, numbers: Mapping[int, Expression]
-) -> dict[int, int] | None:
+) -> dict[int, int] | InputLayout:
     """Values of the layout numbers for dense buffers.
 
     Args:
@@ -133,7 +133,7 @@ def layout_numbers(
         numbers: {position: expression} of the ints among the inputs.
 
     Returns:
-        {position: value} of the layout numbers; None if no dense buffer has the traced strides.
+        {position: value} of the layout numbers; or the layout of an input whose traced strides no dense buffer has.
     """
     values: dict[Any, int] = {}
     for position in positions:
@@ -145,9 +145,9 @@ def layout_numbers(
             if size <= 1:
                 continue
             if unknown and traced not in unknown:
-                return None
+                return layout
             if unknown:
                 values[traced] = actual
             elif value_at(traced, {**sizes, **values}) != actual:
-                return None
+                return layout
     return {position: values[expression] for position, expression in numbers.items() if expression in values}

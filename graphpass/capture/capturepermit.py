@@ -21,6 +21,10 @@ __all__ = ["MAX_STATIC_SETS", "CapturePermit", "FreedInputs"]
 MAX_STATIC_SETS = 4
 _FEW_REPLAYS = 8
 _REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
+_INDEX = (
+    "pass the whole tensor and index it inside the model with a tensor of positions; a copy (`tensor.clone()`) serves "
+    "where the model only reads it"
+)
 _UPDATE = "write into it in place (`tensor.copy_(new)` under torch.no_grad(), in the model's forward too)"
 
 
@@ -125,20 +129,20 @@ class CapturePermit:
     ) -> frozenset[int]:
         """Positions that the next graph of a key may bake in, after static inputs have moved."""
         at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in moved[:3])})"
+        inside = call.inside_static().intersection(moved)
         if num_own < MAX_STATIC_SETS:
             text = "static inputs moved, so their key was captured once more"
             if num_own and self._is_serving():
-                self.runtime.warn(text, _REFILL, at=at)
+                self.runtime.warn(text, _INDEX if inside else _REFILL, at=at)
             else:  # another instance of the module, or a capture that the caller asked for
                 self.runtime.note(text, at=f"{at}, set {num_peers + 1}")
             return call.static
-        inside = call.inside_static().intersection(moved)
         if inside:
             raise StaticInputError(
                 f"{call.names[min(inside)]!r} of {self.region} keeps moving inside a static input",
                 expected=f"at most {MAX_STATIC_SETS} offsets in it: a copy would hide that the two share memory",
                 found=f"{num_own} offsets captured, and another one now",
-                remedy="pass a copy (`tensor.clone()`), or index inside the model with a tensor of positions",
+                remedy=_INDEX,
             )
         remedy = "refill them in place (`tensor.copy_(new)`): a tensor that stays at its address is not copied"
         self.runtime.warn("static inputs keep moving, and are copied from now on", remedy, at=at)

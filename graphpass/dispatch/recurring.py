@@ -150,7 +150,7 @@ class RecurringKeys:
     def refusal(self, key: RecurringKey) -> NoGraph | None:
         """Why the key gets no graph; None while it may get one."""
         if key.refusal is None and not key.is_declared and self.num_graphs >= self.max_graphs:
-            why = f"max_graphs={self.max_graphs} keys have graphs already"
+            why = f"max_graphs={self.max_graphs} keys have graphs already" if self.max_graphs else "max_graphs=0"
             return NoGraph(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
         return key.refusal
 

@@ -124,7 +124,7 @@ def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = 
             "token_budgets do not fit the model",
             expected=f"a largest budget from {minimum}, its smallest item, to {maximum}, its largest batch",
             found=f"{max(found)}",
-            remedy="omit token_budgets to infer them from the model",
+            remedy="omit token_budgets to infer them from the model, or give the model a larger batch (max_tokens)",
         )
     return tuple(sorted(found))
 

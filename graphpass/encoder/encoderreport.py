@@ -18,7 +18,7 @@ __all__ = ["encoder_figures"]
 
 
 def encoder_figures(
-    stats: EncoderStats, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str
+    stats: EncoderStats, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str, *, is_enabled: bool
 ) -> ReportFigures:
     """The figures of an encoder.
 
@@ -27,6 +27,7 @@ def encoder_figures(
         compiled: the runtime of the compiled encoder.
         graphs: the runtime of the captured graphs; None before the capture.
         subject: the encoder's name.
+        is_enabled: whether the options ask for graphs.
     """
     figures = figures_of(compiled, subject)
     captured = None if graphs is None else figures_of(graphs, subject)
@@ -37,7 +38,7 @@ def encoder_figures(
         figures,
         problems=(*figures.problems, *notes, *_problems(stats)),
         keys=tuple(map(_key_use, stats.budgets)),
-        uncaptured=_eager(stats),
+        uncaptured=_eager(stats, is_enabled),
         traffic=(sizes,) if stats.histogram else (),
         costs=_costs(stats, figures.costs, None if captured is None else captured.costs),
     )
@@ -54,9 +55,11 @@ def _problems(stats: EncoderStats) -> Iterator[Problem]:
         yield Problem("no graph", what, times=requests, remedy="call clear() and capture() under the new setting")
 
 
-def _eager(stats: EncoderStats) -> tuple[UncapturedCalls, ...]:
+def _eager(stats: EncoderStats, is_enabled: bool) -> tuple[UncapturedCalls, ...]:
     if not stats.eager_calls:
         return ()
+    if not is_enabled:
+        return (UncapturedCalls("encoder", "enable=False", stats.eager_calls, is_expected=True),)
     if not stats.budgets:
         return (UncapturedCalls("encoder", "nothing is captured", stats.eager_calls, remedy="call capture()"),)
     why = "an eager call was cheaper, or no budget holds the item"

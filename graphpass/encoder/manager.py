@@ -153,8 +153,8 @@ class EncoderCudaGraphManager:
                 return
             self._drop_graphs()  # an earlier capture may have failed for every budget
             self._compile()
-            self._captured = self._ladder.capture(graph_pool)
-            self._is_to_recapture = False
+            self._captured, self._is_to_recapture = self._ladder.capture(graph_pool), False
+            self._counts.captured_anew()
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.
@@ -228,7 +228,8 @@ class EncoderCudaGraphManager:
     def report(self) -> Report:
         """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
-        figures = encoder_figures(self.get_cumulative_stats(), self.runtime, graphs, type(self._model).__name__)
+        name, is_enabled = type(self._model).__name__, self._options.enable
+        figures = encoder_figures(self.get_cumulative_stats(), self.runtime, graphs, name, is_enabled=is_enabled)
         return Report(replace(figures, kernels=self._kernels))
 
     def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:

@@ -9,6 +9,10 @@ from graphpass.report import KernelUse
 
 __all__ = ["another_setting", "attention_kernels", "new_weights", "why_eager"]
 
+_LARGER = (
+    "pass token_budgets that hold them (and max_tokens, if the largest batch is smaller), or scale the images down"
+)
+
 
 def attention_kernels(runtime: GraphRuntime, model: SupportsEncoderCudaGraph) -> tuple[KernelUse, ...]:
     """The kernels that the encoder names. Warns of one that is slower than need be."""
@@ -44,8 +48,9 @@ def why_eager(runtime: GraphRuntime, captured: CapturedLadder | None, num_tokens
         return
     largest = max((key.tokens for key in captured.budgets), default=0)
     if num_tokens > largest and captured.state.setting_changed() is None:
+        failed = next((reason for key, reason in captured.failed if key.tokens >= num_tokens), None)
         runtime.warn(
             f"items have more output tokens than the largest captured budget, {largest}: they run eagerly",
-            "pass token_budgets that hold them, or scale the image down",
+            failed.remedy if failed is not None else _LARGER,
             at=f"{num_tokens} tokens",
         )

@@ -33,7 +33,7 @@ class EncoderStats:
         budgets: use of the current graphs, the largest budget first.
         histogram: {output tokens of a replayed batch: number of such batches}, ascending.
             :func:`graphpass.plan_sizes` computes budgets from it.
-        other_settings: {setting that differed from the capture: requests that ran eagerly because of it}.
+        other_settings: {setting that differs from the capture: requests since then that ran eagerly because of it}.
         failed: (key, reason) of keys whose capture failed or that did not fit into ``max_pool_bytes``.
         pool_bytes: size of the graph pool; 0 on the CPU tape.
         buffer_bytes: size of the input buffers of graphs.
@@ -114,6 +114,10 @@ class EncoderCounts:
         self.misses += num_items
         self.eager_calls += 1
         self.eager_tokens += num_tokens
+
+    def captured_anew(self) -> None:
+        """Forget the settings that differed from an earlier capture."""
+        self._other_settings.clear()
 
     def under_another(self, setting: str) -> None:
         """Count a request that runs eagerly because ``setting`` changed since the capture."""

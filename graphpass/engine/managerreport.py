@@ -32,7 +32,7 @@ def manager_figures(stats: ManagerStats, runtime: GraphRuntime, subject: str) ->
         problems=(*figures.problems, *_left_out(stats)),
         keys=keys,
         uncaptured=tuple(
-            UncapturedCalls("steps", reason.explanation, batches, reason is DispatchReason.EMPTY, reason.remedy)
+            UncapturedCalls("steps", reason.explanation, batches, reason in _EXPECTED, reason.remedy)
             for reason, batches in stats.fallbacks.items()
         ),
         traffic=(sizes,) if stats.histogram else (),
@@ -53,6 +53,9 @@ def manager_figures(stats: ManagerStats, runtime: GraphRuntime, subject: str) ->
             ),
         ),
     )
+
+
+_EXPECTED = (DispatchReason.EMPTY, DispatchReason.DISABLED)  # nothing to run, and as the user asked
 
 
 def _left_out(stats: ManagerStats) -> Iterator[Problem]:

@@ -162,5 +162,6 @@ def _keeps_tensor(found: str) -> CaptureError:
         "the model stores a tensor in a Python object",
         expected="a forward that stores no argument and no result: the next step overwrites their memory",
         found=found,
-        remedy="return the tensor, or copy it into a registered buffer: self.last.copy_(x)",
+        remedy="return the tensor; or, if it has the same size in every step, copy it into a registered buffer: "
+        "self.last.copy_(x)",
     )

@@ -26,6 +26,7 @@ __all__ = [
 HIDE_PADDING = (
     "hide the padding from it by a mask argument, and declare what the mask holds there (padding={'mask': 0})"
 )
+_MOST_LETTERS = 160
 REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
 
 
@@ -144,7 +145,8 @@ class OpCall:
 
     def refuse(self, why: str, size: object = None, remedy: str = "") -> Unknown:
         """The exception to raise because the results depend on padding, for the reason ``why``."""
-        return Unknown(PaddingReason(why, size=size if self.padded(size) else None, remedy=remedy))
+        text = why if len(why) <= _MOST_LETTERS else f"{why[:_MOST_LETTERS]}..."  # sizes may be long expressions
+        return Unknown(PaddingReason(text, size=size if self.padded(size) else None, remedy=remedy))
 
     def refuse_place(self, value: PaddedValue, place: Place, what: str, remedy: str = "") -> Unknown:
         """The exception to raise because the call does ``what`` ("sums products over") with the factor at ``place``."""

@@ -173,7 +173,7 @@ def test_stdout_is_json_alone(command: Command) -> None:
     [
         ((f"{MODELS}:raising",), ("raising failed", "KeyError: 'no weights here' at models.py:", "raise KeyError")),
         ((f"{MODELS}:rasing",), ("does not exist", "'raising'")),
-        (("no_such_module:build",), ("ModuleNotFoundError",)),
+        (("no_such_module:build",), ("there is no such module",)),
         ((f"{MODELS}:wrong_length",), ("4 values",)),
         ((f"{MODELS}:number",), ("gives no model",)),
         ((f"{MODELS}:Cut",), ("no example inputs", "--input")),

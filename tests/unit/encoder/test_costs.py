@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,33 @@ from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, assert_same, made
 
 PAUSE_S = 0.04
-"""Of what is slow; everything else of the toy takes a millisecond or two."""
+
+
+class Clock:
+    """A clock that only pauses move, and each look at it by a millisecond: a busy machine changes nothing."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-3
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture
+def by_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "time", CLOCK)
 
 
 class SlowEagerCall(toy.WithExamples):
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        time.sleep(PAUSE_S)
+        CLOCK.sleep(PAUSE_S)
         return super().encoder_eager_forward(items)
 
 
@@ -32,7 +52,7 @@ class SlowForward(toy.ToyEncoder):
     """Its forward is slow from Python, which replays do not run. It has no examples: the forward itself is timed."""
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
-        time.sleep(PAUSE_S)
+        CLOCK.sleep(PAUSE_S)
         return super().encoder_cudagraph_forward(buffers, key)
 
 
@@ -42,10 +62,11 @@ class SlowReplay(toy.WithExamples):
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
-        time.sleep(PAUSE_S)
+        CLOCK.sleep(PAUSE_S)
         return super().prepare_encoder_cudagraph_replay_buffers(items, key)
 
 
+@pytest.mark.usefixtures("by_clock")
 @pytest.mark.parametrize(("kind", "replays"), [(SlowEagerCall, True), (SlowForward, True), (SlowReplay, False)])
 def test_the_quicker_of_the_two_runs(kind: type[toy.ToyEncoder], replays: bool) -> None:
     encoder = kind()
@@ -56,6 +77,7 @@ def test_the_quicker_of_the_two_runs(kind: type[toy.ToyEncoder], replays: bool) 
     assert (stats.hits, stats.misses) == ((3, 0) if replays else (0, 3))
 
 
+@pytest.mark.usefixtures("by_clock")
 def test_one_call_is_joined_where_replays_are_slow() -> None:
     """Three images in one eager call, not in three."""
     encoder = SlowReplay()
