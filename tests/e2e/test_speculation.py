@@ -203,6 +203,7 @@ def check_case(case: Case, managers: Managers, references: References) -> None:
         if mode.mixed_mode():
             assert manager.stats().replays - before == stats.num_steps
         assert bool(manager.stats().replays) == bool(mode)
+    assert not any("have no graph" in problem.what for problem in manager.report().problems)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -87,11 +87,13 @@ def test_keys_that_a_later_compilation_left_behind_are_named_when_capture_ends(
         (warning,) = [record for record in caplog.records if record.name == "graphpass"]
     for piece in ("compiled g1 after g0 was captured at FULL", str(reqs_by_length(4, 4)), "capturing()"):
         assert piece in warning.message
+    assert [problem.what in warning.message for problem in rt.report().problems] == [True]
     x, mask = torch.randn(4, 4), torch.rand(4, 4)
     with pytest.raises(CaptureError, match="compiled the function again"):
         at_key(compiled, "FULL", reqs_by_length(4, 4), x, mask)
     at_key(compiled, "FULL", reqs_by_length(4, 4), x, mask, capture=rt)
     agrees(at_key(compiled, "FULL", reqs_by_length(4, 4), x, mask), two_fields(x, mask))
+    assert rt.report().problems == (), "until the remedy was followed"
 
 
 def test_a_call_of_different_sizes_before_capture_leaves_no_key_behind(

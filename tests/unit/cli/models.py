@@ -65,6 +65,10 @@ def raising() -> None:
     raise KeyError("no weights here")
 
 
+def leaving() -> None:
+    raise SystemExit(7)
+
+
 def wrong_length() -> tuple[int, int, int, int]:
     return 1, 2, 3, 4
 

@@ -268,6 +268,7 @@ def test_without_enable_nothing_is_captured() -> None:
     items = toy.images(MIXED)
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     assert encoder.forwards == []
+    assert manager.report().problems == ()
 
 
 def test_a_second_capture_is_refused_until_cleared() -> None:

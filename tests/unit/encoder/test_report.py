@@ -63,3 +63,8 @@ def test_a_request_under_another_setting_is_a_problem() -> None:
     assert (problem.kind, problem.times) == ("no graph", requests)
     assert setting in problem.what
     assert "capture()" in problem.remedy
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        manager.clear()
+        manager.capture()
+        manager.execute(toy.images([6]))
+        assert manager.report().problems == ()

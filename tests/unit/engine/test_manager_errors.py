@@ -126,6 +126,8 @@ def test_a_dispatch_error_changes_nothing() -> None:
         got = run(manager, rows(num_tokens), uniform_decode=True)
         torch.testing.assert_close(got, model(rows(num_tokens)).detach())
     assert manager.stats().replays == 4
+    run(manager, rows(3))
+    assert manager.report().problems == (), "the mode has no graphs for a mixed batch"
 
 
 def test_a_model_that_takes_other_arguments_is_refused_at_capture() -> None:
