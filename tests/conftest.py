@@ -139,6 +139,8 @@ def clean_compiler() -> Iterator[None]:
         import torch
 
         torch.compiler.reset()
+        # torch 2.11 patches this for a compilation with dynamic=True, and threads that do so at once leave it off.
+        torch._dynamo.config.assume_static_by_default = True
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *_: 0.0

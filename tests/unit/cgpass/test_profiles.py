@@ -50,7 +50,7 @@ def step_of(rt: GraphRuntime, mode: str) -> Callable[[], torch.Tensor]:
 
 def ranges(step: Callable[[], Any]) -> list[str]:
     """The names of ours in a profile of one step, in the order of their start."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         step()
     events = sorted(seen.events(), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("g0")]
@@ -91,7 +91,7 @@ def test_regions_have_their_names_and_modules(rt: GraphRuntime) -> None:
 def test_results_are_the_same_under_a_profiler(rt: GraphRuntime, mode: str) -> None:
     step = step_of(rt, mode)
     expected, before = step(), rt.stats().replayed
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         seen = step()
     assert torch.equal(seen, expected)
     assert rt.stats().replayed - before == (1 if mode == "FULL" else 2)

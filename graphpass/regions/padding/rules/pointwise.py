@@ -277,7 +277,8 @@ RULES: dict[str, PaddingRule] = {
     ),
     **aten(
         entry_by_entry,
-        "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp polar complex",
+        "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp polar complex"
+        " leaky_relu",  # without the tag in torch 2.11
     ),
     **aten(_copy, "copy copy_"),
     **aten(cast, "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive"),
