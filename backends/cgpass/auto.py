@@ -114,17 +114,16 @@ class AutoDispatcher:
         off = self._rules.off
         if off is not None:
             return self._plain(off, args) if off.is_expected else self._fall_back(off, args)
-        is_asked = self._is_asked_to_capture()
-        if (not is_asked and self._runtime.is_busy()) or memory.is_capturing_stream(self._runtime.lease.device):
+        is_busy = self._runtime.is_busy()
+        is_asked = is_busy and self._is_asked_to_capture()
+        if (is_busy and not is_asked) or memory.is_capturing_stream(self._runtime.lease.device):
             return self._plain(BUSY, args)
         if any(not args[position].numel() for position in self._rules.dynamic):
             return self._plain(EMPTY, args)
         call = self._call_of(args)
         for seen, size in call.seen:
             seen[size] += 1
-        if is_asked:
-            return self._captured(call, args)
-        step = self._rules.keys.step(call.key)
+        step = KeyStep.CAPTURE if is_asked else self._rules.keys.step(call.key)
         try:
             if step is KeyStep.REPLAY:
                 return self._run(call, args)

@@ -12,6 +12,7 @@ round otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,6 +32,7 @@ __all__ = ["DueChecks", "PaddedCall", "PaddingCheck", "check_padding", "real_ent
 _LARGE: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 1e2, torch.bfloat16: 1e2})
 _LARGE_OTHERWISE = 1e4
 _SPREADS_ALLOWED = 4.0
+_SEEDS = itertools.count()  # other contents in each check
 _ROUNDING: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-2})
 _ROUNDING_OTHERWISE = 5e-2
 """Allowed difference of results at the padded and at the real sizes, as a share of the largest real entry."""
@@ -211,7 +213,7 @@ class _OtherContents:
     def __init__(self, device: torch.device, of_floats: Literal["random", "real"]) -> None:
         self._device, self._of_floats = device, of_floats
         # Its own generator: the model may draw from the default one, which has to be the same in all replays.
-        self._generator = torch.Generator(device).manual_seed(torch.initial_seed() % 2**32)
+        self._generator = torch.Generator(device).manual_seed(next(_SEEDS))
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
 
     def fill(self, padded: PaddedInput, magnitude: Callable[[torch.dtype], float]) -> None:

@@ -127,6 +127,20 @@ def test_a_capture_scope_captures_under_auto_dispatch(caplog: pytest.LogCaptureF
     assert warned(caplog) == []
 
 
+def test_a_capture_scope_survives_padding_that_the_check_refutes() -> None:
+    def centred(x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+    fast = compiled(centred, dynamic=True, dynamic_dims={"x": 0}, padding_check="declared")
+    with torch.no_grad():
+        fast(torch.randn(5, 6))
+        with gp.runtime_of(fast).capturing():
+            x = torch.randn(5, 6)
+            torch.testing.assert_close(fast(x), centred(x))
+    assert "no longer padded" in problem(fast, "depend on the padding").what
+    assert agree(fast, centred, rows(5, 5)) == 2
+
+
 def test_precapture_after_a_weight_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(6, 6).eval()
     fast = compiled(model)
