@@ -141,7 +141,7 @@ def test_steps_grow_linearly(graph_of: Callable[[int], fx.GraphModule]) -> None:
     partition(graph_of(2), SPLIT)
     few, some, many = (steps(graph_of(n)) for n in (8, 16, 32))
     # Torch 2.11 takes a step more for some of the 32 nodes. A quadratic term would be 384 steps or more.
-    assert many - some <= 2.01 * (some - few) + 16
+    assert many - some <= 2.01 * (some - few) + 32
 
 
 @pytest.mark.parametrize("num_layers", [2, 8])
