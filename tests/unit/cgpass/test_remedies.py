@@ -154,6 +154,18 @@ def test_precapture_after_a_weight_was_replaced(caplog: pytest.LogCaptureFixture
     assert warned(caplog) == []
 
 
+def test_an_example_of_size_one_is_followed_by_a_larger_one() -> None:
+    fast = gp.graphed(nn.Linear(6, 6).eval(), [1, 4, 8], {"input": 0}, compiler="eager")
+    fast.capture(torch.randn(1, 6))
+    (found,) = fast.report().problems
+    assert "one size was captured ahead of the calls" in found.what
+    torch.compiler.reset()
+    fast = gp.graphed(nn.Linear(6, 6).eval(), [1, 4, 8], {"input": 0}, compiler="eager")
+    fast.capture(torch.randn(3, 6))
+    assert fast.runtime.stats().captured == 3
+    assert fast.report().problems == ()
+
+
 class Counts(nn.Module):
     """Replaces its buffer in every call, or writes into it."""
 
