@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from graphpass.compat import memory, symbolic
+from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput, GuardedSymbols
 
@@ -196,13 +197,38 @@ def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], en
     return InputLayout(graph_input.shown, shape, strides, offset, tuple(order))
 
 
+def _viewed(parts: Partition, inputs: Mapping[str, int], name: str, homes: Sequence[int]) -> int | None:
+    """Position of the input that an output is, or is a view of.
+
+    Args:
+        parts: the partition.
+        inputs: name -> position.
+        name: the output's name.
+        homes: positions of the inputs with the output's storage in the traced call. Several inputs may have shared
+            memory there by chance, and not in later calls, so the view is followed back to its base.
+    """
+    producers = {value: (region, at) for region in parts.regions for at, value in enumerate(region.outputs)}
+    while len(homes) > 1 and name not in inputs and name in producers:
+        region, at = producers[name]
+        graph = region.graph_module.graph
+        results: Any = graph.output_node().args[0]
+        node, storage = results[at], memory.storage_id(value_of(results[at]))
+        while node.op != "placeholder":
+            bases = [n for n in node.all_input_nodes if storage in storages_of(value_of(n))]
+            if not bases:
+                return homes[0]
+            node = bases[0]  # a view's base is its first argument, and so is what an in-place operator returns
+        name = region.inputs[graph.find_nodes(op="placeholder").index(node)]
+    return inputs[name] if name in inputs else homes[0] if homes else None
+
+
 def _outputs(
     parts: Partition, simplified: Callable[[Any], Expression]
 ) -> tuple[OutputTensor | OutputNumber | None, ...]:
-    homes: dict[int | None, int] = {}
+    homes: dict[int | None, list[int]] = {}
     for position, graph_input in enumerate(parts.inputs):
         if isinstance(graph_input.value, torch.Tensor):
-            homes.setdefault(memory.storage_id(graph_input.value), position)
+            homes.setdefault(memory.storage_id(graph_input.value), []).append(position)
     inputs = {graph_input.name: position for position, graph_input in enumerate(parts.inputs)}
     groups: dict[int | None, int] = {}
     found: list[OutputTensor | OutputNumber | None] = []
@@ -215,7 +241,7 @@ def _outputs(
                     strides=tuple(map(simplified, value.stride())),
                     offset=simplified(value.storage_offset()),
                     group=groups.setdefault(storage, index),
-                    viewed=inputs[name] if name in inputs else homes.get(storage),
+                    viewed=_viewed(parts, inputs, name, homes.get(storage, [])),
                     is_input=name in inputs,
                 )
             )

@@ -129,6 +129,23 @@ def test_an_operator_that_draws_numbers_is_not_taken_for_a_dependence() -> None:
     assert gp.runtime_of(fast).stats().replayed > 0
 
 
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_inputs_that_share_memory_in_the_first_calls_alone(mode: str) -> None:
+    """A result that is a view of one of them is a view of that one in later calls, too."""
+    fast = torch.compile(
+        lambda x, y: (y + x, x[1:], y.t()), backend="cgpass", dynamic=True, options={"compiler": "eager", "mode": mode}
+    )
+    with torch.no_grad():
+        for call in range(8):
+            x = torch.randn(5, 4)
+            y = x.detach() if call < 3 else torch.randn(5, 4)
+            _, of_x, of_y = fast(x, y)
+            for found, expected in ((of_x, x[1:]), (of_y, y.t())):
+                torch.testing.assert_close(found, expected)
+                assert found.data_ptr() == expected.data_ptr()
+    assert gp.runtime_of(fast).stats().replayed > 0
+
+
 def test_an_expanded_output_is_padded() -> None:
     layer = nn.Linear(3, 3).eval()
     fast = torch.compile(
