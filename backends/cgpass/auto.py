@@ -287,8 +287,7 @@ class AutoDispatcher:
                     self._check(call, context, args)
             filled = call.filled(args)
             returned = self._key_outputs(call, context, filled, clone=False)
-            flat = returned if self._owner.returns_flat else trees.flatten(returned)[0]
-            cut = call.cuts.apply(flat, args)
+            cut = call.cuts.apply(self._flat(returned), args)
             for padded in call.inputs:
                 if padded.is_written:
                     args[padded.position].copy_(padded.real)
@@ -298,6 +297,9 @@ class AutoDispatcher:
         if self._owner.returns_flat:
             return type(returned)(cut)
         return trees.unflatten(cut, trees.flatten(returned)[1])
+
+    def _flat(self, returned: Any) -> Sequence[Any]:
+        return returned if self._owner.returns_flat else trees.flatten(returned)[0]
 
     def _key_outputs(self, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
         if self._runtime.scopes.is_mine():
@@ -332,12 +334,10 @@ class AutoDispatcher:
         filled = call.filled(args)
 
         def replay() -> Sequence[Any]:
-            returned = self._key_outputs(call, context, filled, clone=False)
-            return returned if self._owner.returns_flat else trees.flatten(returned)[0]
+            return self._flat(self._key_outputs(call, context, filled, clone=False))
 
         def run_unpadded() -> Sequence[Any]:
-            returned = self._owner.run_plain(args)
-            return returned if self._owner.returns_flat else trees.flatten(returned)[0]
+            return self._flat(self._owner.run_plain(args))
 
         found = check_padding(
             PaddedCall(

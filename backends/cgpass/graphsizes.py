@@ -207,8 +207,10 @@ def _viewed(parts: Partition, inputs: Mapping[str, int], name: str, homes: Seque
         homes: positions of the inputs with the output's storage in the traced call. Several inputs may have shared
             memory there by chance, and not in later calls, so the view is followed back to its base.
     """
+    if len(homes) <= 1:
+        return inputs[name] if name in inputs else next(iter(homes), None)
     producers = {value: (region, at) for region in parts.regions for at, value in enumerate(region.outputs)}
-    while len(homes) > 1 and name not in inputs and name in producers:
+    while name not in inputs and name in producers:
         region, at = producers[name]
         graph = region.graph_module.graph
         results: Any = graph.output_node().args[0]
@@ -219,7 +221,7 @@ def _viewed(parts: Partition, inputs: Mapping[str, int], name: str, homes: Seque
                 return homes[0]
             node = bases[0]  # a view's base is its first argument, and so is what an in-place operator returns
         name = region.inputs[graph.find_nodes(op="placeholder").index(node)]
-    return inputs[name] if name in inputs else homes[0] if homes else None
+    return inputs.get(name, homes[0])
 
 
 def _outputs(

@@ -122,15 +122,18 @@ class PaddedCall:
             for padded in self.inputs:
                 if padded.is_written:
                     entries.append((f"written input {padded.position}", padded.real))
-            buffers = {id(padded.buffer) for padded in self.inputs}
-            entries += [(name, tensor) for name, tensor in self.written if id(tensor) not in buffers]
+            entries += self._written_unpadded()
             return [(name, tensor.clone()) for name, tensor in entries]
+
+    def _written_unpadded(self) -> list[tuple[str, torch.Tensor]]:
+        """The written tensors that are no padded buffers."""
+        buffers = {id(padded.buffer) for padded in self.inputs}
+        return [(name, tensor) for name, tensor in self.written if id(tensor) not in buffers]
 
     def unpadded(self, run: Callable[[], Sequence[Any]]) -> dict[str, torch.Tensor]:
         """The results of a run at the real sizes by name; restores the state."""
         written = [(f"written input {p.position}", self.args[p.position]) for p in self.inputs if p.is_written]
-        buffers = {id(padded.buffer) for padded in self.inputs}
-        written += [(name, tensor) for name, tensor in self.written if id(tensor) not in buffers]
+        written += self._written_unpadded()
         with restoring([tensor for _, tensor in written], self.generators, self.device):
             outputs = run()
             indices = [cut.index for group in self.cuts.tensors for cut in group]

@@ -62,6 +62,13 @@ def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds
     Raises:
         GraphpassError: the model fails, or an option is invalid.
     """
+    if "compiler" in options:
+        raise CommandError(
+            "the compiler is no option of graphpass alone here",
+            expected="--compiler, for all variants",
+            found=f"--option compiler={options['compiler']}",
+            remedy=f"pass --compiler {options['compiler']}",
+        )
     contents = _contents(program)
     expected = "a model that runs eagerly and under torch.compile with its example inputs"
     with (
@@ -97,13 +104,6 @@ def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> It
     yield _Variant("compile", compiled)
     reduced = torch.compile(with_own_code(program.model), mode="reduce-overhead") if on_gpu else None
     yield _Variant("reduce-overhead", reduced, needs_gpu)
-    if "compiler" in options:
-        raise CommandError(
-            "the compiler is no option of graphpass alone here",
-            expected="--compiler, for all variants",
-            found=f"--option compiler={options['compiler']}",
-            remedy=f"pass --compiler {options['compiler']}",
-        )
     used = {"compiler": compiler, **options}
     yield _Variant("graphpass", torch.compile(with_own_code(program.model), backend="cgpass", options=used))
     yield _Variant("raw replay", _RawReplay(compiled, program) if on_gpu else None, needs_gpu)

@@ -230,7 +230,8 @@ def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
             found="no such package",
             remedy="pip install transformers",
         ) from error
-    content = {**content, **_overrides(overrides)}
+    changed = _overrides(overrides)
+    content = {**content, **changed}
     known = transformers.CONFIG_MAPPING.keys()
     if content["model_type"] not in known:
         raise CommandError(
@@ -241,7 +242,7 @@ def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
         )
     config = transformers.AutoConfig.for_model(**content)
     settings = transformers.AutoConfig.for_model(content["model_type"]).to_dict()
-    for name in _overrides(overrides):
+    for name in changed:
         if name not in settings:
             raise CommandError(
                 f"{type(config).__name__} has no such setting",
