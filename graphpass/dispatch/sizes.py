@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from graphpass.errors import DispatchError
 
-__all__ = ["Ladder", "capture_sizes_within", "decode_sizes", "least_padded_to"]
+__all__ = ["Ladder", "capture_sizes_within", "decode_sizes"]
 
 # Entries of the direct table for each rung, which bounds its memory; larger sizes use a binary search.
 _SLOTS_PER_RUNG = 1024
@@ -37,11 +37,6 @@ class Ladder:
         if size < len(self._next_rung):
             return self._next_rung[size]
         return bisect_left(self.rungs, size)
-
-
-def least_padded_to(rung: int, rungs: Iterable[int]) -> int:
-    """The smallest size that is padded to ``rung``, one above the next lower rung."""
-    return 1 + max((smaller for smaller in rungs if smaller < rung), default=0)
 
 
 def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:

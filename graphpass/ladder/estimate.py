@@ -133,13 +133,6 @@ class PoolModel:
         kept = sum(self.kept.get(other, 0) for other in captured)
         return max(pool_bytes, self.opening + kept + self.needs.get(key, 0)) + self.extra.get(key, 0)
 
-    def bytes_after(self, keys: Sequence[Key]) -> int:
-        """Size of a pool with all ``keys``, captured in this order, in bytes."""
-        pool_bytes = 0
-        for position, key in enumerate(keys):
-            pool_bytes = self.after(pool_bytes, keys[:position], key)
-        return pool_bytes
-
     @classmethod
     def of(cls, groups: Groups, measured: Measured) -> PoolModel:
         """A model that predicts at least the measured bytes of every sample.

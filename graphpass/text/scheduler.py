@@ -206,16 +206,6 @@ class Scheduler:
         for request in list(self._slot_of):
             self.finish(request)
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that are not admitted yet."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests that have pages."""
-        return len(self._slot_of)
-
     def has_work(self) -> bool:
         """Whether a request waits, or has a token to come that no step is planned for."""
         if self._rows_changed:
