@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoDispatcher
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes
@@ -26,7 +27,7 @@ from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import sideeffects, transforms, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
-from graphpass.errors import CaptureError, ContextError
+from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
@@ -48,6 +49,7 @@ class CompiledGraph:
         compiled: region name -> compiled region, for the captured ones.
         traces: region name -> its aten graph, for proofs.
         taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
+        appended: the inputs after those, which Dynamo does not pass; None if there are none.
         ends_early: why the graph ends before the model does (a graph break), or None.
         returns_flat: whether the graph returns a tuple or list of values that are not containers.
         side_effects: changes of Python state that Dynamo's code makes after the graph has run.
@@ -58,6 +60,7 @@ class CompiledGraph:
     compiled: Mapping[str, CompiledRegion]
     traces: Mapping[str, RegionTrace]
     taken: Sequence[int]
+    appended: AppendedInputs | None
     ends_early: str | None
     returns_flat: bool
     side_effects: tuple[sideeffects.SideEffect, ...]
@@ -90,7 +93,7 @@ class GraphedCallable:
         self.returns_flat = graph.returns_flat
         self.partition = partition = graph.partition
         self.runtime = runtime
-        self._taken = tuple(graph.taken)
+        self._taken, self._appended = tuple(graph.taken), graph.appended
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
         self._compiled = dict(graph.compiled)
@@ -137,7 +140,11 @@ class GraphedCallable:
     def __call__(self, *given: Any) -> Any:
         """Run with Dynamo's arguments."""
         args = given if len(given) == len(self._taken) else tuple([given[position] for position in self._taken])
-        return self.call(args)
+        if self._appended is None:
+            return self.call(args)
+        changed = self._appended.changed()
+        args = self._appended.after(args)
+        return self.call(args) if changed is None else self._changed(changed, args)
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """Run with one argument for each of the partition's inputs.
@@ -196,6 +203,22 @@ class GraphedCallable:
             "transform the model itself, or compile a function that has the transform inside",
             at=self.name,
         )
+        return self._as_traced(args)
+
+    def _changed(self, how: str, args: tuple[Any, ...]) -> Any:
+        """Run a call on the traced graph, because compiled code would read an attribute in its old layout.
+
+        Raises:
+            ShapeError: the user's context asks for a graph.
+        """
+        context, remedy = current_context(), "call torch.compiler.reset() after `tensor.data = other` of another layout"
+        text = "a tensor that the compiled code holds has another layout than when it was compiled"
+        if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
+            raise ShapeError(f"{self.name}: {text}", expected="the layout of the trace", found=how, remedy=remedy)
+        self.runtime.warn(f"{text}: its calls run without compiled code and graphs ({how})", remedy, at=self.name)
+        return self._as_traced(args)
+
+    def _as_traced(self, args: tuple[Any, ...]) -> Any:
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _told_scope(self, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None) -> Any:
