@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoDispatcher
+from cgpass.callees import wrapped_regions
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.plans import ReplayPlans
 from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
-from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
@@ -32,7 +32,6 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
-from graphpass.regions.symbols import layout_inputs
 
 __all__ = ["CompiledGraph", "GraphedCallable"]
 
@@ -97,7 +96,7 @@ class GraphedCallable:
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
         self._compiled = dict(graph.compiled)
-        self._callees = _wrapped_regions(name, partition, graph.compiled, runtime, settings.policy)
+        self._callees = wrapped_regions(name, partition, graph.compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
         self._staged = tuple(
@@ -211,11 +210,11 @@ class GraphedCallable:
         Raises:
             ShapeError: the user's context asks for a graph.
         """
-        context, remedy = current_context(), "call torch.compiler.reset() after `tensor.data = other` of another layout"
-        text = "a tensor that the compiled code holds has another layout than when it was compiled"
+        context, text = current_context(), "a tensor that compiled code reads has another layout than in its trace"
+        remedy = "call torch.compiler.reset() after `tensor.data = other` of another layout"
         if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
             raise ShapeError(f"{self.name}: {text}", expected="the layout of the trace", found=how, remedy=remedy)
-        self.runtime.warn(f"{text}: its calls run without compiled code and graphs ({how})", remedy, at=self.name)
+        self.runtime.warn(f"{text}: its calls run without compiled code and graphs", remedy, at=f"{self.name} ({how})")
         return self._as_traced(args)
 
     def _as_traced(self, args: tuple[Any, ...]) -> Any:
@@ -361,55 +360,3 @@ class GraphedCallable:
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
     return trees.unflatten(flat, trees.flatten(outputs)[1])
-
-
-class _EagerRegion:
-    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls.
-
-    Args:
-        name: the region's name in its runtime.
-        run: its code.
-    """
-
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        self.name = name
-        self.run = run
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
-        context = current_context()
-        if context is None or context.capture is None:
-            return self.run(*args)
-        return context.capture.call(self.name, self.run, args, {})
-
-
-def _wrapped_regions(
-    name: str,
-    partition: Partition,
-    compiled: Mapping[str, CompiledRegion],
-    runtime: GraphRuntime,
-    policy: CapturePolicy,
-) -> dict[str, Callable[..., Any]]:
-    """Region name -> callable for the stitched code: a PIECEWISE wrapper, or the eager region itself."""
-    # Results stay in the pool between regions; the callable clones those that it returns.
-    inner = replace(policy, outputs="view")
-    given = {graph_input.name: graph_input for graph_input in partition.inputs}
-    callees: dict[str, Callable[..., Any]] = {}
-    for region in partition.regions:
-        if region.kind == "eager":
-            callees[region.name] = _EagerRegion(f"{name}.{region.name}", region.graph_module.forward)
-            continue
-        static = [p for p, value in enumerate(region.inputs) if value in given and given[value].is_static]
-        callees[region.name] = CUDAGraphWrapper(
-            compiled[region.name],
-            CUDAGraphMode.PIECEWISE,
-            runtime=runtime,
-            name=RegionId(name, region.name),
-            static_inputs=static,
-            module_inputs=[p for p in static if given[region.inputs[p]].source_name is None],
-            mutated_inputs=region.mutated_inputs,
-            layout_inputs=layout_inputs(region.graph_module.graph),
-            input_names=region.inputs,
-            policy=inner,
-        )
-    return callees
