@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoDispatcher
+from cgpass.callees import wrapped_regions
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes
 from cgpass.keyshape import KeyShape
 from cgpass.plans import ReplayPlans
 from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
-from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
@@ -26,12 +27,11 @@ from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import sideeffects, transforms, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
-from graphpass.errors import CaptureError, ContextError
+from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
-from graphpass.regions.symbols import layout_inputs
 
 __all__ = ["CompiledGraph", "GraphedCallable"]
 
@@ -48,6 +48,7 @@ class CompiledGraph:
         compiled: region name -> compiled region, for the captured ones.
         traces: region name -> its aten graph, for proofs.
         taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
+        appended: the inputs after those, which Dynamo does not pass; None if there are none.
         ends_early: why the graph ends before the model does (a graph break), or None.
         returns_flat: whether the graph returns a tuple or list of values that are not containers.
         side_effects: changes of Python state that Dynamo's code makes after the graph has run.
@@ -58,6 +59,7 @@ class CompiledGraph:
     compiled: Mapping[str, CompiledRegion]
     traces: Mapping[str, RegionTrace]
     taken: Sequence[int]
+    appended: AppendedInputs | None
     ends_early: str | None
     returns_flat: bool
     side_effects: tuple[sideeffects.SideEffect, ...]
@@ -90,11 +92,11 @@ class GraphedCallable:
         self.returns_flat = graph.returns_flat
         self.partition = partition = graph.partition
         self.runtime = runtime
-        self._taken = tuple(graph.taken)
+        self._taken, self._appended = tuple(graph.taken), graph.appended
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
         self._compiled = dict(graph.compiled)
-        self._callees = _wrapped_regions(name, partition, graph.compiled, runtime, settings.policy)
+        self._callees = wrapped_regions(name, partition, graph.compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
         self._staged = tuple(
@@ -137,7 +139,11 @@ class GraphedCallable:
     def __call__(self, *given: Any) -> Any:
         """Run with Dynamo's arguments."""
         args = given if len(given) == len(self._taken) else tuple([given[position] for position in self._taken])
-        return self.call(args)
+        if self._appended is None:
+            return self.call(args)
+        changed = self._appended.changed()
+        args = self._appended.after(args)
+        return self.call(args) if changed is None else self._changed(changed, args)
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """Run with one argument for each of the partition's inputs.
@@ -196,6 +202,22 @@ class GraphedCallable:
             "transform the model itself, or compile a function that has the transform inside",
             at=self.name,
         )
+        return self._as_traced(args)
+
+    def _changed(self, how: str, args: tuple[Any, ...]) -> Any:
+        """Run a call on the traced graph, because compiled code would read an attribute in its old layout.
+
+        Raises:
+            ShapeError: the user's context asks for a graph.
+        """
+        context, text = current_context(), "a tensor that compiled code reads has another layout than in its trace"
+        remedy = "call torch.compiler.reset() after `tensor.data = other` of another layout"
+        if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
+            raise ShapeError(f"{self.name}: {text}", expected="the layout of the trace", found=how, remedy=remedy)
+        self.runtime.warn(f"{text}: its calls run without compiled code and graphs", remedy, at=f"{self.name} ({how})")
+        return self._as_traced(args)
+
+    def _as_traced(self, args: tuple[Any, ...]) -> Any:
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _told_scope(self, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None) -> Any:
@@ -291,7 +313,8 @@ class GraphedCallable:
             CaptureError: the key cannot be captured.
         """
         assert self._auto is not None, "only a callable that dispatches by itself has a ladder"
-        self._auto.capture_key(descriptor, args)
+        with torch.no_grad():  # as in the call: the step of an optimizer turns autograd off by itself
+            self._auto.capture_key(descriptor, args)
 
     def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ReplayPlan | None]:
         """Capture or replay the FULL graph; returns the outputs and, inside a capture scope, its plan."""
@@ -337,55 +360,3 @@ class GraphedCallable:
 
 def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
     return trees.unflatten(flat, trees.flatten(outputs)[1])
-
-
-class _EagerRegion:
-    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls.
-
-    Args:
-        name: the region's name in its runtime.
-        run: its code.
-    """
-
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        self.name = name
-        self.run = run
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
-        context = current_context()
-        if context is None or context.capture is None:
-            return self.run(*args)
-        return context.capture.call(self.name, self.run, args, {})
-
-
-def _wrapped_regions(
-    name: str,
-    partition: Partition,
-    compiled: Mapping[str, CompiledRegion],
-    runtime: GraphRuntime,
-    policy: CapturePolicy,
-) -> dict[str, Callable[..., Any]]:
-    """Region name -> callable for the stitched code: a PIECEWISE wrapper, or the eager region itself."""
-    # Results stay in the pool between regions; the callable clones those that it returns.
-    inner = replace(policy, outputs="view")
-    given = {graph_input.name: graph_input for graph_input in partition.inputs}
-    callees: dict[str, Callable[..., Any]] = {}
-    for region in partition.regions:
-        if region.kind == "eager":
-            callees[region.name] = _EagerRegion(f"{name}.{region.name}", region.graph_module.forward)
-            continue
-        static = [p for p, value in enumerate(region.inputs) if value in given and given[value].is_static]
-        callees[region.name] = CUDAGraphWrapper(
-            compiled[region.name],
-            CUDAGraphMode.PIECEWISE,
-            runtime=runtime,
-            name=RegionId(name, region.name),
-            static_inputs=static,
-            module_inputs=[p for p in static if given[region.inputs[p]].source_name is None],
-            mutated_inputs=region.mutated_inputs,
-            layout_inputs=layout_inputs(region.graph_module.graph),
-            input_names=region.inputs,
-            policy=inner,
-        )
-    return callees

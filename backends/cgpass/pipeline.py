@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cgpass.appended import AppendedInputs, attributes_read, lift_attributes
 from cgpass.autorules import dispatched
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keysizes import KeySizes
@@ -58,9 +59,10 @@ def backend(
         raise _no_presets(mode)
     settings = Settings.of(options)
     runtime = settings.runtime or runtime_of_compiler(dynamo.calling_compiler())
-    _refuse_subclasses(example_inputs)
+    read = [*example_inputs, *attributes_read(graph_module).values()]
+    _refuse_subclasses(read)
     name = runtime.next_callable_name()
-    if _needs_autograd(example_inputs):
+    if _needs_autograd(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     return _captured(name, _Traced.of(graph_module, settings), runtime, settings)
 
@@ -115,6 +117,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
         compiled=compiled.by_name,
         traces=traces,
         taken=traced.taken,
+        appended=traced.appended,
         ends_early=None if traced.ends_early is None else str(traced.ends_early),
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,
@@ -129,8 +132,9 @@ class _Traced:
     """A copy of Dynamo's graph, ready to be partitioned.
 
     Attributes:
-        whole: the copy, without unused tensor inputs.
+        whole: the copy, without unused tensor inputs and with appended ones.
         taken: positions of the remaining inputs among Dynamo's.
+        appended: the inputs after those; None if there are none.
         ends_early: the graph break after it; None if the function ends there.
         side_effects: changes of Python state that Dynamo's code makes after the graph has run.
         key: equal for traces that one callable can serve; None if no other trace can share the callable.
@@ -138,6 +142,7 @@ class _Traced:
 
     whole: fx.GraphModule
     taken: list[int]
+    appended: AppendedInputs | None
     ends_early: dynamo.GraphBreak | None
     side_effects: tuple[sideeffects.SideEffect, ...]
     key: TraceKey | None
@@ -149,7 +154,9 @@ class _Traced:
         dynamo.specialize_wrapped_floats(whole)
         side_effects = sideeffects.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
-        return cls(whole, _drop_unread_inputs(whole), ends_early, side_effects, key)
+        taken = _drop_unread_inputs(whole)
+        appended = lift_attributes(whole, dynamo.attribute_sources(graph_module))
+        return cls(whole, taken, appended, ends_early, side_effects, key)
 
 
 def _no_presets(mode: str) -> OptionError:
@@ -180,14 +187,12 @@ def _training(
     return compile_training(graph_module, example_inputs, settings.compiler)
 
 
-def _needs_autograd(example_inputs: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
-    )
+def _needs_autograd(values: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def _refuse_subclasses(example_inputs: Sequence[Any]) -> None:
-    for value in example_inputs:
+def _refuse_subclasses(values: Sequence[Any]) -> None:
+    for value in values:
         if isinstance(value, torch.Tensor) and nnmodules.is_wrapper_subclass(value):
             raise DeviceError(
                 "tensor subclasses cannot be captured",

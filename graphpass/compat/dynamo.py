@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+_SOURCE = "graphpass_source"
+
 
 def frame_id() -> int | None:
     """Id of the Python frame that Dynamo is compiling, equal in all recompiles of a function; None at other times."""
@@ -174,10 +176,28 @@ def example_value(node: fx.Node) -> Any:
     return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
 
 
+def attribute_sources(graph_module: fx.GraphModule) -> dict[str, str]:
+    """{attribute of Dynamo's graph module: its source in Dynamo's notation}; empty for another tracer's module."""
+    sources = getattr(graph_module, "_param_name_to_source", None) or {}
+    return {attribute: text for attribute, source in sources.items() if (text := _text_of(source)) is not None}
+
+
+def meta_of_static_input(node: fx.Node, tensor: torch.Tensor, source: str) -> dict[str, Any]:
+    """Metadata for a placeholder with a static address in place of a ``get_attr`` node that reads ``tensor``."""
+    tensor_dict = {"_dynamo_static_input_type": "unguarded", **node.meta.get("tensor_dict", {})}
+    value = node.meta.get("example_value", node.meta.get("val", tensor))
+    return {**node.meta, "example_value": value, "tensor_dict": tensor_dict, _SOURCE: source}
+
+
 def source_text(node: fx.Node) -> str | None:
     """The source of a placeholder in Dynamo's notation (``L['x']``), or None."""
-    grapharg = node.meta.get("grapharg")
-    name = getattr(getattr(grapharg, "source", None), "name", None)
+    if _SOURCE in node.meta:
+        return str(node.meta[_SOURCE])
+    return _text_of(getattr(node.meta.get("grapharg"), "source", None))
+
+
+def _text_of(source: Any) -> str | None:
+    name = getattr(source, "name", None)
     text = name() if callable(name) else name
     return text if isinstance(text, str) else None
 

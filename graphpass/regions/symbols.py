@@ -19,6 +19,7 @@ from graphpass.regions.execute import tensors_in, value_of
 __all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
 
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_NTH_KEY = re.compile(r"list\(dict\.keys\((?:(?!list\().)*?\)\)\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +65,13 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
 
 
 def _label(source: str) -> str:
-    """Dynamo's text ``L['self']._modules['a']._parameters['weight']`` as Python: ``self.a.weight``."""
+    """Dynamo's text ``L['self']._modules['a']._parameters['weight']`` as Python: ``self.a.weight``.
+
+    The n-th key of a dict is ``#n``: ``self.state[#0]['step']``.
+    """
+    shorter = _NTH_KEY.sub(r"#\1", source)
+    while shorter != source:  # the text of a key may contain that of another
+        source, shorter = shorter, _NTH_KEY.sub(r"#\1", shorter)
     plain = source.replace("L['", "").replace("']", "", 1)
     return _OF_A_MODULE.sub(r".\1", plain)
 
