@@ -314,7 +314,8 @@ class GraphedCallable:
             CaptureError: the key cannot be captured.
         """
         assert self._auto is not None, "only a callable that dispatches by itself has a ladder"
-        self._auto.capture_key(descriptor, args)
+        with torch.no_grad():  # as in the call: the step of an optimizer turns autograd off by itself
+            self._auto.capture_key(descriptor, args)
 
     def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ReplayPlan | None]:
         """Capture or replay the FULL graph; returns the outputs and, inside a capture scope, its plan."""

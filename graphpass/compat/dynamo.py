@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-
 _SOURCE = "graphpass_source"
 
 

@@ -1,0 +1,171 @@
+"""Optimizers' steps on real graphs: capturable and not, foreach, fused, new gradients, moved parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import graphpass as gp
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 8
+KINDS = [
+    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9}, id="SGD"),
+    *(
+        pytest.param(kind, {"capturable": True}, id=kind.__name__)
+        for kind in (
+            optim.Adam,
+            optim.AdamW,
+            optim.Adadelta,
+            optim.Adamax,
+            optim.NAdam,
+            optim.RAdam,
+            optim.RMSprop,
+            optim.Rprop,
+            optim.ASGD,
+        )
+    ),
+    pytest.param(optim.Adagrad, {}, id="Adagrad"),
+]
+Event = Callable[[int, optim.Optimizer], None]
+
+
+def nothing(number: int, optimizer: optim.Optimizer) -> None:
+    """No event between the steps."""
+
+
+def weights() -> list[nn.Parameter]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return [nn.Parameter(torch.randn(4, 3, generator=generator, device="cuda")) for _ in range(3)]
+
+
+def trained(step: Callable[[], Any], optimizer: optim.Optimizer, event: Event = nothing) -> list[torch.Tensor]:
+    """Parameters and state after several steps with new gradient tensors."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    parameters = optimizer.param_groups[0]["params"]
+    for number in range(STEPS):
+        event(number, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator, device="cuda")
+        step()
+    state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+    return [t.detach().clone().cpu() for t in (*parameters, *state)]
+
+
+def agrees(
+    make: Callable[[], optim.Optimizer], compiler: str, event: Callable[[], Event] = lambda: nothing, **options: Any
+) -> tuple[int, int]:
+    """Compare with the optimizer and the plain backend; (graphs captured, calls replayed)."""
+    eager, plain, ours = make(), make(), make()
+    by_eager = trained(eager.step, eager, event())
+    torch.compiler.reset()
+    expected = trained(torch.compile(plain.step, backend=compiler), plain, event())
+    torch.compiler.reset()
+    step = torch.compile(ours.step, backend="cgpass", options={"compiler": compiler, **options})
+    found = trained(step, ours, event())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(found, by_eager, rtol=1e-4, atol=1e-4)
+    counts = gp.runtime_of(step).counts().values()
+    return sum(c.captured for c in counts), sum(c.replayed for c in counts)
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS)
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_each_optimizer_replays_and_agrees(kind: Any, settings: dict[str, Any], foreach: bool, compiler: str) -> None:
+    captured, replayed = agrees(lambda: kind(weights(), **settings, foreach=foreach), compiler)
+    assert captured == 1
+    assert replayed >= STEPS - 2
+
+
+@pytest.mark.parametrize(("kind", "settings"), [KINDS[0], KINDS[2]])
+def test_inductor(kind: Any, settings: dict[str, Any]) -> None:
+    assert agrees(lambda: kind(weights(), **settings), "inductor")[0] == 1
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.SGD])
+def test_a_fused_optimizer_runs_as_it_is(kind: Any) -> None:
+    eager, ours = kind(weights(), lr=0.1, fused=True), kind(weights(), lr=0.1, fused=True)
+    torch.compiler.reset()
+    step = torch.compile(ours.step, backend="cgpass", options={"compiler": "eager"})
+    torch.testing.assert_close(trained(step, ours), trained(eager.step, eager), rtol=0, atol=0)
+
+
+def test_state_on_the_cpu_runs_and_agrees() -> None:
+    """Not capturable, and its first steps are not compiled: the count of steps is on the CPU."""
+    optimizers = optim.Adam(weights()), optim.Adam(weights())
+    for optimizer in optimizers:
+        trained(optimizer.step, optimizer)
+    torch.compiler.reset()
+    step = torch.compile(optimizers[0].step, backend="cgpass", options={"compiler": "eager"})
+    found, expected = trained(step, optimizers[0]), trained(optimizers[1].step, optimizers[1])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def lr_is_refilled() -> Event:
+    def event(number: int, optimizer: optim.Optimizer) -> None:
+        if number in (3, 5):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    return event
+
+
+def state_is_loaded() -> Event:
+    saved: list[dict[str, Any]] = []
+
+    def event(number: int, optimizer: optim.Optimizer) -> None:
+        if number == 2:
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        if number == 5:
+            optimizer.load_state_dict(saved.pop())
+
+    return event
+
+
+def data_is_replaced() -> Event:
+    def event(number: int, optimizer: optim.Optimizer) -> None:
+        if number in (3, 5):
+            for p in optimizer.param_groups[0]["params"]:
+                p.data = p.data * 0.5
+
+    return event
+
+
+@pytest.mark.parametrize(
+    ("event", "captured"),
+    [(lr_is_refilled, 1), (state_is_loaded, 2), (data_is_replaced, 3)],
+    ids=["tensor-lr", "state-loaded", "data-replaced"],
+)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_changes_between_steps(event: Callable[[], Event], captured: int, mode: str) -> None:
+    def make() -> optim.Optimizer:
+        return optim.AdamW(weights(), lr=torch.tensor(0.01, device="cuda"), capturable=True)
+
+    assert agrees(make, "eager", event, mode=mode)[0] == captured
+
+
+def test_fifty_training_steps() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).cuda()
+
+    torch.compiler.reset()
+    eager, ours = model(), model()
+    optimizers = [optim.AdamW(m.parameters(), lr=0.01, capturable=True) for m in (eager, ours)]
+    forward = torch.compile(ours, backend="aot_eager")
+    step = torch.compile(optimizers[1].step, backend="cgpass", options={"compiler": "aot_eager"})
+    for _ in range(50):
+        x, y = torch.randn(5, 6, device="cuda"), torch.randn(5, 2, device="cuda")
+        for run, optimizer, update in ((eager, optimizers[0], optimizers[0].step), (forward, optimizers[1], step)):
+            optimizer.zero_grad(set_to_none=True)
+            nn.functional.mse_loss(run(x), y).backward()
+            update()
+    torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-3, atol=1e-4)
+    assert sum(c.replayed for c in gp.runtime_of(step).counts().values()) >= 48
