@@ -2,7 +2,7 @@
 
 Dynamo does not pass every tensor that its graph reads: the parameters and the state of an optimizer are attributes of
 the graph module. Each of these becomes a placeholder after Dynamo's own. So all tensors that a graph reads are inputs,
-with the same names, address guards and undo of a capture.
+with the same names, address guards and undo of a capture. The real sizes of padded dimensions follow them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,49 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
+from cgpass.graphsizes import Expression, symbols_in, value_at
 from graphpass.compat import dynamo, memory
 
-__all__ = ["AppendedInputs", "append_placeholder", "attributes_read", "lift_attributes"]
+__all__ = ["AppendedInputs", "RealSizes", "append_placeholder", "attributes_read", "lift_attributes"]
+
+_MAX_REMEMBERED = 4096
+
+
+class RealSizes:
+    """Real sizes of a call as 0-d int64 tensors.
+
+    Each call has its own tensors, which the wrappers stage like any argument. So a size never changes under a graph
+    that is running, or under a call of another thread.
+
+    Args:
+        wanted: (size, device) of each tensor.
+        places: (position of an argument, dimension) where each symbol is read; dimension None for an int argument.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[tuple[Expression, torch.device]],
+        places: Mapping[sympy.Symbol, tuple[int, int | None]],
+    ) -> None:
+        self._wanted = tuple(wanted)
+        self._places = {symbol: places[symbol] for symbol in symbols_in(size for size, _ in wanted)}
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors for a call with these arguments."""
+        read = tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places.values()])
+        sizes = self._known.get(read)
+        if sizes is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
+            named = dict(zip(self._places, read, strict=True))
+            sizes = self._known[read] = tuple(value_at(size, named) for size, _ in self._wanted)
+        devices = [device for _, device in self._wanted]
+        return [torch.full((), n, dtype=torch.int64, device=device) for n, device in zip(sizes, devices, strict=True)]
 
 
 class AppendedInputs:
@@ -24,16 +61,17 @@ class AppendedInputs:
     Args:
         attributes: attributes of Dynamo's graph module, in the order of their placeholders. Dynamo guards the identity
             of these objects, and drops the callable when the optimizer that owns them dies.
+        sizes: the real sizes, whose placeholders follow; None if there are none.
     """
 
-    def __init__(self, attributes: Sequence[torch.Tensor]) -> None:
-        self._attributes = tuple(attributes)
+    def __init__(self, attributes: Sequence[torch.Tensor], sizes: RealSizes | None) -> None:
+        self._attributes, self._sizes = tuple(attributes), sizes
         self._traced = [_layout(tensor) for tensor in attributes]
         self._have_traced_layouts = memory.layouts_of(attributes)
 
     def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Dynamo's arguments, and the appended ones."""
-        return (*args, *self._attributes)
+        return (*args, *self._attributes, *(self._sizes.of(args) if self._sizes is not None else ()))
 
     def changed(self) -> str | None:
         """How an attribute differs from its trace, as text, or None: ``tensor.data = other`` keeps Dynamo's guards."""
@@ -53,7 +91,7 @@ def attributes_read(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
     return {path: value for path, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) -> AppendedInputs | None:
+def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) -> list[torch.Tensor]:
     """Turn the tensor attributes that a graph reads into inputs with static addresses.
 
     Args:
@@ -61,7 +99,7 @@ def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) ->
         sources: {path: where Dynamo found the tensor}, for names.
 
     Returns:
-        The appended inputs; None if the graph reads no attribute.
+        The attributes, in the order of their placeholders.
     """
     attributes = attributes_read(graph_module)
     lifted: dict[str, fx.Node] = {}
@@ -74,7 +112,7 @@ def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) ->
             node.replace_all_uses_with(lifted[path])
             graph_module.graph.erase_node(node)
     graph_module.recompile()
-    return AppendedInputs([attributes[path] for path in lifted]) if lifted else None
+    return [attributes[path] for path in lifted]
 
 
 def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> fx.Node:

@@ -246,7 +246,7 @@ def _unproved(
             continue
         is_declared = field in names.declared
         remedy = (findings[0].remedy if findings else "") or _EXACT
-        if verdict is Verdict.RUNTIME and not is_declared:
+        if findings and not is_declared and all(finding.is_by_contents for finding in findings):
             remedy = f"declare the dimension ({names.declaration(field)}): it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(

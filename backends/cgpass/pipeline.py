@@ -13,6 +13,7 @@ from torch import fx
 from cgpass.appended import AppendedInputs, attributes_read, lift_attributes
 from cgpass.autorules import dispatched
 from cgpass.callable import CompiledGraph, GraphedCallable
+from cgpass.fromstart import count_from_start
 from cgpass.keysizes import KeySizes
 from cgpass.recorded import ends_record, never_captured, region_records, size_records
 from cgpass.reporting import report_graph
@@ -155,7 +156,9 @@ class _Traced:
         side_effects = sideeffects.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
         taken = _drop_unread_inputs(whole)
-        appended = lift_attributes(whole, dynamo.attribute_sources(graph_module))
+        attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))
+        sizes = count_from_start(whole, settings)
+        appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
         return cls(whole, taken, appended, ends_early, side_effects, key)
 
 

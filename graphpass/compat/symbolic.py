@@ -42,6 +42,16 @@ def fakify(fake_mode: Any, value: Any) -> Any:
     return value
 
 
+def has_negative(constant: torch.Tensor) -> bool:
+    """Whether a tensor that a trace holds as a constant has a negative entry; True for a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    if isinstance(constant, FakeTensor):
+        return True
+    with unset_fake_temporarily():
+        return bool((constant < 0).any())
+
+
 @contextlib.contextmanager
 def quiet_shapes(fake_mode: Any) -> Iterator[None]:
     """Within the body, ``fake_mode`` records no guards, and new unbacked symbols need no binding."""

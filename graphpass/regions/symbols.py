@@ -16,7 +16,18 @@ from graphpass.compat import dynamo, symbolic
 from graphpass.errors import PartitionError
 from graphpass.regions.execute import tensors_in, value_of
 
-__all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
+__all__ = [
+    "REAL_SIZE",
+    "GraphInput",
+    "GuardedSymbols",
+    "graph_inputs",
+    "key_symbols",
+    "layout_inputs",
+    "symbol_of_dim",
+]
+
+REAL_SIZE = "graphpass_real_size"
+"""Key in the metadata of a placeholder that holds the real size of a dimension."""
 
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _NTH_KEY = re.compile(r"list\(dict\.keys\((?:(?!list\().)*?\)\)\[(\d+)\]")
@@ -33,6 +44,7 @@ class GraphInput:
         value: its metadata: a fake tensor, a symbolic size, or a constant.
         marked_dims: dimensions that the user marked as dynamic.
         label: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown.
+        is_real_size: the backend appended it: the real size of a dimension, also in a padded call.
     """
 
     name: str
@@ -41,6 +53,7 @@ class GraphInput:
     value: Any
     marked_dims: frozenset[int] = frozenset()
     label: str = ""
+    is_real_size: bool = False
 
     @property
     def shown(self) -> str:
@@ -58,6 +71,7 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
             value_of(node),
             dynamo.marked_dims(node),
             _label(dynamo.source_text(node) or ""),
+            REAL_SIZE in node.meta,
         )
         for node in graph.nodes
         if node.op == "placeholder"
@@ -80,7 +94,7 @@ def _source_name(node: fx.Node) -> str | None:
     """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes."""
     text = dynamo.source_text(node)
     if text is None:
-        return None if "grapharg" in node.meta else str(node.target).lstrip("*")
+        return None if node.meta.keys() & {"grapharg", REAL_SIZE} else str(node.target).lstrip("*")
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []
     return parts[-1] if parts and all(part.isidentifier() for part in parts) else None
 

@@ -21,7 +21,7 @@ from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import PaddingProof, decided, findings_of_results
 from graphpass.regions.padding.sizes import Sizes, as_size
-from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Size
+from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size
 from graphpass.regions.regions import Region
 from graphpass.regions.split import Partition
 from graphpass.regions.userlines import where_of
@@ -139,7 +139,11 @@ class PartitionRun:
         """The abstract inputs of the partition before the first region runs."""
         shapes = tuple(_shape_of(graph_input.value) for graph_input in self.parts.inputs)
         names = tuple(graph_input.name for graph_input in self.parts.inputs)
-        return input_values(AtenGraph(shapes, names, (), (), ()), sizes, self.declared)
+        values = input_values(AtenGraph(shapes, names, (), (), ()), sizes, self.declared)
+        return tuple(
+            replace(value, sign=Sign.REAL_SIZE) if given.is_real_size and isinstance(value, PaddedValue) else value
+            for given, value in zip(self.parts.inputs, values, strict=True)
+        )
 
     def pass_through(self, region: Region, inputs: tuple[Abstract, ...], sizes: Sizes) -> _Passed | None:
         """The results of a region that has an aten graph; None if that graph lacks a symbol of ``inputs``."""
@@ -311,7 +315,7 @@ class _Walk:
 
 def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedValue:
     """``value`` after a write of unknown contents: same sizes, more findings, nothing known of padding."""
-    return replace(value.with_findings(findings), padding=(), index=None, constant=None)
+    return replace(value.with_findings(findings), padding=(), index=None, constant=None, sign=Sign.UNKNOWN)
 
 
 def _shape_of(value: Any) -> TensorShape | Size | None:

@@ -25,8 +25,9 @@ from graphpass.regions.padding.positions import by_position
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.registry import rule_for
 from graphpass.regions.padding.rules.scalars import cast_pad
+from graphpass.regions.padding.signs import sign_of
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
-from graphpass.regions.padding.values import IndexAlong, PaddedValue, PaddingFinding, Size
+from graphpass.regions.padding.values import IndexAlong, PaddedValue, PaddingFinding, Sign, Size
 
 __all__ = ["Interpretation", "input_values", "interpret"]
 
@@ -166,7 +167,10 @@ class _Run:
             return self._renamed(node.result)
         result = self._renamed(node.result)
         if node.op == CONSTANT:
-            return self._call(node.op, {}, result, node.where).fresh() if isinstance(result, TensorShape) else None
+            if not isinstance(result, TensorShape):
+                return None
+            sign = Sign.NONNEGATIVE if dict(node.arguments)["is_nonnegative"] else Sign.UNKNOWN
+            return replace(self._call(node.op, {}, result, node.where).fresh(), sign=sign)
         arguments = {name: self._of(argument) for name, argument in node.arguments}
         own, bases = (result[: -len(node.bases)], node.bases) if node.bases else (result, ())
         own = () if own == (None,) else own  # auto_functionalized returns None for an op without results
@@ -215,12 +219,13 @@ class _Run:
         results = tuple(
             replace(
                 value.with_findings(findings),
+                sign=sign_of(call, value, at) if at < len(own) else Sign.UNKNOWN,
                 new_fields=new_fields(call, tensors, value),
                 by_position=self._by_position(node, call, value),
             )
             if isinstance(value, PaddedValue)
             else shape
-            for value, shape in zip(values, wanted, strict=True)
+            for at, (value, shape) in enumerate(zip(values, wanted, strict=True))
         )
         self._hidden_sizes(own, results)
         return results[: len(own)], tuple(value for value in results[len(own) :] if isinstance(value, PaddedValue))

@@ -10,7 +10,7 @@ from graphpass.regions.padding.compose import PartitionRun, RegionGraph
 from graphpass.regions.padding.interpreter import Interpretation
 from graphpass.regions.padding.proof import findings_of_results
 from graphpass.regions.padding.sizes import Sizes
-from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Verdict
+from graphpass.regions.padding.values import PaddedValue, PaddingFinding
 from graphpass.regions.split import Partition
 
 __all__ = ["mixing_of"]
@@ -59,7 +59,7 @@ def _mixed(
     for target, value in _results(parts, interpreted):
         places = sizes.places(value)
         by_data = not places and not target.startswith("written")
-        findings += [f.reaching(target) for f in value.findings if not (by_data and f.verdict is Verdict.RUNTIME)]
+        findings += [f.reaching(target) for f in value.findings if not (by_data and f.is_by_contents)]
         findings += [f.reaching(target) for f in value.by_position]
         if len(places) > 1:
             along = [value.factors[dim][at] for dim, at in places]
@@ -82,7 +82,7 @@ def _counted(
     into = {p: value for p in interpreted.written if isinstance(value := before[p], PaddedValue)}
     targets = {position: _name_of(parts, position) for position in into}
     for finding in findings_of_results(interpreted, sizes, into, targets):
-        if finding.verdict is Verdict.UNPROVED and finding.target != _RANDOM:
+        if not finding.is_by_contents and finding.target != _RANDOM:
             yield finding
 
 

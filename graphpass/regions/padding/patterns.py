@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphpass.regions.padding.nodes import AtenNode, Ref, TensorShape
+from graphpass.regions.padding.rules.indexing import FROM_START
 
 __all__ = ["recognised"]
 
@@ -22,7 +23,7 @@ def recognised(node: AtenNode, inputs: Sequence[Any], nodes: Sequence[AtenNode])
         nodes: the nodes before ``node``.
     """
     earlier = _Earlier(inputs, nodes)
-    for pattern in (_softmax, _log_softmax, _cut_padding):
+    for pattern in (_softmax, _log_softmax, _cut_padding, _from_start):
         match = pattern(node, earlier)
         if match is not None:
             op, arguments = match
@@ -110,6 +111,21 @@ def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Match:
     dim = arguments["dim"] % len(before.sizes)
     others = (right for turn, right in enumerate(extended["pad"][1::2]) if len(before.sizes) - 1 - turn != dim)
     return ("aten::alias", (("self", extended["self"]),)) if all(right == 0 for right in others) else None
+
+
+def _from_start(node: AtenNode, earlier: _Earlier) -> _Match:
+    """``where(i < 0, i + n, i)`` counts a negative index from the start of a dimension of size n."""
+    if node.op != "aten::where.self":
+        return None
+    arguments = dict(node.arguments)
+    index = arguments["other"]
+    negative = earlier.node(arguments["condition"], "aten::lt.Scalar")
+    counted = earlier.node(arguments["self"], "aten::add.Tensor")
+    if negative is None or counted is None or negative["self"] != index or negative["other"] != 0:
+        return None
+    if counted["self"] != index or counted["alpha"] != 1 or earlier.shape(counted["other"]) is None:
+        return None
+    return f"graphpass::{FROM_START}", (("self", index), ("length", counted["other"]))
 
 
 def _comparison(node: AtenNode, earlier: _Earlier) -> tuple[AtenNode, ...] | None:

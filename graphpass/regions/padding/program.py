@@ -88,7 +88,7 @@ class _Reader:
         target = node.target
         if node.op == "get_attr":
             attribute = functools.reduce(getattr, str(target).split("."), self._module)
-            return AtenNode(CONSTANT, (), _shape_of(attribute), where)
+            return AtenNode(CONSTANT, (("is_nonnegative", _is_nonnegative(attribute)),), _shape_of(attribute), where)
         if target is operator.getitem:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
         if target is torch.ops.aten.as_strided.default and _only_ones_change(node):
@@ -149,6 +149,10 @@ class _Reader:
                 bases[position], kwargs[name] = name, every[position]
         node_of_op = self._of_operator(op, (), kwargs, result, where)
         return AtenNode(node_of_op.op, node_of_op.arguments, result, where, node_of_op.writes, bases=tuple(bases))
+
+
+def _is_nonnegative(constant: Any) -> bool:
+    return isinstance(constant, torch.Tensor) and not constant.is_complex() and not symbolic.has_negative(constant)
 
 
 def _only_ones_change(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 __all__ = [
     "ALL_FINITE",
+    "COUNT_FROM_START",
     "LOW_SCORES",
     "VISIBLE_ENTRY",
     "Approximate",
@@ -21,6 +22,7 @@ __all__ = [
     "PaddedValue",
     "PaddingFinding",
     "Place",
+    "Sign",
     "Size",
     "Verdict",
 ]
@@ -37,6 +39,10 @@ Place: TypeAlias = tuple[int, int]
 ALL_FINITE = "padding is finite, also in intermediate results"
 VISIBLE_ENTRY = "every real row of a softmax has a visible real entry"
 LOW_SCORES = "attention scores are small beside the mask's -1e4"
+COUNT_FROM_START = (
+    "pass indices that are not negative (`i % x.shape[0]` before the call), and write `i.clamp(min=0)` at that line"
+)
+"""The remedy for an index that may be negative, and so may count from a padded end."""
 
 
 class Verdict(enum.Enum):
@@ -51,6 +57,14 @@ class Approximate(enum.Enum):
     """A padding value of which only the magnitude is known."""
 
     MASKED = "about -1e4 or less"
+
+
+class Sign(enum.Enum):
+    """What is known of the entries of a tensor in the run at the real sizes."""
+
+    UNKNOWN = "any"
+    NONNEGATIVE = "0 or more"
+    REAL_SIZE = "the real size of a dimension, also in a padded run"
 
 
 Pad: TypeAlias = bool | int | float | Approximate
@@ -78,6 +92,11 @@ class PaddingFinding:
     target: str = ""
     verdict: Verdict = Verdict.UNPROVED
     remedy: str = ""
+
+    @property
+    def is_by_contents(self) -> bool:
+        """Whether only the contents of a call decide, be it by an index or by its sign."""
+        return self.verdict is Verdict.RUNTIME or self.remedy == COUNT_FROM_START
 
     def reaching(self, target: str) -> PaddingFinding:
         """This finding for ``target``."""
@@ -114,6 +133,7 @@ class PaddedValue:
             two indices in padding.
         index: set if each entry equals its index along a factor plus an offset.
         constant: the value of all entries, if it is known; then also the value of all padding.
+        sign: what is known of the sign of real entries, which say whether an index counts from the start.
         dtype: the dtype; a rule may leave it None to use the dtype of the graph.
         findings: the ways in which clean entries depend on padding; empty if they do not.
         new_fields: key fields along which padding may have values that no real entry has.
@@ -126,6 +146,7 @@ class PaddedValue:
     padding: tuple[tuple[Place, Pad], ...] = ()
     index: IndexAlong | None = None
     constant: Pad | None = None
+    sign: Sign = Sign.UNKNOWN
     dtype: torch.dtype | None = None
     findings: frozenset[PaddingFinding] = frozenset()
     new_fields: frozenset[str] = frozenset()

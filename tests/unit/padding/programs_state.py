@@ -21,6 +21,11 @@ def put(buffer: Tensor, *index: object, value: Tensor | float) -> Tensor:
     return buffer
 
 
+def counted(index: Tensor) -> Tensor:
+    """Like an index that counts from the end of a padded dimension, but of one without entries."""
+    return torch.where(index < 0, index + torch.zeros((), dtype=torch.int64), index)
+
+
 STATE = [
     P("counter", "b+ s+", lambda x, step: (x * 2, step.add_(1))),
     P("counter of tokens", "b+ s-", lambda x, step: (x * 2, step.add_(x.shape[1]))[0]),
@@ -89,13 +94,20 @@ STATE = [
 
 INDEX = [
     P("tokens at data", "b+ s?", lambda x, at: x.gather(1, at[:, None, None].expand(-1, 1, 8))),
-    P("a token of each row", "b+ s?", lambda x, at: x[torch.arange(x.shape[0]), at]),
-    P("last token by length", "b+ s?", lambda x, lens: x[torch.arange(x.shape[0]), lens - 1]),
-    P("a token of each row, rows shifted", "b- s?", lambda x, at: x[torch.arange(x.shape[0]).flip(0), at]),
-    P("rows named by data", "b? s+", lambda x, row: x[row, torch.arange(x.shape[1])]),
-    P("rows at fixed places", "b? s+", lambda x, fixed: x[fixed]),
+    P("a token of each row", "b+ s?", lambda x, at: x[torch.arange(x.shape[0]), at.abs()]),
+    P("a token of each row, from the end", "b+ s-", lambda x, at: x[torch.arange(x.shape[0]), -1 - at]),
+    P("a token of each row, from elsewhere", "b+ s-", lambda x, at: x[torch.arange(x.shape[0]), counted(-1 - at)]),
+    P("a token of each row, of unknown sign", "b+ s~", lambda x, at: x[torch.arange(x.shape[0]), at]),
+    P("last token by length", "b+ s?", lambda x, lens: x[torch.arange(x.shape[0]), (lens - 1).clamp(min=0)]),
+    P("a token of each row, rows shifted", "b- s?", lambda x, at: x[torch.arange(x.shape[0]).flip(0), at % 2]),
+    P("rows named by data", "b? s+", lambda x, row: x[row & 1, torch.arange(x.shape[1])]),
+    P("rows at fixed places", "b? s+", lambda x, fixed: x[fixed.clamp_min(0)]),
     P("tokens at fixed places", "b+ s?", lambda x, fixed: x.index_select(1, fixed)),
-    P("tokens at negative places", "b+ s?", lambda x: x[:, torch.tensor([0, -1])]),
+    P("tokens at negative places", "b+ s-", lambda x: x[:, torch.tensor([0, -1])]),
+    P("tokens at places of a list", "b+ s?", lambda x: x[:, [0, 1]]),
+    P("tokens of the flattened batch", "b? s-", lambda x, row: x.flatten(0, 1)[row.abs() + 6]),
+    P("tokens of the flattened batch, taken", "b? s-", lambda ids, row: ids.take(row.abs() + 6)),
+    P("tokens put into the flattened batch", "b? s-", lambda x, row: put(x.flatten(0, 1), row.abs() + 6, value=0.0)),
     P("identity index", "b+ s+", lambda x: x[torch.arange(x.shape[0])]),
     P("identity index of both", "b+ s+", lambda x: x[torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])]),
     P("diagonal by index", "s+", lambda u: (u @ u.T)[torch.arange(u.shape[0]), torch.arange(u.shape[0])]),
@@ -116,7 +128,7 @@ INDEX = [
     P("gathered features", "b+ s+", lambda x: x.gather(-1, x.argsort(-1))),
     P("gathered tokens", "b+ s-", lambda x: x.gather(1, x.argsort(1))),
     P("the last three by the size", "b+ s-", lambda x: x[:, x.shape[1] - 3 :]),
-    P("the last token by a constant", "b+ s?", lambda x: x[:, torch.full((1,), -1)]),
+    P("the last token by a constant", "b+ s-", lambda x: x[:, torch.full((1,), -1)]),
     P("the first token by a constant", "b+ s+", lambda x: x[:, torch.full((1,), 0)]),
     P("every second token", "b+ s+", lambda x: x[:, ::2]),
     P("the first tokens", "b+ s+", lambda x: x[:, :2]),
@@ -134,7 +146,7 @@ INDEX = [
     P("unique", "b~ s~", lambda ids: ids.unique().shape[0] + ids),
     P("slice assigned", "b+ s+", lambda x, y: put(x.clone(), slice(None), slice(1, None), value=y[:, :-1])),
     P("slice assigned from behind", "b+ s-", lambda x, y: put(x.clone(), slice(None), slice(-2, None), value=y[:, :2])),
-    P("where the mask's sum points", "b~ s?", lambda x, am: x[torch.arange(x.shape[0]), am.sum(1) - 1]),
+    P("where the mask's sum points", "b~ s~", lambda x, am: x[torch.arange(x.shape[0]), am.sum(1) - 1]),
     P("where the largest id is", "b+ s-", lambda x, ids: x[torch.arange(x.shape[0]), ids.argmax(1)]),
 ]
 

@@ -313,6 +313,7 @@ INDEXED = [
     s("index.Tensor", lambda n: (t(n, 3), [None, i(3, 2)])),
     s("index.Tensor", lambda n: (t(4, 3), [i(4, n)])),
     s("index.Tensor", lambda n: (t(4, 3, n), [i(4, 2), i(3, 2)])),
+    s("take", lambda n: (t(4, 3), i(12, n))),
     s("embedding", lambda n: (t(4, 3), i(4, 2, n))),
     s("embedding", lambda n: (t(n, 3), i(4, 2))),
     s("index_select", lambda n: (t(n, 3), 1, i(3, 2))),

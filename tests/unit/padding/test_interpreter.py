@@ -110,7 +110,7 @@ def test_fields_are_accepted_in_order() -> None:
 
 def test_contents_decide_where_data_names_entries() -> None:
     index = torch.zeros(BATCH, dtype=torch.int64)
-    traced = Traced(lambda x, at: x[torch.arange(x.shape[0]), at], index)
+    traced = Traced(lambda x, at: x[torch.arange(x.shape[0]), at.clamp(min=0)], index)
     assert traced.verdicts() == "batch:PROVED seq:RUNTIME"
     assert [finding.verdict for finding in traced.prove().findings] == [Verdict.RUNTIME]
 

@@ -33,6 +33,7 @@ CAUTIOUS = {
     "aten::any.dim": "one true entry decides",
     "aten::all.dim": "one false entry decides",
     "aten::avg_pool1d": "windows without a rest",
+    "aten::index.Tensor": "its index may be negative",
     "aten::diagonal": "of a square that is padded",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "its second result",
 }
@@ -40,6 +41,7 @@ CAUTIOUS = {
 # Rules that no sample calls, and why.
 UNSAMPLED = {
     "_empty": "what was never written is equal in no two runs",
+    "_from_start": "no operator but a pattern; test_negative_indices covers it",
     "_scaled": "products of 8-bit numbers need a GPU",
     "zero_padding_rows": "it needs a forward context; test_own_ops covers it",
 }

@@ -8,11 +8,25 @@ from typing import Any
 import torch
 
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.rules.pointwise import entry_by_entry
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.sizes import as_size, product
-from graphpass.regions.padding.values import Factors, Pad, PaddedValue, Place, Size, Verdict
+from graphpass.regions.padding.values import (
+    COUNT_FROM_START,
+    Factors,
+    Pad,
+    PaddedValue,
+    Place,
+    Sign,
+    Size,
+    Verdict,
+    is_number,
+)
 
-__all__ = ["RULES", "index_factors", "stays_real"]
+__all__ = ["FROM_START", "RULES", "by_contents", "by_index", "check_order", "index_factors", "is_whole", "stays_real"]
+
+FROM_START = "index_from_start"
+"""``where(i < 0, i + n, i)``, as ``patterns`` writes it."""
 
 
 def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
@@ -38,6 +52,21 @@ def is_whole(index: PaddedValue, of_dim: Factors) -> bool:
 def by_contents(call: OpCall, what: str, size: Size) -> PaddingReason:
     """A RUNTIME reason: only the contents of a call decide whether padding is read or written."""
     return PaddingReason(what, verdict=Verdict.RUNTIME, size=size)
+
+
+def by_index(call: OpCall, what: str, size: Size, *indices: PaddedValue) -> PaddingReason:
+    """The reason for an operator in which a negative index counts from the padded end of a dimension."""
+    if any(index.sign is Sign.UNKNOWN for index in indices):
+        return PaddingReason(f"{what}, and a negative index counts from its end", size=size, remedy=COUNT_FROM_START)
+    return by_contents(call, what, size)
+
+
+def check_order(call: OpCall, of_dim: Factors) -> None:
+    """Refuse data that names entries of a dimension which stand at other indices in a padded run."""
+    if call.sizes.ordered and not call.sizes.is_prefix(of_dim):
+        inside = _first_padded(call, of_dim[1:])
+        why = f"data names entries of {list(of_dim)}, which stand at other indices in a padded run"
+        raise call.refuse(why, inside, "index each size by itself: `x[i, j]` in place of `x.flatten(0, 1)[k]`")
 
 
 def _first_padded(call: OpCall, factors: Factors) -> Size:
@@ -74,13 +103,14 @@ def _index(call: OpCall) -> PaddedValue:
     pads: dict[Place, Pad | None] = {(to[dim], factor): pad for (dim, factor), pad in value.padding if dim in to}
     reasons = []
     for dim, index in hit.items():
+        check_order(call, value.factors[dim])
         if is_whole(index, value.factors[dim]) and index.index is not None:
             along = at + len(picked) - index.rank + index.index.dim
             if _stands_alone(hit, dim, len(picked) - index.rank + index.index.dim, len(picked)):
                 pads[along, index.index.factor] = value.pad_at((dim, 0))
         if call.sizes.any_padded(value.factors[dim]) and not stays_real(call, index, value.factors[dim]):
             size = _first_padded(call, value.factors[dim])
-            reasons.append(by_contents(call, f"data selects entries of the padded dimension {dim}", size))
+            reasons.append(by_index(call, f"data selects entries of the padded dimension {dim}", size, index))
     result = result.with_pads({place: pad for place, pad in pads.items() if _is_place(call, result, place)})
     for reason in reasons:
         result = call.reached(result, reason)
@@ -105,6 +135,7 @@ def _refuse_masks(call: OpCall, indices: Sequence[PaddedValue]) -> None:
 def _embedding(call: OpCall) -> PaddedValue:
     weight, indices = call.tensor("weight"), call.tensor("indices")
     call.no_padded_numbers("padding_idx")
+    check_order(call, weight.factors[0])
     result = PaddedValue((*indices.factors, weight.factors[1]))
     if call.sizes.any_padded(weight.factors[0]) and not stays_real(call, indices, weight.factors[0]):
         size = _first_padded(call, weight.factors[0])
@@ -115,6 +146,7 @@ def _embedding(call: OpCall) -> PaddedValue:
 def _along(call: OpCall, value: PaddedValue, index: PaddedValue, dim: int, result: PaddedValue) -> PaddedValue:
     """``result``, with findings if the entries selected along one dimension may be padding."""
     of_dim = value.factors[dim] if value.rank else ()
+    check_order(call, of_dim)
     if call.sizes.any_padded(of_dim) and not stays_real(call, index, of_dim):
         why = f"data selects entries of the padded dimension {dim}"
         return call.reached(result, by_contents(call, why, _first_padded(call, of_dim)))
@@ -140,6 +172,29 @@ def _gather(call: OpCall) -> PaddedValue:
     dim = call.dim(dim, value.rank)
     check_aligned(call, value, index, [at for at in range(value.rank) if at != dim])
     return _along(call, value, index, dim, PaddedValue(index.factors))
+
+
+def _take(call: OpCall) -> PaddedValue:
+    """An index into the flattened tensor."""
+    value, index = call.tensor("self"), call.tensor("index")
+    flat = tuple(size for of_dim in value.factors for size in of_dim)
+    result = PaddedValue(index.factors)
+    if not call.sizes.any_padded(flat):
+        return result
+    check_order(call, flat)
+    what = "data selects entries of the flattened, padded tensor"
+    return call.reached(result, by_index(call, what, _first_padded(call, flat), index))
+
+
+def _from_start(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+    """An index that is known not to be negative stays as it is; of others, padding of 0 or more does."""
+    index, length = call.tensor("self"), call.tensor("length")
+    if index.sign is not Sign.UNKNOWN and not length.rank:
+        return index
+    counted = entry_by_entry(call)
+    if length.sign is not Sign.REAL_SIZE or not isinstance(counted, PaddedValue):
+        return counted
+    return counted.with_pads({at: pad for at, pad in index.padding if is_number(pad) and pad >= 0})  # type: ignore[operator]
 
 
 def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
@@ -174,5 +229,7 @@ RULES: dict[str, PaddingRule] = {
     **aten(_embedding, "embedding"),
     **aten(_index_select, "index_select"),
     **aten(_gather, "gather take_along_dim"),
+    **aten(_take, "take"),
     **aten(_bucketize, "bucketize isin"),
+    f"graphpass::{FROM_START}": _from_start,
 }

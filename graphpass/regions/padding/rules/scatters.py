@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
-from graphpass.regions.padding.rules.indexing import by_contents, check_aligned, index_factors, is_whole
+from graphpass.regions.padding.rules.indexing import (
+    by_contents,
+    by_index,
+    check_aligned,
+    check_order,
+    index_factors,
+    is_whole,
+)
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.values import Factors, PaddedValue, Size
 
@@ -36,6 +43,7 @@ def _scatter(call: OpCall) -> PaddedValue:
     size = _first_padded(call, value.factors[dim], index.factors[dim]) if value.rank else None
     if size is None:
         return _written(call, value)
+    check_order(call, value.factors[dim])
     return _written(call, value, by_contents(call, f"data selects which entries of dimension {dim} are written", size))
 
 
@@ -53,11 +61,15 @@ def _index_add(call: OpCall) -> PaddedValue:
                 factors[at] = call.unify(value.factors[at], source.factors[at])
         if source.factors[dim] != listed and call.sizes.any_padded((*source.factors[dim], *listed)):
             raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
-    size = _first_padded(call, value.factors[dim] if value.rank else (), listed)
+    of_dim: Factors = value.factors[dim] if value.rank else ()
+    size = _first_padded(call, of_dim, listed)
     result = PaddedValue(tuple(factors))
     if size is None:
         return result
-    return _written(call, result, by_contents(call, f"data selects which entries of dimension {dim} are written", size))
+    check_order(call, of_dim)
+    counting = [index] if call.name == "index_fill" and call.sizes.any_padded(of_dim) else []  # the others refuse -1
+    what = f"data selects which entries of dimension {dim} are written"
+    return _written(call, result, by_index(call, what, size, *counting))
 
 
 def _index_put(call: OpCall) -> PaddedValue:
@@ -90,7 +102,10 @@ def _index_put(call: OpCall) -> PaddedValue:
     size = _first_padded(call, tuple(at_fault))
     if size is None:
         return _written(call, value)
-    return _written(call, value, by_contents(call, "data selects the entries that are written", size))
+    for dim in hit:
+        check_order(call, value.factors[dim])
+    counting = [index for dim, index in hit.items() if call.sizes.any_padded(value.factors[dim])]
+    return _written(call, value, by_index(call, "data selects the entries that are written", size, *counting))
 
 
 def _is_index(index: PaddedValue) -> bool:
