@@ -375,7 +375,7 @@ class AutoDispatcher:
             )
         if found.in_own_type:
             self._runtime.warn(
-                f"no float64 for {', '.join(found.in_own_type)}; padding was compared within the rounding of their types",
+                f"no float64 for {', '.join(found.in_own_type)}; padding was compared within their rounding",
                 "register_padding_rule, which proves what an operator does with padding",
                 at=self._owner.name,
             )

@@ -219,16 +219,13 @@ class CallTable:
         )
 
     def with_less_padding(self, call: AutoCall, args: Sequence[Any]) -> AutoCall | None:
-        """``call`` at sizes between its own and its key's, in the key's buffers; None if the graph admits none.
+        """``call`` with at most half of its padding, in the key's buffers; None if the graph admits no such size.
 
         Larger sizes than the key's are never tried: an index into a table could lie beyond its end.
         """
-        amounts = [size - real for size, real in zip(call.key.sizes, call.real, strict=True)]
-        for quarters in (1, 2, 3):
-            sizes = tuple(
-                real + (amount * quarters + 3) // 4 for real, amount in zip(call.real, amounts, strict=True)
-            )
-            if sizes != call.key.sizes and self._graph.admits(sizes):
+        for share in (4, 3, 2):
+            sizes = tuple(real + (size - real) // share for size, real in zip(call.key.sizes, call.real, strict=True))
+            if sizes != call.real and self._graph.admits(sizes):
                 found = self._inputs(call.real, sizes, args)
                 if not isinstance(found, InputLayout):
                     mask, rows = (None, None) if call.mask is None else self._mask(call.real, sizes, args, None)

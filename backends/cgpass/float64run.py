@@ -87,7 +87,7 @@ def _with_copies(args: Sequence[Any], written: frozenset[int]) -> list[Any]:
 def _end(tensor: torch.Tensor) -> int:
     """The storage element after the tensor's last one."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + reach + 1
+    return int(tensor.storage_offset()) + reach + 1
 
 
 def _wide(value: Any) -> Any:
@@ -142,7 +142,7 @@ class _Interpreter(fx.Interpreter):
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
         try:
-            with _InFloat64():
+            with _InFloat64():  # type: ignore[no-untyped-call]
                 return trees.map_tensors(_wide, super().run_node(n))
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
@@ -173,7 +173,7 @@ class _Interpreter(fx.Interpreter):
         made = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         types = {tensor.dtype for tensor in (*made, *(other for _, other in pairs)) if tensor.is_floating_point()}
         if types:
-            name = operators.operator_name(n.target) or getattr(n.target, "__name__", str(n.target))
-            self._in_own_type[name] = max(types, key=lambda dtype: torch.finfo(dtype).eps)
+            name = operators.operator_name(n.target) or getattr(n.target, "__name__", None)
+            self._in_own_type[name or str(n.target)] = max(types, key=lambda dtype: torch.finfo(dtype).eps)
         originals = {id(other): one for one, other in pairs}
         return trees.map_tensors(lambda tensor: _wide(originals.get(id(tensor), tensor)), result)

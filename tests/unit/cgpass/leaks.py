@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import graphpass as gp
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-10}
+BOTH = ("mean pooling", "mean")
 Make = Callable[[int, torch.dtype], tuple[torch.Tensor, ...]]
 
 
@@ -49,6 +53,11 @@ def module(make: Callable[[], nn.Module], arguments: Make = matrix, *, training:
     return Program(lambda dtype: Called(make().to(dtype).train(training)), arguments)
 
 
+def turned(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Equal to ``x``, but a proof does not see that padding is at the end again."""
+    return x.flip(dim).flip(dim)
+
+
 class Called(nn.Module):
     """Names a module's input."""
 
@@ -57,7 +66,7 @@ class Called(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.inner(x)
+        return self.inner(turned(x))
 
 
 GRAPH = MappingProxyType({"dynamic_dims": {"x": 0, "batch": 0}, "padding": {"x": 0.0, "batch": 0}})
@@ -139,13 +148,10 @@ class Positions(nn.Module):
         self.from_ids = from_ids
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = turned(mask, 1)
         seen = ids.ne(1).long() if self.from_ids else mask
         x = self.words(ids) + self.positions(seen.cumsum(1) * seen)
         return (x * mask[:, :, None].to(x.dtype)).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def rows_apart(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(1)
 
 
 def sum_pooling(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -164,7 +170,7 @@ def masked_rows(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (x * mask[:, None]).sum(0) / mask.sum().clamp(min=1)
+    return (x * turned(mask)[:, None]).sum(0) / mask.sum().clamp(min=1)
 
 
 def masked_spread(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -173,7 +179,8 @@ def masked_spread(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], attn_mask=(mask > 0)[None, None])
+    seen, x = turned(mask > 0)[None, None], x[None, None]
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
 
 
 def edges_of(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -188,7 +195,7 @@ def messages(nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) ->
 
 def written(x: torch.Tensor) -> torch.Tensor:
     x.mul_(2)
-    return x + 1
+    return turned(x) + 1
 
 
 TRASH = MappingProxyType({**GRAPH, "padding": {"x": 0.0, "batch": NUM_GRAPHS}})
@@ -215,21 +222,56 @@ RIGHT: Mapping[str, Program] = {
     "masked spread": Program(lambda dtype: masked_spread, masked_rows, MASKED),
     "masked attention": Program(lambda dtype: masked_attention, masked_rows, MASKED),
     "masked maximum": Program(
-        lambda dtype: lambda x, mask: x.masked_fill(mask[:, None] == 0, float("-inf")).amax(0), masked_rows, MASKED
+        lambda dtype: lambda x, mask: x.masked_fill(turned(mask)[:, None] == 0, float("-inf")).amax(0),
+        masked_rows,
+        MASKED,
     ),
-    "not a number in a row": Program(lambda dtype: lambda x, mask: x / mask[:, None], masked_rows, MASKED),
-    "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + x.long(), masked_rows, MASKED),
-    "softmax of each row": of(rows_apart),
+    "not a number in a row": Program(lambda dtype: lambda x, mask: turned(x) / mask[:, None], masked_rows, MASKED),
+    "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + turned(x).long(), masked_rows, MASKED),
+    "softmax of each row": of(lambda x: turned(x).softmax(1)),
     "layer norm of each row": module(lambda: nn.LayerNorm(8)),
-    "mean of each row": of(lambda x: x.mean(1)),
+    "mean of each row": of(lambda x: turned(x).mean(1)),
     "multilayer perceptron": module(lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))),
     "convolution of each row": module(lambda: nn.Conv1d(2, 3, 3, padding=1), signals),
     "batch norm in eval": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
-    "argmax of each row": of(lambda x: x.argmax(1)),
-    "sorted rows": of(lambda x: x.sort(1)[0]),
-    "top of each row": of(lambda x: x.topk(3, 1)),
-    "cumulative sum": of(lambda x: x.cumsum(0)),
-    "cumulative mean": of(lambda x: x.cumsum(0) / torch.arange(1, x.shape[0] + 1, device=x.device)[:, None]),
+    "argmax of each row": of(lambda x: turned(x).argmax(1)),
+    "sorted rows": of(lambda x: turned(x).sort(1)[0]),
+    "top of each row": of(lambda x: turned(x).topk(3, 1)),
+    "cumulative sum": of(lambda x: turned(x).cumsum(0)),
+    "cumulative mean": of(lambda x: turned(x).cumsum(0) / torch.arange(1, x.shape[0] + 1, device=x.device)[:, None]),
     "written": of(written),
-    "a sum": of(lambda x: x.sum(0)),
+    "a sum": of(lambda x: turned(x).sum(0)),
 }
+
+
+def agree(
+    program: Program, sizes: Sequence[int], dtype: torch.dtype, *, device: str = "cpu", compiler: str = "eager"
+) -> Any:
+    """Compare the calls of these sizes with eager; returns the runtime."""
+    torch.manual_seed(0)
+    model = program.function(dtype)
+    if isinstance(model, nn.Module):
+        model.to(device)
+    fast = torch.compile(model, backend="cgpass", options={"compiler": compiler, **program.options})
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "equal_nan": True}
+    with torch.no_grad():
+        for size in sizes:
+            args = [arg.to(device) for arg in program.arguments(size, dtype)]
+            expected = model(*[arg.clone() for arg in args])
+            torch.testing.assert_close(fast(*args), expected, **close)
+    return gp.runtime_of(fast)
+
+
+def around(size: int) -> list[int]:
+    """Sizes of calls, below one of the ladder's."""
+    return [size - less for less in (1, 7, 2, 7, 1, 3, 20)]
+
+
+def refusals(runtime: Any) -> list[str]:
+    """What ended padding."""
+    return [problem.what for problem in runtime.report().problems if "no longer padded" in problem.what]
+
+
+def is_padded(runtime: Any) -> bool:
+    """Whether some call replayed a larger graph."""
+    return any(key.padding for key in runtime.report().figures.keys)
