@@ -34,7 +34,7 @@ from graphpass.capture.records import RefusedCalls, RegionId, RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
-from graphpass.context import ForwardContext, entered
+from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
 from graphpass.errors import CaptureError, MismatchError, NoGraph, StaticInputError, named_sizes
 from graphpass.keys import BatchDescriptor
@@ -342,9 +342,6 @@ class AutoDispatcher:
         def run_unpadded() -> Sequence[Any]:
             return self._flat(self._owner.run_plain(args))
 
-        def as_padded(padded: AutoCall | None) -> AbstractContextManager[Any]:
-            return entered(replace(context, is_padding=None if padded is None else padded.mask))
-
         found = check_padding(
             PaddedCall(
                 inputs=call.inputs,
@@ -356,29 +353,15 @@ class AutoDispatcher:
                 contents=self._rules.check_contents,
                 replay=replay,
                 run_unpadded=run_unpadded,
-                in_float64=RunsInFloat64(
-                    Float64Run(self._owner.partition),
-                    [*filter(None, [self._table.with_less_padding(call, args)]), call],
-                    as_padded,
-                )
-                if self._rules.checks == "often"
-                else None,
+                in_float64=None
+                if self._rules.checks == "once"
+                else RunsInFloat64(Float64Run(self._owner.partition), self._table.amounts(call, args), context),
                 device=self._runtime.lease.device_for(filled).device,
             )
         )
         name = f"{self._owner.name} {call.key.descriptor}"
-        if found.is_noisy:
-            self._runtime.warn(
-                "replays of equal contents differ; padding was compared within their spread",
-                "set torch.use_deterministic_algorithms(True) for a check by bits",
-                at=name,
-            )
-        if found.in_own_type:
-            self._runtime.warn(
-                f"no float64 for {', '.join(found.in_own_type)}; padding was compared within their rounding",
-                "register_padding_rule, which proves what an operator does with padding",
-                at=self._owner.name,
-            )
+        for text, remedy in found.limits():
+            self._runtime.warn(text, remedy, at=name)
         if found.fault is not None:
             self._is_refuted = True
             self._runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)

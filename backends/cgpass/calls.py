@@ -218,8 +218,8 @@ class CallTable:
             real_rows=real_rows,
         )
 
-    def with_less_padding(self, call: AutoCall, args: Sequence[Any]) -> AutoCall | None:
-        """``call`` with at most half of its padding, in the key's buffers; None if the graph admits no such size.
+    def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
+        """``call``; before it, the call with at most half of its padding, if the graph admits that. They share buffers.
 
         Larger sizes than the key's are never tried: an index into a table could lie beyond its end.
         """
@@ -229,8 +229,8 @@ class CallTable:
                 found = self._inputs(call.real, sizes, args)
                 if not isinstance(found, InputLayout):
                     mask, rows = (None, None) if call.mask is None else self._mask(call.real, sizes, args, None)
-                    return replace(call, inputs=found[0], numbers=found[1], mask=mask, real_rows=rows)
-        return None
+                    return [replace(call, inputs=found[0], numbers=found[1], mask=mask, real_rows=rows), call]
+        return [call]
 
     def _inputs(
         self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]

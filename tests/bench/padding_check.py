@@ -2,9 +2,10 @@
 
 A BERT encoder and a Llama decoder with random weights, sequences padded, on a GPU where there is one. *Eager* is one
 run of the uncompiled model at the key's size. *Padded call* is a replay with all its preparation, *checked call* the
-key's first padded call: four replays, and three runs in float64, operator by operator (without padding, with less and
-with all of it). *Of eager* is what the check adds, divided by one eager run; *of eager in float64* the same for a copy of
-the model in float64. *Peak* is the device memory that a checked call takes for itself, beside the model's parameters. On a CPU the times are CPU seconds.
+key's first padded call: four replays, three runs in float64, operator by operator (without padding, with less and with
+all of it), and comparisons of all results. *Of eager* is what the check adds, divided by one eager run; *of eager in
+float64* the same for a copy of the model in float64. *Peak* is the device memory that a checked call takes for itself,
+beside the model's parameters. On a CPU the times are CPU seconds.
 
 ``--smoke`` takes tiny models: the code, not the figures.
 """
@@ -99,7 +100,7 @@ def measure(name: str, make: Call, dtype: torch.dtype, device: torch.device, *, 
         "padding": {"ids": 1, "mask": 0},
         "padding_check": "declared",
     }
-    fast = torch.compile(model, backend="cgpass", options=options)
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options=options)
     full, padded = arguments(KEY, device), arguments(REAL, device)
     for _ in range(3):
         fast(*full)
