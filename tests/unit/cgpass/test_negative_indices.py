@@ -56,13 +56,13 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def run(function: Callable[..., Any], graphed: Any) -> int:
+def run(function: Callable[..., Any], graphed: Any, device: str = "cpu") -> int:
     """How many of the calls with indices below zero in between differ from eager."""
     torch.manual_seed(0)
     different = 0
     with torch.no_grad():
         for call in range(1, NUM_CALLS + 1):
-            x, i = torch.randn(SIZE, 3), torch.randint(0, SIZE, (4,))
+            x, i = torch.randn(SIZE, 3, device=device), torch.randint(0, SIZE, (4,), device=device)
             i = i - SIZE if call in UNCHECKED else i
             mine, other = x.clone(), x.clone()
             same = torch.equal(graphed(mine, i), function(other, i)) and torch.equal(mine, other)
