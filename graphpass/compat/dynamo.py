@@ -114,7 +114,7 @@ class GraphBreak:
     Attributes:
         why: Dynamo's reason.
         where: the line of the user's code, as ``model.py:12: x.item()``; empty if Dynamo does not know it.
-        hint: Dynamo's first hint; empty if there is none.
+        hint: Dynamo's first hint, or what makes Dynamo trace the RNN in the model; empty if there is none.
     """
 
     why: str
@@ -132,11 +132,32 @@ def graph_break_after(graph_module: fx.GraphModule) -> GraphBreak | None:
         return None
     lines = [line.strip() for line in str(reason.reason).strip().splitlines()]
     text, hint = lines[0], next((line for line in lines if line.startswith("Hint: ")), "").removeprefix("Hint: ")
+    hint = hint or (f"{ALLOW_RNN}, for {rnn}" if (rnn := untraced_rnn()) is not None else "")
     if not reason.user_stack:
         return GraphBreak(text, hint=hint)
     frame = reason.user_stack[-1]
     line = f": {frame.line}" if frame.line else ""
     return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}", hint)
+
+
+ALLOW_RNN = "set torch._dynamo.config.allow_rnn = True before the model is compiled"
+
+
+def untraced_rnn() -> str | None:
+    """An RNN, GRU or LSTM of the modules whose calls are under way, ``rnn (LSTM)``; None where Dynamo traces it.
+
+    Dynamo may leave out the whole function that calls it, without a graph break, and compile only what it calls. So the
+    modules are those of the Python stack.
+    """
+    frame, outermost = None if torch._dynamo.config.allow_rnn else inspect.currentframe(), None
+    while frame is not None:
+        called = frame.f_locals.get("self")
+        if isinstance(called, torch.nn.Module) and not is_dynamo_compiled(called):
+            outermost = called
+        frame = frame.f_back
+    parts = () if outermost is None else outermost.named_modules()
+    rnn = (f"{name} ({type(part).__name__})" for name, part in parts if isinstance(part, torch.nn.RNNBase))
+    return next(rnn, None)
 
 
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:
