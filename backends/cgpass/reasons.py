@@ -9,6 +9,7 @@ from dataclasses import replace
 from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
 from graphpass.errors import CaptureError, NoGraph, named_sizes, why_failed
 from graphpass.regions.padding.calls import DECLARE_MASK
+from graphpass.report.problems import OF_A_NEW_KEY
 
 __all__ = [
     "BUSY",
@@ -24,7 +25,7 @@ __all__ = [
 
 _log = logging.getLogger("graphpass")
 
-FIRST_CALLS = NoGraph("first calls of a key", "", is_expected=True)
+FIRST_CALLS = NoGraph(OF_A_NEW_KEY, "", is_expected=True)
 EMPTY = NoGraph("an input has no elements", "", is_expected=True)
 CHECKED = NoGraph("the check found that padding changes results", "", is_expected=True)
 NUMBER_IN_KEY = NoGraph(

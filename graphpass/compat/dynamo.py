@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -200,7 +201,22 @@ def source_text(node: fx.Node) -> str | None:
     grapharg = node.meta.get("grapharg")
     name = getattr(getattr(grapharg, "source", None), "name", None)
     text = name() if callable(name) else name
-    return text if isinstance(text, str) else None
+    return _DICT_ENTRY.sub(_entry_by_key, text) if isinstance(text, str) else None
+
+
+_DICT_ENTRY = re.compile(r"dict\.__getitem__\(([^()]+), (list\(dict\.keys\(\1\)\)\[\d+\])\)")
+
+
+def _entry_by_key(match: re.Match[str]) -> str:
+    """``L['outputs'].hidden`` for Dynamo's text of an entry of a dict of another class, which has the key's number."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        scope = {"L": InstructionTranslator.current_tx().output.local_scope}
+        of, key = (eval(text, scope) for text in match.groups())
+    except Exception:  # outside of a compilation, or of another notation
+        return match[0]
+    return f"{match[1]}.{key}" if isinstance(key, str) and hasattr(of, key) else f"{match[1]}[{key!r}]"
 
 
 def marked_dims(node: fx.Node) -> frozenset[int]:

@@ -18,6 +18,7 @@ from graphpass.regions.execute import tensors_in, value_of
 
 __all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
 
+_LOCAL = re.compile(r"L\['(\w+)'\]")
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
@@ -65,8 +66,7 @@ def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
 
 def _label(source: str) -> str:
     """Dynamo's text ``L['self']._modules['a']._parameters['weight']`` as Python: ``self.a.weight``."""
-    plain = source.replace("L['", "").replace("']", "", 1)
-    return _OF_A_MODULE.sub(r".\1", plain)
+    return _OF_A_MODULE.sub(r".\1", _LOCAL.sub(r"\1", source))
 
 
 def _source_name(node: fx.Node) -> str | None:

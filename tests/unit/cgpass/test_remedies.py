@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -358,6 +360,33 @@ def test_a_number_that_varies_is_passed_as_a_tensor() -> None:
     fast = compiled(lambda x, number: x * number)
     with_tensors = [(x, torch.tensor(number)) for x, number in calls]
     assert agree(fast, lambda x, number: x * number, with_tensors) == 4
+
+
+class Rowwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+def test_sizes_that_seldom_come_twice_are_declared_and_captured_ahead() -> None:
+    """A grid of batch and length, as ragged traffic has it."""
+    seeded = random.Random(0)
+    model, sizes = Rowwise().eval(), [(seeded.randint(2, 60), seeded.randint(2, 60)) for _ in range(40)]
+    calls = [(torch.randn(*size, 6),) for size in sizes]
+    fast = gp.graphed(model, dynamic_dims={"x": {0: "batch", 1: "seq"}}, compiler="eager")
+    agree(fast, model, calls, passes=1)
+    found = problem(fast, "were the first of their sizes")
+    assert 2 * found.times >= len(calls)
+    ladder = ast.literal_eval(found.remedy.partition("capture_sizes=")[2].partition("}")[0] + "}")
+    assert ladder.keys() == {"batch", "seq"}
+    torch.compiler.reset()
+    fast = gp.graphed(model, ladder, dynamic_dims={"x": {0: "batch", 1: "seq"}}, compiler="eager", progress=False)
+    fast.capture(torch.randn(3, 5, 6))
+    assert agree(fast, model, calls, passes=1) == len(calls)
+    assert fast.report().problems == ()
 
 
 class Steps(nn.Module):
