@@ -385,6 +385,7 @@ def test_sizes_that_seldom_come_twice_are_declared_and_captured_ahead() -> None:
     torch.compiler.reset()
     fast = gp.graphed(model, ladder, dynamic_dims={"x": {0: "batch", 1: "seq"}}, compiler="eager", progress=False)
     fast.capture(torch.randn(3, 5, 6))
+    assert calls_with_graph(fast.runtime) == 0, "captures ahead serve no call"
     assert agree(fast, model, calls, passes=1) == len(calls)
     assert fast.report().problems == ()
 
