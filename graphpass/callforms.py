@@ -125,7 +125,7 @@ class CompiledModel:
             self.runtime.warn(
                 "a call reached no graph: Dynamo found nothing to compile, or was off",
                 "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
-                "torch._dynamo.config.allow_rnn for LSTM and GRU; what computes nothing on tensors has no graph",
+                "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
             )
             return
         self._fallbacks.report(

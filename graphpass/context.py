@@ -119,7 +119,7 @@ def without_context() -> Iterator[None]:
 def set_forward_context(
     attn_metadata: Any = None,
     *,
-    runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
     batch_descriptor: BatchDescriptor | None = None,
     num_tokens: int | None = None,
     num_tokens_across_dp: Any = None,
@@ -132,9 +132,11 @@ def set_forward_context(
     Yields the frozen :class:`ForwardContext`. The previous context is restored at the end, also after an exception.
 
     Raises:
+        OptionError: ``runtime_mode`` is no mode and no name of one.
         ContextError: ``runtime_mode`` is a pair, or it is PIECEWISE or FULL and ``batch_descriptor`` is None.
     """
-    if not isinstance(runtime_mode, CUDAGraphMode) or not runtime_mode.is_valid_runtime_mode():
+    runtime_mode = CUDAGraphMode.parse(runtime_mode)
+    if not runtime_mode.is_valid_runtime_mode():
         raise ContextError(
             "a forward runs in one runtime mode",
             expected="NONE, PIECEWISE or FULL",

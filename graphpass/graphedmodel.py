@@ -36,7 +36,7 @@ def graphed(
     dynamic_dims: Mapping[str, int | Mapping[int, str]] | None = None,
     *,
     padding: Mapping[str, Any] | None = None,
-    mode: str | CUDAGraphMode = "FULL_AND_PIECEWISE",
+    mode: str | CUDAGraphMode | None = None,
     **options: Any,
 ) -> GraphedModel:
     """Compile ``model`` with CUDA graphs: a call is padded to a captured size if that is proved safe, then replayed.
@@ -48,7 +48,8 @@ def graphed(
             other arguments with the same symbol are padded too.
         padding: {argument: rule for its padding}: a value, ``"repeat"`` (the last real slice, the default), or
             ``f(real, padded_shape) -> padded``.
-        mode: ``FULL``, ``PIECEWISE``, or a pair.
+        mode: ``FULL``, ``PIECEWISE``, or a pair. By default ``FULL_AND_PIECEWISE``; with ``splitting_ops``
+            ``PIECEWISE``, so that they run eagerly.
         options: further options of the backend, see :func:`cgpass.options`.
 
     Returns:
@@ -58,8 +59,8 @@ def graphed(
     Raises:
         OptionError: an option is invalid, or the backend is not registered.
     """
-    named = {"capture_sizes": capture_sizes, "dynamic_dims": dynamic_dims, "padding": padding}
-    return _graphed(model, {**options, "mode": mode, **{n: value for n, value in named.items() if value is not None}})
+    named = {"capture_sizes": capture_sizes, "dynamic_dims": dynamic_dims, "padding": padding, "mode": mode}
+    return _graphed(model, {**options, **{n: value for n, value in named.items() if value is not None}})
 
 
 class GraphedModel:

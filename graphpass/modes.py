@@ -57,12 +57,13 @@ class CUDAGraphMode(enum.Enum):
         """Whether this mode is a pair, with separate modes for decode batches and mixed batches."""
         return isinstance(self.value, tuple)
 
-    def has_mode(self, mode: CUDAGraphMode) -> bool:
+    def has_mode(self, mode: CUDAGraphMode | str) -> bool:
         """Whether some batch runs in the runtime mode ``mode`` under this mode.
 
         Raises:
             OptionError: ``mode`` is a pair, not a runtime mode.
         """
+        mode = CUDAGraphMode.parse(mode)
         if not mode.is_valid_runtime_mode():
             raise OptionError(
                 "has_mode() asks for a runtime mode",

@@ -27,7 +27,8 @@ class Settings:
     """The options of ``torch.compile(model, backend="cgpass", options=...)``.
 
     Attributes:
-        mode: the mode of the callable, a runtime mode or a pair.
+        mode: the mode of the callable, a runtime mode or a pair. None means ``FULL_AND_PIECEWISE``; where
+            ``splitting_ops`` are passed, calls without a forward context then use ``PIECEWISE`` alone.
         splitting_ops: ops that run eagerly between captured regions, by name, op object or callable.
         capture_sizes: padded sizes to capture, {key field: sizes}; empty if unknown.
         dynamic_dims: {input: {dimension: key field}}.
@@ -49,7 +50,7 @@ class Settings:
         runtime: the owner of the memory pool and statistics; None creates one for each ``torch.compile``.
     """
 
-    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
+    mode: CUDAGraphMode | None = None
     splitting_ops: tuple[str | Callable[..., Any], ...] = ()
     capture_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     dynamic_dims: DynamicDims = field(default_factory=dict)
@@ -111,7 +112,14 @@ class Settings:
 
     def runtime_modes(self) -> frozenset[CUDAGraphMode]:
         """The runtime modes that a forward context may have for a callable with these settings."""
-        return frozenset({self.mode.decode_mode(), self.mode.mixed_mode()}) - {CUDAGraphMode.NONE}
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE if self.mode is None else self.mode
+        return frozenset({mode.decode_mode(), mode.mixed_mode()}) - {CUDAGraphMode.NONE}
+
+    def undirected_modes(self) -> frozenset[CUDAGraphMode]:
+        """The runtime modes of calls without a forward context: a FULL graph would hold the splitting ops, too."""
+        if self.mode is None and self.splitting_ops:
+            return frozenset({CUDAGraphMode.PIECEWISE})
+        return self.runtime_modes()
 
 
 def options(**values: Any) -> dict[str, Any]:
@@ -258,7 +266,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
 }
 _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
-    "mode": CUDAGraphMode.parse,
+    "mode": lambda value: None if value is None else CUDAGraphMode.parse(value),
     "splitting_ops": _splitting_ops,
     "capture_sizes": partial(_sizes, "capture_sizes"),
     "compile_sizes": partial(_sizes, "compile_sizes"),

@@ -30,7 +30,7 @@ from cgpass.reasons import (
     NoGraphNowError,
     refused,
 )
-from graphpass.capture.records import RefusedCalls, RegionId, RegionUse
+from graphpass.capture.records import CallCounts, RefusedCalls, RegionId, RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
@@ -189,7 +189,8 @@ class AutoDispatcher:
         written = [example[position] for position in self._rules.written]
         generators = [value for value in example if isinstance(value, torch.Generator)]
         with restoring(written, generators, self._runtime.lease.device_for(example).device):
-            self._captured(self._call_of(example), example)
+            # It serves nobody: the traffic has the calls of the user alone.
+            self._captured(replace(self._call_of(example), counts=CallCounts()), example)
         if not key.is_captured:
             raise CaptureError(
                 f"{self._owner.name} could not be captured at {descriptor}",

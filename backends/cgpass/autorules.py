@@ -174,7 +174,7 @@ def _rules_of(
 
 
 def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, NoGraph | None]:
-    modes, not_whole = settings.runtime_modes(), parts.never_full()
+    modes, not_whole = settings.undirected_modes(), parts.never_full()
     if CUDAGraphMode.FULL in modes and not_whole is None:
         return CUDAGraphMode.FULL, None
     if CUDAGraphMode.PIECEWISE in modes:

@@ -117,7 +117,7 @@ class GraphedCallable:
             policy=settings.policy,
         )
         self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
-        self._key_shape = KeyShape.of(partition.inputs, settings)
+        self._key_shape = KeyShape.of(partition.inputs, settings, is_first=len(runtime.callables()) == 1)
         self._runs_without_graph = 0
         self.never_full = partition.never_full()
         self._seen = (

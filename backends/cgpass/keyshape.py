@@ -44,8 +44,12 @@ class KeyShape:
     _fitting: dict[BatchDescriptor, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inputs: Sequence[GraphInput], settings: Settings) -> KeyShape:
-        """The key dimensions of a graph with these inputs."""
+    def of(cls, inputs: Sequence[GraphInput], settings: Settings, *, is_first: bool) -> KeyShape:
+        """The key dimensions of a graph with these inputs; ``is_first``: no graph of the model was compiled before.
+
+        A later graph may lie behind a graph break, where no input has a declared name. In the first graph that is a
+        mistake in the names, and then its symbols tell.
+        """
         declared = tuple(
             (position, dim, name)
             for position, graph_input in enumerate(inputs)
@@ -54,7 +58,7 @@ class KeyShape:
         )
         return cls(
             declared=declared,
-            symbolic=() if settings.dynamic_dims else _symbolic(inputs),
+            symbolic=() if declared or (settings.dynamic_dims and not is_first) else _symbolic(inputs),
             names={position: graph_input.shown for position, graph_input in enumerate(inputs)},
             grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
         )

@@ -172,6 +172,11 @@ def _no_presets(mode: str) -> OptionError:
 
 
 def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
+    rnn = dynamo.untraced_rnn()
+    if rnn is not None and not any(
+        record.ends for record in runtime.callables()
+    ):  # else the remedy of the break says it
+        runtime.warn(f"{rnn} runs in Python: Dynamo does not trace it", dynamo.ALLOW_RNN, at=name)
     for unmatched in sizes.unmatched_names(is_first=len(runtime.callables()) == 1):
         runtime.warn(unmatched, "name the inputs as the graph does", at=name)
     uncompiled = sizes.not_compiled_apart()

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
 from graphpass.errors import CaptureError, NoGraph, named_sizes, why_failed
+from graphpass.regions.padding.calls import DECLARE_MASK
+from graphpass.report.problems import OF_A_NEW_KEY
 
 __all__ = [
     "BUSY",
@@ -23,7 +25,7 @@ __all__ = [
 
 _log = logging.getLogger("graphpass")
 
-FIRST_CALLS = NoGraph("first calls of a key", "", is_expected=True)
+FIRST_CALLS = NoGraph(OF_A_NEW_KEY, "", is_expected=True)
 EMPTY = NoGraph("an input has no elements", "", is_expected=True)
 CHECKED = NoGraph("the check found that padding changes results", "", is_expected=True)
 NUMBER_IN_KEY = NoGraph(
@@ -35,10 +37,7 @@ BUSY = NoGraph(
     "capture before other threads start (precapture), or compile a model for each thread, with options"
     " runtime=graphpass.GraphRuntime(), dispatch='auto'",
 )
-NOT_PADDED = (
-    "hide the padding from the model by a mask argument and declare what the mask holds there (padding={'mask': 0}), or"
-    " leave the dimension out of dynamic_dims"
-)
+NOT_PADDED = f"leave the dimension out of dynamic_dims, or hide the padding from the model {DECLARE_MASK}"
 _AFTER_FAILURE = "run it at that size with debug=True: if it fails there, too, the model causes it, else the capture"
 
 

@@ -55,7 +55,8 @@ def _no_runtime(compiled: Any) -> GraphpassError:
         expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
         found=repr(compiled)[:200],
         remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; "
-        "if it has run, Dynamo compiled no graph of it, and TORCH_LOGS=graph_breaks says why",
+        "if it has run, Dynamo compiled no graph of it: TORCH_LOGS=graph_breaks says why, and for an RNN, GRU or LSTM "
+        f"{dynamo.ALLOW_RNN}",
     )
 
 

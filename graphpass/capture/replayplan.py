@@ -117,8 +117,8 @@ class ReplayPlan:
             ShapeError: a copied input has another shape, dtype or device; a static input another layout.
             StaticInputError: an input in pool memory or a tensor of the context has another address.
         """
+        self.staging.check(args)  # first: a size that differs is also a number that differs
         self.checks.check(args)
-        self.staging.check(args)
         self.reads.check(context, self.name)
 
     def run(self, args: Sequence[Any], lease: PoolLease) -> Any:

@@ -177,7 +177,8 @@ class Staging:
                     f"input {name} does not fit the buffer of this key",
                     expected=f"{tuple(buffer.shape)} {buffer.dtype} on {buffer.device}",
                     found=f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}",
-                    remedy="pad the input to the descriptor's size, or dispatch to the key of its size",
+                    remedy="pad the input to the descriptor's size, or dispatch to the key of its size; a key "
+                    "that was captured with inputs of another size is captured again after runtime.close()",
                 )
         for index in self._expanded:
             if leaves[self.positions[index]].stride() != self.buffers[index].stride():

@@ -17,6 +17,7 @@ from graphpass.cli.program import Program
 from graphpass.cli.result import Result
 from graphpass.cli.timing import host_us, in_rounds, with_own_code
 from graphpass.errors import CommandError
+from graphpass.report.figures import counted
 from graphpass.report.parts import Bar, Bars, Table, Text
 
 __all__ = ["bench"]
@@ -298,7 +299,7 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
     missing = [variant for variant in figures["variants"] if variant["missing"] is not None]
     yield Text(
         f"{figures['device']}, torch {figures['torch']}, compiler {figures['compiler']}; medians of "
-        f"{figures['rounds']} rounds of {figures['calls']} calls, quartiles in brackets."
+        f"{counted(figures['rounds'], 'round')} of {counted(figures['calls'], 'call')}, quartiles in brackets."
     )
     rows = tuple(
         (

@@ -15,6 +15,7 @@ import numpy as np
 
 from graphpass.cli.result import Result
 from graphpass.cli.traffic import read_sizes
+from graphpass.report.figures import counted
 from graphpass.report.parts import Bar, Bars, Columns, Table, Text
 from graphpass.sizeplan import plan_sizes
 
@@ -141,7 +142,7 @@ def _parts(
     bars = tuple(Bar(ladder.name, ladder.waste, f"{ladder.waste:.2%}") for ladder in ladders)
     note = " The graphs of one runtime share a pool, so together they need less than the sum." if has_bytes else ""
     return (
-        Text(f"{len(histogram)} sizes up to {weights[-1][0]}, planned in {seconds:.2f} s.{note}"),
+        Text(f"{counted(len(histogram), 'size')} up to {weights[-1][0]}, planned in {seconds:.2f} s.{note}"),
         Table("Ladders", columns, rows),
         Bars("Share of padding among the computed rows", bars),
         Columns("Traffic by size", weights, {ladder.name: ladder.sizes for ladder in ladders}),

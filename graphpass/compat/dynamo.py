@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class GraphBreak:
     Attributes:
         why: Dynamo's reason.
         where: the line of the user's code, as ``model.py:12: x.item()``; empty if Dynamo does not know it.
-        hint: Dynamo's first hint; empty if there is none.
+        hint: Dynamo's first hint, or what makes Dynamo trace the RNN in the model; empty if there is none.
     """
 
     why: str
@@ -134,11 +135,32 @@ def graph_break_after(graph_module: fx.GraphModule) -> GraphBreak | None:
         return None
     lines = [line.strip() for line in str(reason.reason).strip().splitlines()]
     text, hint = lines[0], next((line for line in lines if line.startswith("Hint: ")), "").removeprefix("Hint: ")
+    hint = hint or (f"{ALLOW_RNN}, for {rnn}" if (rnn := untraced_rnn()) is not None else "")
     if not reason.user_stack:
         return GraphBreak(text, hint=hint)
     frame = reason.user_stack[-1]
     line = f": {frame.line}" if frame.line else ""
     return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}", hint)
+
+
+ALLOW_RNN = "set torch._dynamo.config.allow_rnn = True before the model is compiled"
+
+
+def untraced_rnn() -> str | None:
+    """An RNN, GRU or LSTM of the modules whose calls are under way, ``rnn (LSTM)``; None where Dynamo traces it.
+
+    Dynamo may leave out the whole function that calls it, without a graph break, and compile only what it calls. So the
+    modules are those of the Python stack.
+    """
+    frame, outermost = None if torch._dynamo.config.allow_rnn else inspect.currentframe(), None
+    while frame is not None:
+        called = frame.f_locals.get("self")
+        if isinstance(called, torch.nn.Module) and not is_dynamo_compiled(called):
+            outermost = called
+        frame = frame.f_back
+    parts = () if outermost is None else outermost.named_modules()
+    rnn = (f"{name} ({type(part).__name__})" for name, part in parts if isinstance(part, torch.nn.RNNBase))
+    return next(rnn, None)
 
 
 def floats_as_constants() -> contextlib.AbstractContextManager[None]:
@@ -199,7 +221,22 @@ def source_text(node: fx.Node) -> str | None:
 def _text_of(source: Any) -> str | None:
     name = getattr(source, "name", None)
     text = name() if callable(name) else name
-    return text if isinstance(text, str) else None
+    return _DICT_ENTRY.sub(_entry_by_key, text) if isinstance(text, str) else None
+
+
+_DICT_ENTRY = re.compile(r"dict\.__getitem__\(([^()]+), (list\(dict\.keys\(\1\)\)\[\d+\])\)")
+
+
+def _entry_by_key(match: re.Match[str]) -> str:
+    """``L['outputs'].hidden`` for Dynamo's text of an entry of a dict of another class, which has the key's number."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        scope = {"L": InstructionTranslator.current_tx().output.local_scope}
+        of, key = (eval(text, scope) for text in match.groups())
+    except Exception:  # outside of a compilation, or of another notation
+        return match[0]
+    return f"{match[1]}.{key}" if isinstance(key, str) and hasattr(of, key) else f"{match[1]}[{key!r}]"
 
 
 def marked_dims(node: fx.Node) -> frozenset[int]:

@@ -182,7 +182,7 @@ class CudagraphDispatcher:
         num_reqs: int | None = None,
         uniform_decode: bool = False,
         num_active_loras: int = 0,
-        allowed_modes: Collection[CUDAGraphMode] | None = None,
+        allowed_modes: Collection[CUDAGraphMode | str] | None = None,
         extra: Extra = (),
     ) -> Dispatch:
         """The key that replays a batch, or NONE with the unpadded shape.
@@ -199,6 +199,7 @@ class CudagraphDispatcher:
             extra: the other capture fields, and further entries that the key's ``extra`` must equal, in any order.
 
         Raises:
+            OptionError: ``allowed_modes`` has a value that is no mode and no name of one.
             DispatchError: a count is negative, missing or contradicts the configuration, ``allowed_modes`` is empty or
                 contains a mode that is not a runtime mode, or
                 no key fits and NONE is not allowed.
@@ -340,14 +341,15 @@ def _negative(num_tokens: int | None, num_reqs: int | None) -> DispatchError:
     )
 
 
-def _runtime_modes(allowed_modes: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
+def _runtime_modes(allowed_modes: Collection[CUDAGraphMode | str]) -> frozenset[CUDAGraphMode]:
     """The allowed modes as a frozenset.
 
     Raises:
-        DispatchError: ``allowed_modes`` is empty, or one of its members is not a runtime mode.
+        DispatchError: ``allowed_modes`` is empty, or one of its members is a pair.
+        OptionError: one of its members is no mode and no name of one.
     """
-    allowed = frozenset(allowed_modes)
-    if allowed and all(isinstance(mode, CUDAGraphMode) and mode.is_valid_runtime_mode() for mode in allowed):
+    allowed = frozenset(map(CUDAGraphMode.parse, allowed_modes))
+    if allowed and all(mode.is_valid_runtime_mode() for mode in allowed):
         return allowed
     raise DispatchError(
         "allowed_modes is empty" if not allowed else "allowed_modes contains a value that is not a runtime mode",

@@ -105,11 +105,13 @@ def pack_items(
 ) -> list[PackedBatch]:
     """Distribute items over batches. Each item is in exactly one batch; no batch exceeds its budget or ``max_items``.
 
+    An item of no tokens is in no batch: nothing has to run for it, and the manager returns an empty result.
+
     The result depends only on the arguments, so all ranks compute the same. An item above the largest budget runs
     eagerly.
 
     Args:
-        tokens: the output tokens of each item; 0 is allowed.
+        tokens: the output tokens of each item.
         budgets: the captured budgets, in any order.
         max_items: maximum number of items in a replay.
         cost: measured costs; None: pack greedily.
@@ -127,7 +129,8 @@ def pack_items(
             remedy="check the item specs that the model returns",
         )
     rungs = [Rung((budget, max_items), replay_cost(budget, cost)) for budget in ladder]
-    sizes = np.array([counts, [1] * len(counts)], dtype=np.int64)
+    working = [item for item, count in enumerate(counts) if count]
+    sizes = np.array([[counts[item] for item in working], [1] * len(working)], dtype=np.int64)
     table = RungTable(rungs)
     if cost is None:
         planned = plan_greedily(sizes, table)
@@ -135,7 +138,9 @@ def pack_items(
         most = max(ladder, default=0) if cost.max_eager_tokens is None else cost.max_eager_tokens
         planned = plan_cheaply(sizes, table, one_by_one(cost.eager), most)
     return [
-        PackedBatch(batch.items, total, None if batch.rung is None else ladder[batch.rung])
+        PackedBatch(
+            tuple(working[item] for item in batch.items), total, None if batch.rung is None else ladder[batch.rung]
+        )
         for batch, total in zip(planned, _tokens_of(planned, sizes[0]), strict=True)
     ]
 

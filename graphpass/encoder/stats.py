@@ -11,6 +11,7 @@ from graphpass.errors import NoGraph
 from graphpass.ladder.traffic import CapturedGraph, Traffic, TrafficCounts, padding_share
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.console import text_of
+from graphpass.report.figures import counted
 from graphpass.report.parts import Table
 
 __all__ = ["EncoderCounts", "EncoderStats"]
@@ -68,7 +69,8 @@ class EncoderStats:
         """The line that the manager logs."""
         return (
             f"encoder graphs: {self.requests} requests, {self.hits} items replayed and {self.misses} run eagerly "
-            f"(hit rate {100 * self.hit_rate:.1f} %), {self.replays} replays, {100 * self.padding_waste:.1f} % padding"
+            f"(hit rate {100 * self.hit_rate:.1f} %), {counted(self.replays, 'replay')}, "
+            f"{100 * self.padding_waste:.1f} % padding"
         )
 
     def __str__(self) -> str:

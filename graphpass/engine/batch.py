@@ -162,7 +162,7 @@ class AttentionMetadataBuilder(Protocol):
     def build(self, attention: Any, key: BatchDescriptor | None) -> Any:
         """Build the metadata of one step, on the device.
 
-        The manager also puts its attribute ``slot_mapping`` into the forward context.
+        The manager also puts its ``slot_mapping``, an attribute or the key of a dict, into the forward context.
 
         Args:
             attention: :attr:`Batch.attention` of the step.

@@ -112,7 +112,7 @@ class ForwardParts:
 
 
 def _slot_mapping_of(builder: AttentionMetadataBuilder | None, metadata: Any) -> Any:
-    """The metadata's ``slot_mapping``; None without metadata.
+    """The metadata's ``slot_mapping``, an attribute or the key of a dict; None without metadata.
 
     Raises:
         ContextError: the metadata has no such field.
@@ -120,8 +120,8 @@ def _slot_mapping_of(builder: AttentionMetadataBuilder | None, metadata: Any) ->
     if metadata is None:
         return None
     try:
-        return metadata.slot_mapping
-    except AttributeError as error:
+        return metadata["slot_mapping"] if isinstance(metadata, Mapping) else metadata.slot_mapping
+    except (AttributeError, KeyError) as error:
         raise _missing(builder, metadata, "slot_mapping", "the manager reads it for the forward context") from error
 
 

@@ -158,7 +158,7 @@ class ModelLearner:
             if callable_ not in self._checked:
                 if number:
                     refuse_tensors_between(callable_, of_graph, PythonState.of(self._model.modules))
-                refuse_mixing(callable_, of_graph, declared)
+                refuse_mixing(callable_, of_graph, declared, self._model.unpassed())
                 self._checked.add(callable_)
 
     def checking_graphs(self, inputs: PaddedInputs) -> CallObserver:

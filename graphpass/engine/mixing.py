@@ -7,6 +7,7 @@ other requests of the batch and on the padding.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 from graphpass.capture.scope import ReachedCallable
@@ -21,13 +22,16 @@ from graphpass.regions.userlines import where_of
 __all__ = ["refuse_mixing", "refuse_tensors_between"]
 
 
-def refuse_mixing(callable_: ReachedCallable, symbols: GraphSymbols, declared: Collection[str]) -> None:
+def refuse_mixing(
+    callable_: ReachedCallable, symbols: GraphSymbols, declared: Collection[str], unpassed: Collection[str]
+) -> None:
     """Refuse a graph in which tokens or requests depend on each other.
 
     Args:
         callable_: the graph's callable.
         symbols: the key fields of the graph's symbols.
         declared: qualified names of the ops that may mix tokens and requests.
+        unpassed: the names of the model's parameters that no input has.
 
     Raises:
         CaptureError: an op mixes them, or the graph fixes a size; the error names op and line.
@@ -45,7 +49,7 @@ def refuse_mixing(callable_: ReachedCallable, symbols: GraphSymbols, declared: C
         of_field = {symbol: name for symbol, name in symbols.fields.items() if name == field}
         findings = mixing_of(callable_.partition, callable_.traces, of_field, declared)
         if findings:
-            raise _mixes(callable_.partition, _WHAT[field], findings)
+            raise _mixes(callable_.partition, _WHAT[field], findings, unpassed)
 
 
 def refuse_tensors_between(callable_: ReachedCallable, symbols: GraphSymbols, state: PythonState) -> None:
@@ -73,20 +77,24 @@ def refuse_tensors_between(callable_: ReachedCallable, symbols: GraphSymbols, st
 
 _WHAT = {"num_tokens": "tokens", "num_reqs": "requests"}
 _SHOWN = 4
+_NAME = re.compile(r"[^\W\d]\w*")
 
 
-def _mixes(parts: Partition, what: str, findings: Sequence[PaddingFinding]) -> CaptureError:
+def _mixes(parts: Partition, what: str, findings: Sequence[PaddingFinding], unpassed: Collection[str]) -> CaptureError:
     lines = [f"{finding.op} ({finding.why}) {_place_of(parts, finding)}" for finding in findings]
     more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     first = findings[0]
+    read = dict.fromkeys(name for found in findings for name in _NAME.findall(found.where.partition(": ")[2]))
+    made = ", ".join(name for name in read if name in unpassed)
+    pass_them = f"pass {made} as an input (an InputSpec), which the model makes itself otherwise; or " if made else ""
     return CaptureError(
         f"the model mixes the {what} of a batch through {first.op} {_place_of(parts, first)}",
         expected=f"only the ops that the attention declares combine {what}: a batch packs the {what} of many requests, "
         "with padding behind them",
         found="; ".join(lines[:_SHOWN]) + more,
-        remedy="use attention that knows the requests (attn_implementation='graphpass_paged', or your own op in "
-        f"splitting_ops of the AttentionMetadataBuilder); for another op that keeps {what} apart register a padding "
-        "rule (graphpass.regions.register_padding_rule); or take the op out of the model",
+        remedy=f"{pass_them}use attention that knows the requests (attn_implementation='graphpass_paged', or your own "
+        f"op in splitting_ops of the AttentionMetadataBuilder); for another op that keeps {what} apart register a "
+        "padding rule (graphpass.regions.register_padding_rule); or take the op out of the model",
     )
 
 

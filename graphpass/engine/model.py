@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ class CompiledModel:
         """Compile the model and its module hooks again, without the code of earlier compilations."""
         self._entry = entry_of(self._model)
         self.compiled = torch.compile(self._entry, backend="cgpass", options=self._options)
+
+    def unpassed(self) -> frozenset[str]:
+        """The names of the model's parameters that no input has; the model makes such arguments itself."""
+        called = self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
+        return frozenset(inspect.signature(called).parameters) - self.inputs.tensors.keys()
 
     def find_modules(self) -> None:
         """Update :attr:`modules` to the model's current modules."""

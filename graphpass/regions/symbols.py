@@ -29,6 +29,7 @@ __all__ = [
 REAL_SIZE = "graphpass_real_size"
 """Key in the metadata of a placeholder that holds the real size of a dimension."""
 
+_LOCAL = re.compile(r"L\['(\w+)'\]")
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _NTH_KEY = re.compile(r"list\(dict\.keys\((?:(?!list\().)*?\)\)\[(\d+)\]")
 
@@ -86,8 +87,7 @@ def _label(source: str) -> str:
     shorter = _NTH_KEY.sub(r"#\1", source)
     while shorter != source:  # the text of a key may contain that of another
         source, shorter = shorter, _NTH_KEY.sub(r"#\1", shorter)
-    plain = source.replace("L['", "").replace("']", "", 1)
-    return _OF_A_MODULE.sub(r".\1", plain)
+    return _OF_A_MODULE.sub(r".\1", _LOCAL.sub(r"\1", source))
 
 
 def _source_name(node: fx.Node) -> str | None:

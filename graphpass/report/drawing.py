@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from graphpass.report.callables import CallableRecord, RegionRecord
-from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic
+from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, counted
 from graphpass.report.parts import Bar, Bars, Cell, Columns, Heading, Part, Strip, Table, Text
 from graphpass.report.problems import listed
 
@@ -77,7 +77,7 @@ def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Par
     for use in figures.uncaptured:
         expected[use.reason] += use.calls if use.is_expected else 0
     why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
-    yield Text(f"{calls} calls replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
+    yield Text(f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
     yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
     firsts = [group[0] for group in groups]
     if with_pictures:
@@ -267,13 +267,19 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
     compile_s = spent.partition + spent.key + spent.compile + spent.proof
     phases = f"partition {spent.partition:.2f} s, compiler {spent.compile:.2f} s, padding proof {spent.proof:.2f} s"
     rows = [
-        ("compile", f"{compile_s:.2f} s", f"{costs.artifacts} artifacts of {costs.callables} graphs; {phases}"),
-        ("capture", f"{costs.capture_s:.2f} s", f"{costs.graphs} graphs, warm-ups included"),
+        (
+            "compile",
+            f"{compile_s:.2f} s",
+            f"{counted(costs.artifacts, 'artifact')} of {counted(costs.callables, 'graph')}; {phases}",
+        ),
+        ("capture", f"{costs.capture_s:.2f} s", f"{counted(costs.graphs, 'graph')}, warm-ups included"),
         ("graph pool", _mib(costs.pool_bytes), "shared by all graphs" if costs.pool_bytes else "the CPU has none"),
         ("buffers", _mib(costs.buffer_bytes), "static inputs"),
     ]
     if costs.saved_s is not None:
-        estimate = f"host time of {costs.replays} replays, against launching each kernel; estimated at capture"
+        estimate = (
+            f"host time of {counted(costs.replays, 'replay')}, against launching each kernel; estimated at capture"
+        )
         rows.append(("saved", f"{costs.saved_s:.2f} s", estimate))
     yield Table("Costs", ("what", "amount", "of"), tuple(rows))
     if costs.graphs and not costs.pool_bytes:

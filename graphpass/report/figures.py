@@ -10,9 +10,24 @@ from typing import Any
 from graphpass.report.callables import CallableRecord, CompileSeconds
 from graphpass.sizeplan import plan_sizes
 
-__all__ = ["Costs", "GroupCost", "KernelUse", "KeyUse", "Problem", "SizeTraffic", "UncapturedCalls", "graph_figures"]
+__all__ = [
+    "Costs",
+    "GroupCost",
+    "KernelUse",
+    "KeyUse",
+    "Problem",
+    "SizeTraffic",
+    "UncapturedCalls",
+    "counted",
+    "graph_figures",
+]
 
 Figures = dict[str, Any]
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 call``, ``2 calls``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)

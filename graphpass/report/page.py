@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphpass.report.figures import counted
 from graphpass.report.markup import Markup, element
 from graphpass.report.parts import Bars, Columns, Heading, Part, Strip, Table, Text
 
@@ -149,7 +150,7 @@ def _columns(columns: Columns) -> Markup:
     shapes.append(element("text", str(largest), x=_WIDTH, y=bottom, text_anchor="end"))
     for number, (name, sizes) in enumerate(columns.marks.items()):
         y = bottom + 10 + number * 2 * _MARKS_HEIGHT
-        shapes.append(element("text", f"{name}: {len(sizes)} graphs", x=0, y=y + 10))
+        shapes.append(element("text", f"{name}: {counted(len(sizes), 'graph')}", x=0, y=y + 10))
         marked = sorted({round((size / largest) * _WIDTH, 1) for size in sizes if size <= largest})
         shapes += [
             element("line", x1=x, x2=x, y1=y + 14, y2=y + 14 + _MARKS_HEIGHT / 1.6, class_="mark") for x in marked

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.callables import CallableRecord
-from graphpass.report.figures import Problem, ReportFigures
+from graphpass.report.figures import Problem, ReportFigures, counted
 
-__all__ = ["cuts_of", "listed", "problems_of"]
+__all__ = ["OF_A_NEW_KEY", "cuts_of", "listed", "problems_of"]
 
+OF_A_NEW_KEY = "first calls of a key"
+_CALLS_THAT_TELL = 16
+_LARGEST_GRID = 64
 _KINDS = ("never captured", "no graph", "not captured", "graph break", "cut", "not padded", "note")
 
 
@@ -18,6 +22,7 @@ def problems_of(figures: ReportFigures) -> tuple[Problem, ...]:
     found = (
         *figures.problems,
         *_uncaptured(figures),
+        *_first_calls(figures),
         *_endings(figures.callables),
         *(problem for problem in cuts_of(figures.callables) if problem.remedy),
         *_unpadded(figures.callables),
@@ -60,6 +65,20 @@ def _uncaptured(figures: ReportFigures) -> Iterator[Problem]:
             times[cause] = times.get(cause, 0) + calls.calls
     for (reason, remedy), names in graphs.items():
         yield Problem("no graph", reason, tuple(names), times=times[reason, remedy], remedy=remedy)
+
+
+def _first_calls(figures: ReportFigures) -> Iterator[Problem]:
+    """Traffic in which a size seldom comes twice: each first call of a key runs without a graph."""
+    first = [use for use in figures.uncaptured if use.is_expected and use.reason == OF_A_NEW_KEY]
+    times = sum(use.calls for use in first)
+    calls = sum(use.calls for use in figures.keys) + sum(use.calls for use in figures.uncaptured)
+    fields = [seen for seen in figures.traffic if seen.option == "capture_sizes" and seen.suggested]
+    most = round(_LARGEST_GRID ** (1 / max(len(fields), 1)))
+    sizes = {seen.field: list(replace(seen, limit=min(seen.limit, most)).suggested) for seen in fields}
+    if sizes and calls >= _CALLS_THAT_TELL and 2 * times >= calls:
+        what = f"{counted(times, 'call')} of {calls} were the first of their sizes"
+        remedy = f"declare a ladder, capture_sizes={sizes}, and capture it ahead of the calls (capture(), precapture())"
+        yield Problem("no graph", what, tuple(dict.fromkeys(use.graph for use in first)), times=times, remedy=remedy)
 
 
 def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from graphpass.report.drawing import cost_parts, padding_parts, problem_parts, replay_parts
-from graphpass.report.figures import Problem, ReportFigures, SizeTraffic, graph_figures
+from graphpass.report.figures import Problem, ReportFigures, SizeTraffic, counted, graph_figures
 from graphpass.report.parts import Part, Table
 from graphpass.report.problems import problems_of
 
@@ -61,7 +61,8 @@ class Report:
         return text_of(self._parts(with_pictures=False), most_rows=_MOST_ROWS)
 
     def __repr__(self) -> str:
-        return f"<report on {self.figures.subject}: {len(self.problems)} problems, {len(self.figures.keys)} keys>"
+        problems, keys = counted(len(self.problems), "problem"), counted(len(self.figures.keys), "key")
+        return f"<report on {self.figures.subject}: {problems}, {keys}>"
 
     def __getitem__(self, title: str) -> Table:
         """The table of this title, as it is printed."""

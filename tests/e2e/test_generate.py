@@ -43,6 +43,7 @@ CONFIG = {
 }
 # Mistral's window is shorter than most of the texts.
 MODELS = {"llama": ("Llama", {}), "qwen3": ("Qwen3", {}), "mistral": ("Mistral", {"sliding_window": 12})}
+SOFT_CAPPED = {"gemma2": ("Gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 16})}
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 SIZES: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 32, "max_seq_len": MAX_LENGTH, "page_size": 4}
 LADDER: dict[str, Any] = {"capture_sizes": [2, 8, 32], "seq_len_buckets": [32]}
@@ -51,7 +52,7 @@ WHOLE_LADDER: dict[str, Any] = {"capture_sizes": [1, 2, 4, 8, 16, 32], "seq_len_
 
 def make_model(name: str, device: str = "cpu") -> torch.nn.Module:
     """A decoder with seeded weights far from the initial ones, so that its logits differ from each other."""
-    family, config = MODELS[name]
+    family, config = {**MODELS, **SOFT_CAPPED}[name]
     made = getattr(transformers, f"{family}Config")(**CONFIG, **config)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(made).eval()
     seeded = torch.Generator().manual_seed(0)
@@ -203,6 +204,15 @@ def test_tokens_of_hugging_face_every_way(case: Case, decoders: Decoders, refere
 @pytest.mark.parametrize("case", cuda_cases(), ids=str)
 def test_tokens_of_hugging_face_on_cuda(case: Case, decoders: Decoders, references: References) -> None:
     check_case(case, decoders, references)
+
+
+def test_scores_with_a_soft_cap_in_float64() -> None:
+    model = make_model("gemma2").double()
+    expected = [continued(model, prompt, 6).tokens for prompt in PROMPTS[:4]]
+    lm = CausalLM(model, **SIZES, **LADDER, compiler="eager")
+    lm.capture()
+    assert lm.generate(PROMPTS[:4], max_new_tokens=6) == expected
+    lm.close()
 
 
 def test_reference_logits_have_room(references: References) -> None:

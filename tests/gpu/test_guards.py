@@ -129,7 +129,7 @@ def test_a_view_that_is_alive_is_reported_and_overwritten(cuda: torch.device, ca
         kept = call(wrapper, x)
         for _ in range(3):
             call(wrapper, x + 5)
-        assert "a view of output 0 of f is still held" in caplog.text
+        assert "output 0 of f: a view is still held after a later replay overwrote it" in caplog.text
         assert torch.equal(kept, torch.full((8,), 6.0, device=cuda))
 
 

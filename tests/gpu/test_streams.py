@@ -55,7 +55,7 @@ def runtime(cuda: torch.device) -> Iterator[gp.GraphRuntime]:
 
 def graphs_of(model: nn.Module, way: str, runtime: gp.GraphRuntime, **options: Any) -> Call:
     """The captured model as a function of one batch."""
-    options = {"compiler": "eager", "splitting_ops": [SPLIT], **options}
+    options = {"compiler": "eager", "splitting_ops": [SPLIT], "mode": "FULL_AND_PIECEWISE", **options}
     example = torch.randn(ROWS, WIDTH, device="cuda")
     if way == "graphed":
         fast = gp.graphed(model, [ROWS], {"x": 0}, runtime=runtime, **options)
@@ -236,7 +236,12 @@ def test_a_capture_waits_for_what_its_callers_stream_has_enqueued(
     x = torch.zeros(ROWS, WIDTH, device=cuda)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    options: dict[str, Any] = {"compiler": "eager", "splitting_ops": [SPLIT], "lazy_capture": True}
+    options: dict[str, Any] = {
+        "compiler": "eager",
+        "splitting_ops": [SPLIT],
+        "mode": "FULL_AND_PIECEWISE",
+        "lazy_capture": True,
+    }
     with torch.cuda.stream(stream), torch.inference_mode():
         if way == "graphed":
             fast: Any = gp.graphed(model, [ROWS], {"x": 0}, runtime=runtime, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from graphpass.context import (
     is_forward_context_available,
     set_forward_context,
 )
-from graphpass.errors import ContextError
+from graphpass.errors import ContextError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
@@ -119,15 +120,28 @@ def test_tasks_have_contexts_of_their_own() -> None:
     assert not is_forward_context_available()
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE, "FULL", 2])
-def test_only_runtime_modes(mode: CUDAGraphMode) -> None:
+@pytest.mark.parametrize(
+    "mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE, "full_and_piecewise"]
+)
+def test_only_runtime_modes(mode: CUDAGraphMode | str) -> None:
     with (
-        pytest.raises(ValueError, match="NONE, PIECEWISE or FULL") as refused,
+        pytest.raises(ContextError, match="NONE, PIECEWISE or FULL") as refused,
         set_forward_context(runtime_mode=mode, batch_descriptor=KEY),
     ):
         pytest.fail("the body must not run")
-    assert isinstance(refused.value, ContextError)
-    assert str(mode) in str(refused.value)
+    assert str(mode).upper() in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", ["fulll", 2, None])
+def test_no_mode_and_no_name_of_one(mode: Any) -> None:
+    with pytest.raises(OptionError, match="NONE, PIECEWISE, FULL"):
+        set_forward_context(runtime_mode=mode, batch_descriptor=KEY)
+
+
+@pytest.mark.parametrize("name", ["FULL", "full", "Piecewise", "none"])
+def test_a_mode_by_its_name(name: str) -> None:
+    with set_forward_context(runtime_mode=name, batch_descriptor=KEY) as context:
+        assert context.runtime_mode is CUDAGraphMode[name.upper()]
 
 
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL])

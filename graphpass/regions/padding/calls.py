@@ -13,6 +13,7 @@ from graphpass.regions.padding.sizes import Sizes
 from graphpass.regions.padding.values import Factors, PaddedValue, PaddingFinding, Place, Size, Verdict
 
 __all__ = [
+    "DECLARE_MASK",
     "HIDE_PADDING",
     "REGISTER_RULE",
     "OpCall",
@@ -23,9 +24,11 @@ __all__ = [
     "tensors_of",
 ]
 
-HIDE_PADDING = (
-    "hide the padding from it by a mask argument, and declare what the mask holds there (padding={'mask': 0})"
+DECLARE_MASK = (
+    "under a mask argument, and declare what the mask holds there (padding={'mask': 0}); a mask that the model "
+    "computes, from lengths for example, cannot be declared: pass it as an argument"
 )
+HIDE_PADDING = f"hide the padding from it {DECLARE_MASK}"
 _MOST_LETTERS = 160
 REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
 

@@ -46,7 +46,7 @@ class Scores:
 def masked_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """Attention with a mask; with a soft cap or sinks in float32, since no kernel of torch computes those.
+    """Attention with a mask; with a soft cap or sinks at least in float32, since no kernel of torch computes those.
 
     Args:
         query: [requests, kv heads, group * queries, head_dim], the heads of a group one behind the other.
@@ -60,20 +60,21 @@ def masked_attention(
     """
     if scores.is_plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scores.scale)
-    products = torch.matmul(query.float(), keys.float().transpose(-1, -2)) * scores.scale
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    products = torch.matmul(query.to(dtype), keys.to(dtype).transpose(-1, -2)) * scores.scale
     if scores.softcap:
         products = torch.tanh(products / scores.softcap) * scores.softcap
     products = products + bias
     if scores.sinks is not None:
         num_kv_heads, rows = query.shape[1:3]
-        of_heads = scores.sinks.float().view(1, num_kv_heads, -1, 1)
+        of_heads = scores.sinks.to(dtype).view(1, num_kv_heads, -1, 1)
         sinks = of_heads.expand(len(query), -1, -1, rows // of_heads.shape[2]).reshape(
             len(query), num_kv_heads, rows, 1
         )
         weights = torch.cat([products, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = products.softmax(-1)
-    return torch.matmul(weights, values.float()).to(values.dtype)
+    return torch.matmul(weights, values.to(dtype)).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,35 @@ def test_five_rows_are_no_eight_tokens(rt: GraphRuntime, at_key: Run, mode: str,
     agrees(at_key(compiled, mode, 8, x), model(x).detach())
 
 
+@pytest.mark.parametrize("dims", [{"input": 0}, {}], ids=["a name that no input has", "no names"])
+def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(
+    rt: GraphRuntime, at_key: Run, dims: dict[str, int]
+) -> None:
+    """The loop of the guide: Dynamo calls the input of ``nn.Sequential`` ``args[0]``."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU()).eval()
+    options = {"splitting_ops": [], "dynamic_dims": dims}
+    compiled = compiled_with(rt, model, options=options)
+    with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
+        at_key(compiled, "FULL", 8, torch.randn(5, 6), capture=rt)
+    at_key(compiled, "FULL", 8, torch.randn(8, 6), capture=rt)
+    with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
+        at_key(compiled, "FULL", 8, torch.randn(5, 6))
+    x = torch.randn(8, 6)
+    agrees(at_key(compiled, "FULL", 8, x), model(x).detach())
+
+
+def test_a_size_that_differs_is_no_number_for_the_key(rt: GraphRuntime, at_key: Run) -> None:
+    """A size that no key names reaches the graph as a number, too."""
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.relu() * y.sum(0) + y.shape[0]
+
+    compiled = compiled_with(rt, model, options={"splitting_ops": [], "dynamic_dims": {"x": 0}})
+    at_key(compiled, "FULL", 4, torch.randn(4, 6), torch.randn(3, 6), capture=rt)
+    with pytest.raises(ShapeError, match=r"input y .*pad the input"):
+        at_key(compiled, "FULL", 4, torch.randn(4, 6), torch.randn(5, 6))
+
+
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x]).relu() * 2
 

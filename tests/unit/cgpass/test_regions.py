@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import cgpass
+import graphpass as gp
 from graphpass import GraphRuntime
 from graphpass.errors import CaptureError
 from tests.observed import reported_regions
@@ -162,3 +164,56 @@ def test_a_layer_called_twice_compiles_each_region_once_a_graph(rt: GraphRuntime
     compiled(torch.randn(5, 6))
     assert rt.stats().callables == 1
     assert rt.compiled() <= 3
+
+
+STATE: dict[str, Any] = {"calls": 0, "seen": []}
+
+
+@torch.library.custom_op("cgpasstest::stateful", mutates_args=())
+def stateful(x: torch.Tensor) -> torch.Tensor:
+    STATE["calls"] += 1
+    STATE["seen"].append(time.monotonic_ns())
+    return x * STATE["calls"]
+
+
+stateful.register_fake(torch.empty_like)
+
+
+def counting(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.cgpasstest.stateful(x + 1).relu()
+
+
+@pytest.mark.parametrize("compiled_by", ["graphed", "torch.compile"])
+@pytest.mark.parametrize(
+    ("mode", "is_frozen"), [(None, False), ("PIECEWISE", False), ("FULL_AND_PIECEWISE", True), ("FULL", True)]
+)
+def test_a_splitting_op_runs_in_each_call_unless_full_was_asked_for(
+    rt: GraphRuntime, mode: str | None, is_frozen: bool, compiled_by: str
+) -> None:
+    STATE.update(calls=0, seen=[])
+    options = {"compiler": "eager", "splitting_ops": ["cgpasstest::stateful"], "runtime": rt, "dispatch": "auto"}
+    options |= {} if mode is None else {"mode": mode}
+    if compiled_by == "graphed":
+        fast: Any = gp.graphed(counting, **options)
+    else:
+        fast = torch.compile(counting, backend="cgpass", options=options)
+    x, right = torch.ones(4, 6), []
+    with torch.no_grad():
+        for number in range(1, 11):
+            right.append(torch.equal(fast(x), (x + 1) * number))
+    assert rt.stats().captured > 0
+    assert all(right) is not is_frozen
+    assert (STATE["calls"] == len(set(STATE["seen"])) == 10) is not is_frozen
+
+
+def test_a_context_still_gets_full_graphs_of_splitting_ops(rt: GraphRuntime, at_key: Run) -> None:
+    STATE.update(calls=0, seen=[])
+    options = {"compiler": "eager", "splitting_ops": ["cgpasstest::stateful"], "runtime": rt, "dispatch": "auto"}
+    fast = torch.compile(counting, backend="cgpass", options=options)
+    x = torch.ones(4, 6)
+    at_key(fast, "FULL", 4, x, capture=rt)
+    frozen = STATE["calls"]
+    for _ in range(3):
+        at_key(fast, "FULL", 4, x)
+    assert STATE["calls"] == frozen
+    assert {mode for _, mode, _ in rt.counts()} == {gp.CUDAGraphMode.FULL}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +104,87 @@ def test_a_mean_is_computed_from_sums_under_a_mask() -> None:
     assert agree(fast, model, calls) == 3
     assert len(gp.runtime_of(fast).report().figures.keys) == 2, "5 and 6 rows share a key"
     assert gp.runtime_of(fast).report().problems == ()
+
+
+def pooled_by_lengths(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    return pooled_by_mask(x, mask.to(x.dtype))
+
+
+def pooled_by_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+
+
+def test_a_mask_that_the_model_computes_becomes_an_argument() -> None:
+    fast = compiled(pooled_by_lengths, dynamic_dims={"x": {1: "seq"}})
+    lengths = [(torch.randn(2, n, 6), torch.tensor([n, n - 2])) for n in (5, 6, 7)]
+    agree(fast, pooled_by_lengths, lengths)
+    remedy = problem(fast, "is not padded").remedy
+    assert "a mask that the model computes, from lengths for example, cannot be declared: pass it" in remedy
+    torch.compiler.reset()
+    fast = compiled(pooled_by_mask, dynamic_dims={"x": {1: "seq"}}, padding={"mask": 0})
+    masks = [(x, (torch.arange(x.shape[1]) < count[:, None]).to(x.dtype)) for x, count in lengths]
+    assert agree(fast, pooled_by_mask, masks) == 3
+    assert len(gp.runtime_of(fast).report().figures.keys) == 2, "5 and 6 columns share a key"
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).relu()
+
+
+class Recurrent(nn.Module):
+    """An LSTM beside other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.rnn, self.after = Normed(), nn.LSTM(6, 6, batch_first=True), Normed()
+
+
+class InOneLine(Recurrent):
+    """Dynamo leaves out this forward without a graph break, and compiles the layers around the LSTM."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.rnn(self.before(x))[0])
+
+
+class InLines(Recurrent):
+    """Dynamo breaks the graph at the LSTM, and does not say why."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        x = self.rnn(x)[0]
+        return self.after(x)
+
+
+@pytest.mark.parametrize("kind", [InOneLine, InLines])
+def test_dynamo_is_told_to_trace_an_lstm(kind: type[Recurrent]) -> None:
+    model = kind().eval()
+    calls = [(torch.randn(3, 5, 6),)]
+    fast = compiled(model)
+    agree(fast, model, calls)
+    remedies = [problem.remedy for problem in gp.runtime_of(fast).report().problems if "rnn" in problem.remedy]
+    assert len(remedies) == 1
+    assert "set torch._dynamo.config.allow_rnn = True" in remedies[0]
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        fast = compiled(model)
+        assert agree(fast, model, calls) == 1
+    assert gp.runtime_of(fast).report().problems == ()
+
+
+def test_a_model_of_an_lstm_alone_names_the_setting() -> None:
+    model = nn.LSTM(6, 6).eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        fast(torch.randn(3, 5, 6))
+        with pytest.raises(OptionError, match="allow_rnn = True"):
+            gp.runtime_of(fast)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +360,34 @@ def test_a_number_that_varies_is_passed_as_a_tensor() -> None:
     fast = compiled(lambda x, number: x * number)
     with_tensors = [(x, torch.tensor(number)) for x, number in calls]
     assert agree(fast, lambda x, number: x * number, with_tensors) == 4
+
+
+class Rowwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+def test_sizes_that_seldom_come_twice_are_declared_and_captured_ahead() -> None:
+    """A grid of batch and length, as ragged traffic has it."""
+    seeded = random.Random(0)
+    model, sizes = Rowwise().eval(), [(seeded.randint(2, 60), seeded.randint(2, 60)) for _ in range(40)]
+    calls = [(torch.randn(*size, 6),) for size in sizes]
+    fast = gp.graphed(model, dynamic_dims={"x": {0: "batch", 1: "seq"}}, compiler="eager")
+    agree(fast, model, calls, passes=1)
+    found = problem(fast, "were the first of their sizes")
+    assert 2 * found.times >= len(calls)
+    ladder = ast.literal_eval(found.remedy.partition("capture_sizes=")[2].partition("}")[0] + "}")
+    assert ladder.keys() == {"batch", "seq"}
+    torch.compiler.reset()
+    fast = gp.graphed(model, ladder, dynamic_dims={"x": {0: "batch", 1: "seq"}}, compiler="eager", progress=False)
+    fast.capture(torch.randn(3, 5, 6))
+    assert calls_with_graph(fast.runtime) == 0, "captures ahead serve no call"
+    assert agree(fast, model, calls, passes=1) == len(calls)
+    assert fast.report().problems == ()
 
 
 class Steps(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 
 import pytest
 
@@ -146,12 +147,25 @@ def test_nothing_fits_and_none_is_not_allowed(mode: str, num_tokens: int, allowe
 
 
 @pytest.mark.parametrize(
-    "allowed", [(), set(), {CUDAGraphMode.FULL_AND_PIECEWISE}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, {"FULL"}, "FULL"]
+    "allowed",
+    [(), set(), {CUDAGraphMode.FULL_AND_PIECEWISE}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, ["full_decode_only"]],
 )
-def test_refused_allowed_modes(allowed: set[CUDAGraphMode]) -> None:
+def test_refused_allowed_modes(allowed: Collection[CUDAGraphMode | str]) -> None:
     for num_tokens in (0, 4, 99):
         with pytest.raises(DispatchError, match="allowed_modes"):
             dispatcher_for("FULL_AND_PIECEWISE").dispatch(num_tokens, allowed_modes=allowed)
+
+
+def test_modes_are_taken_by_name_in_any_case() -> None:
+    dispatcher = CudagraphDispatcher("full_and_piecewise", [4, 8], max_num_reqs=8)
+    dispatcher.add_key("Piecewise", BatchDescriptor(12))
+    dispatcher.mark_captured("piecewise", BatchDescriptor(12))
+    assert dispatcher.is_captured("PIECEWISE", BatchDescriptor(12))
+    assert dispatcher.mode.has_mode("full")
+    step = dispatcher.dispatch(11, allowed_modes=["none", "piecewise"])
+    assert (step.mode, step.descriptor) == (PIECEWISE, BatchDescriptor(12))
+    with pytest.raises(OptionError, match="'fulll'"):
+        dispatcher.dispatch(11, allowed_modes=["fulll"])
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])

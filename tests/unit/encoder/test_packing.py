@@ -50,7 +50,7 @@ def greedy_by_hand(tokens: Sequence[int], budgets: Sequence[int], max_items: int
         if items:
             packed.append(PackedBatch(tuple(items), total, smallest_fitting_budget(ladder, total)))
 
-    for item in sorted(range(len(tokens)), key=lambda index: tokens[index]):
+    for item in sorted(filter(tokens.__getitem__, range(len(tokens))), key=lambda index: tokens[index]):
         if items and (total + tokens[item] > ladder[-1] or len(items) >= max_items):
             close()
             items, total = [], 0
@@ -71,7 +71,7 @@ def test_everything_is_served_once_and_within_the_limits(
 ) -> None:
     tokens, budgets, max_items, cost = problem
     batches = pack_items(tokens, budgets, max_items, cost=cost if has_costs else None)
-    assert sorted(item for batch in batches for item in batch.items) == list(range(len(tokens)))
+    assert sorted(item for batch in batches for item in batch.items) == [n for n, count in enumerate(tokens) if count]
     for batch in batches:
         assert batch.items
         assert batch.tokens == sum(tokens[item] for item in batch.items)
@@ -90,12 +90,13 @@ def test_with_costs_no_simple_plan_is_cheaper(problem: tuple[list[int], list[int
     one_by_one = [
         PackedBatch((item,), count, smallest_fitting_budget(sorted(budgets), count))
         for item, count in enumerate(tokens)
+        if count
     ]
     greedy = pack_items(tokens, budgets, max_items)
     assert found <= price(one_by_one, cost) * (1 + 1e-9)
     assert found <= price(greedy, cost) * (1 + 1e-9)
     most = max(budgets) if cost.max_eager_tokens is None else cost.max_eager_tokens
-    if tokens and sum(tokens) <= most:
+    if any(tokens) and sum(tokens) <= most:
         assert found <= cost.eager(sum(tokens)) * (1 + 1e-9)
 
 
@@ -109,18 +110,18 @@ def test_it_is_deterministic(problem: tuple[list[int], list[int], int, PackingCo
 def test_consecutive_batches_are_cut_at_the_least_cost(tokens: list[int], max_items: int, data: st.DataObject) -> None:
     budgets = [4, 9, 20]
     cost = PackingCosts(data.draw(costs_of(budgets)).replay, lambda tokens: 1e6, 0)
-    ordered = sorted(tokens)
+    ordered = sorted(filter(None, tokens))
 
     def cost_of(items: Sequence[int]) -> float:
         fitting = [cost.replay[budget] for budget in budgets if sum(items) <= budget and len(items) <= max_items]
         return min(fitting, default=float("inf"))
 
-    least = min(
+    plans = (
         sum(cost_of(ordered[a:b]) for a, b in itertools.pairwise((0, *cut, len(ordered))))
         for count in range(len(ordered))
         for cut in itertools.combinations(range(1, len(ordered)), count)
     )
-    assert price(pack_items(tokens, budgets, max_items, cost=cost), cost) == pytest.approx(least)
+    assert price(pack_items(tokens, budgets, max_items, cost=cost), cost) == pytest.approx(min(plans, default=0))
 
 
 def by_tokens(fixed: float, each: float) -> Callable[[int], float]:
@@ -164,8 +165,8 @@ def test_one_eager_call_for_all_is_among_the_plans() -> None:
     ("tokens", "batches"),
     [
         ([], []),
-        ([0], [PackedBatch((0,), 0, 4)]),
-        ([0, 0, 0], [PackedBatch((0, 1), 0, 4), PackedBatch((2,), 0, 4)]),
+        ([0, 0, 0], []),
+        ([0, 3, 0, 9], [PackedBatch((1,), 3, 4), PackedBatch((3,), 9, None)]),
         ([9], [PackedBatch((0,), 9, None)]),
         ([9, 3, 20], [PackedBatch((1,), 3, 4), PackedBatch((0,), 9, None), PackedBatch((2,), 20, None)]),
         ([4, 4, 4], [PackedBatch((0, 1), 8, 8), PackedBatch((2,), 4, 4)]),
@@ -361,9 +362,11 @@ def test_with_many_items_no_simple_plan_is_cheaper(
     _, budgets, max_items, cost = problem
     tokens = np.random.default_rng(seed).integers(0, 41, count).tolist()
     batches = pack_items(tokens, budgets, max_items, cost=cost)
-    assert sorted(item for batch in batches for item in batch.items) == list(range(count))
+    assert sorted(item for batch in batches for item in batch.items) == np.flatnonzero(tokens).tolist()
     found = price(batches, cost)
-    least = [min([cost.eager(one), *(cost.replay[budget] for budget in budgets if budget >= one)]) for one in tokens]
+    least = [
+        min([cost.eager(one), *(cost.replay[budget] for budget in budgets if budget >= one)]) for one in tokens if one
+    ]
     assert found <= sum(least) * (1 + 1e-9)
     assert found <= price(pack_items(tokens, budgets, max_items), cost) * (1 + 1e-9)
 
@@ -386,13 +389,13 @@ def test_no_batch_is_dearer_than_its_two_parts(problem: tuple[list[int], list[in
                 assert cost.replay[batch.budget] <= parts * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 10, 11])
+@pytest.mark.parametrize("tokens", [1, 7, 10, 11])
 @pytest.mark.parametrize("count", [50, 3000])
 def test_all_the_same(count: int, tokens: int) -> None:
     """Ten of the smallest fit a replay, one of the largest an eager call only."""
     cost = PackingCosts({10: 1.0}, by_tokens(1000, 1), 11)
     batches = pack_items([tokens] * count, [10], 10, cost=cost)
-    a_batch = {0: 10, 1: 10, 7: 1, 10: 1, 11: 1}[tokens]
+    a_batch = {1: 10, 7: 1, 10: 1, 11: 1}[tokens]
     assert sorted(item for batch in batches for item in batch.items) == list(range(count))
     assert {(len(b.items), b.tokens, b.budget) for b in batches} == {
         (a_batch, a_batch * tokens, 10 if tokens < 11 else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +165,8 @@ def add_to_slots(x: torch.Tensor) -> torch.Tensor:
     """Add each row to its slot; the sums after that. Rows behind those of the metadata are padding of regions."""
     EVENTS.append("op")
     context = gp.get_forward_context()
-    slots: Slots = context.attn_metadata
+    metadata = context.attn_metadata
+    slots = Slots(metadata["sums"], metadata["slot_mapping"]) if isinstance(metadata, Mapping) else metadata
     assert context.slot_mapping is slots.slot_mapping
     num_tokens = slots.slot_mapping.shape[0]
     out = torch.zeros_like(x)
@@ -223,6 +224,19 @@ class SlotBuilder:
         slots.slot_mapping.fill_(self.num_slots)
         slots.slot_mapping[: len(attention)].copy_(mapping)
         return slots
+
+
+class DictBuilder(SlotBuilder):
+    """The same metadata in plain dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dicts: dict[int, dict[str, torch.Tensor]] = {}
+
+    def build(self, attention: Sequence[int], key: BatchDescriptor | None) -> Any:
+        slots = super().build(attention, key)
+        made = {"sums": slots.sums, "slot_mapping": slots.slot_mapping}
+        return made if key is None else self._dicts.setdefault(id(slots), made)
 
 
 class Attends(nn.Module):

@@ -16,6 +16,7 @@ from tests.unit.engine.managed import (
     MODES,
     PIECEWISE,
     Attends,
+    DictBuilder,
     Requests,
     SlotBuilder,
     X,
@@ -29,10 +30,18 @@ from tests.unit.engine.managed import (
 
 
 @pytest.mark.parametrize(
-    ("mode", "compiler"), [*((mode, "eager") for mode in MODES), ("FULL", "aot_eager"), ("PIECEWISE", "aot_eager")]
+    ("mode", "compiler", "made_by"),
+    [
+        *((mode, "eager", SlotBuilder) for mode in MODES),
+        ("FULL", "aot_eager", SlotBuilder),
+        ("PIECEWISE", "aot_eager", SlotBuilder),
+        *((mode, "eager", DictBuilder) for mode in MODES),
+    ],
 )
-def test_attention_keeps_what_it_keeps_without_graphs_and_padding(mode: str, compiler: str) -> None:
-    builder = SlotBuilder()
+def test_attention_keeps_what_it_keeps_without_graphs_and_padding(
+    mode: str, compiler: str, made_by: type[SlotBuilder]
+) -> None:
+    builder = made_by()
     model = Attends().eval()
     manager = captured(model, mode, attention=builder, compiler=compiler)
     requests = Requests(model)

@@ -18,6 +18,7 @@ from tests.unit.engine.managed import (
     SIZES,
     WIDTH,
     Attends,
+    DictBuilder,
     Doubled,
     Rows,
     SlotBuilder,
@@ -188,6 +189,17 @@ def test_metadata_without_a_slot_mapping_is_refused() -> None:
     with pytest.raises(ContextError, match="no field 'slot_mapping'") as raised:
         made(Attends().eval(), attention=builder).capture()
     assert "LeavesOut.build()" in raised.value.expected
+
+
+def test_a_key_that_a_dict_lacks_is_added_to_it() -> None:
+    class Lacks(DictBuilder):
+        def build(self, attention: Any, key: Any) -> Any:
+            return {"sums": super().build(attention, key)["sums"]}
+
+    with pytest.raises(ContextError, match="no field 'slot_mapping'") as raised:
+        made(Attends().eval(), attention=Lacks()).capture()
+    assert "add 'slot_mapping' to dict" in raised.value.remedy
+    made(Attends().eval(), attention=DictBuilder()).capture()
 
 
 def test_other_missing_attributes_stay_what_they_are() -> None:

@@ -93,6 +93,24 @@ def test_what_mixes_tokens_is_refused_by_op_and_line(name: str) -> None:
     assert manager.runtime.stats().captured == 0
 
 
+class Numbered(nn.Module):
+    """Numbers its tokens itself where no numbers are passed, as encoders do with positions and token types."""
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        if numbers is None:
+            numbers = torch.arange(x.shape[0])
+        return x * numbers.unsqueeze(1)
+
+
+def test_what_the_model_makes_itself_is_passed() -> None:
+    with pytest.raises(CaptureError, match="mixes the tokens") as raised:
+        made(Numbered()).capture()
+    assert "pass numbers as an input (an InputSpec)" in raised.value.remedy
+    manager = captured(Numbered(), specs=(X, InputSpec("numbers", (LARGEST,), torch.int64)))
+    inputs = {"x": rows(5), "numbers": torch.arange(5)}
+    torch.testing.assert_close(manager.run(Batch(5, inputs=inputs)), Numbered()(**inputs))
+
+
 KEEPING: Mapping[str, Rows] = {
     "entry by entry": lambda x: (x * 2 + 1).relu(),
     "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),

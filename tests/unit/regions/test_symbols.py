@@ -45,6 +45,18 @@ def test_keyword_arguments_have_names() -> None:
     assert "x" in [given.source_name for given in split.inputs]
 
 
+def test_an_entry_of_a_model_output_is_shown_as_users_write_it() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    def function(encoder_outputs: Any, **kwargs: Any) -> torch.Tensor:
+        return encoder_outputs[0] + kwargs["more"].last_hidden_state
+
+    given = outputs.BaseModelOutput(last_hidden_state=torch.rand(3, 4))
+    _, split = traced(function, given, more=outputs.BaseModelOutput(last_hidden_state=torch.rand(3, 4)))
+    shown = [given.shown for given in split.inputs if isinstance(given.value, torch.Tensor)]
+    assert shown == ["encoder_outputs.last_hidden_state", "kwargs['more'].last_hidden_state"]
+
+
 def test_unknown_inputs_and_dimensions_are_refused() -> None:
     _, split = traced(lambda x: x + 1, torch.rand(3))
     with pytest.raises(PartitionError, match="one of x"):

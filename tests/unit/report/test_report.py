@@ -89,6 +89,20 @@ def test_the_numbers_are_those_of_the_statistics(deep: Deep) -> None:
     assert seen == {"batch": {4: 3, 3: 4, 2: 1}, "seq": {8: 3, 5: 4, 30: 1}}
 
 
+def test_the_padding_of_one_set_of_calls_is_one_figure() -> None:
+    """Captures ahead are no calls: the keys and the traffic count the same ones."""
+    fast = gp.graphed(nn.Linear(6, 6).eval(), [4, 8], {"input": 0}, compiler="eager", progress=False)
+    fast.capture(torch.randn(3, 6))
+    for size in (3, 5, 6, 3):
+        fast(torch.randn(size, 6))
+    figures = fast.report().figures
+    real, padded = (sum(getattr(key, name) for key in figures.keys) for name in ("real", "padded"))
+    (seen,) = figures.traffic
+    assert (real, padded) == (17, 24)
+    assert seen.waste(seen.captured) == pytest.approx(1 - real / padded)
+    assert sum(key.calls for key in figures.keys) == 4
+
+
 def test_sizes_are_suggested_for_each_field_that_is_padded(deep: Deep) -> None:
     report, _ = deep
     assert report.suggested_sizes() == {"batch": [2, 3, 4], "seq": [5, 8, 30]}

@@ -76,10 +76,17 @@ def stock(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", list(STOCK))
-def test_a_stock_model_runs_over_pages(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *((name, torch.float32, 1e-3) for name in STOCK),
+        # torch has no grouped products of float64 for the experts of GptOss and Phimoe.
+        *((name, torch.float64, 1e-5) for name in STOCK if name not in ("GptOss", "Phimoe")),
+    ],
+)
+def test_a_stock_model_runs_over_pages(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """Prefill of three requests, then decode, against the stock model with its own cache, one request at a time."""
-    expected_model = stock(name)
+    expected_model = stock(name).to(dtype)
     model = copy.deepcopy(expected_model)
     attention = PagedAttention.for_model(
         model, num_pages=20, page_size=4, max_num_reqs=4, max_num_tokens=40, max_seq_len=32
@@ -103,7 +110,7 @@ def test_a_stock_model_runs_over_pages(name: str) -> None:
             ]
             caches = [output.past_key_values for output in outputs]
             expected = torch.cat([output.logits[0] for output in outputs])
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def refused(model: Any, **changes: int) -> OptionError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingRule
+from graphpass.regions.padding.calls import DECLARE_MASK, HIDE_PADDING, OpCall, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.pointwise import entry_by_entry
 from graphpass.regions.padding.rules.shapes import without_dims
@@ -26,7 +26,7 @@ __all__ = ["RULES", "reduced_dims", "require_neutral"]
 
 Neutral = Callable[[Pad], bool]
 
-_SUMS = "compute it from sums under a mask argument, and declare what the mask holds there (padding={'mask': 0})"
+_SUMS = f"compute it from sums {DECLARE_MASK}"
 
 
 def _is_zero(pad: Pad) -> bool:
