@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import cgpass
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import cgpass
 from graphpass import GraphRuntime
 from tests.observed import calls_with_graph
 
@@ -166,7 +166,7 @@ def test_a_module_s_float_is_an_input_when_it_changes() -> None:
         for x in inputs(torch.float32, 4):
             fast.call(x, 0.0)
         assert fast.num_compiled == 1
-        for x, module.scale in zip(inputs(torch.float32), VALUES, strict=True):  # noqa: B020
+        for x, module.scale in zip(inputs(torch.float32), VALUES, strict=True):
             torch.testing.assert_close(fast.call(x, 0.0), x * module.scale)
     assert fast.num_compiled == 2
 
