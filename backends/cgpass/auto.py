@@ -291,7 +291,7 @@ class AutoDispatcher:
                     self._check(call, context, args)
             filled = call.filled(args)
             returned = self._key_outputs(call, context, filled, clone=False)
-            cut = call.cuts.apply(self._flat(returned), args)
+            cut = call.cuts.apply(self._flat(returned), args, self._runtime.lease.forward_storages)
             for padded in call.inputs:
                 if padded.is_written:
                     args[padded.position].copy_(padded.real)

@@ -102,6 +102,10 @@ class _KeyNames:
             for dim in range(len(layout.shape))
         }
 
+    def with_data(self, graph: GraphSizes) -> dict[str, int]:
+        """{key field: index of an output whose size depends on it and on data}: that output could not be cut."""
+        return {self.fields[s]: at for at, own in graph.by_data.items() for s in own if s in self.fields}
+
     def declaration(self, field: str) -> str:
         """How a user declares the dimension of a key field that is named after an input."""
         by_position = "dynamic_dims of graphpass.graphed, which knows the arguments by name"
@@ -142,7 +146,7 @@ def _rules_of(
 ) -> AutoRules:
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, graph)
-    padded, contents_decide = _padded_symbols(names, proof, settings)
+    padded, contents_decide = _padded_symbols(graph, names, proof, settings)
     positions = {
         position: settings.padding.get(parts.inputs[position].shown, "repeat")
         for position, layout in graph.layouts.items()
@@ -169,7 +173,7 @@ def _rules_of(
         moves=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
         off=off,
-        unproved=() if off is not None else _unproved(name, names, padded, proof, settings),
+        unproved=() if off is not None else _unproved(name, graph, names, padded, proof, settings),
     )
 
 
@@ -208,11 +212,16 @@ def _calls(parts: Partition, part_of_name: str) -> bool:
     )
 
 
-def _padded_symbols(names: _KeyNames, proof: PaddingProof, settings: Settings) -> tuple[frozenset[sympy.Symbol], bool]:
+def _padded_symbols(
+    graph: GraphSizes, names: _KeyNames, proof: PaddingProof, settings: Settings
+) -> tuple[frozenset[sympy.Symbol], bool]:
     """The sizes to pad, and whether the safety of some depends on the contents of a call."""
     padded, contents_decide = set(), False
+    with_data = names.with_data(graph)
     for symbol, field in names.candidates.items():
         verdict = proof.verdicts[field]
+        if field in with_data:
+            continue
         is_declared = field in names.declared
         asks_anyway = settings.padding_check in ("declared", "off")
         if verdict is Verdict.PROVED or (is_declared and (verdict is Verdict.RUNTIME or asks_anyway)):
@@ -223,6 +232,7 @@ def _padded_symbols(names: _KeyNames, proof: PaddingProof, settings: Settings) -
 
 def _unproved(
     name: str,
+    graph: GraphSizes,
     names: _KeyNames,
     padded: frozenset[sympy.Symbol],
     proof: PaddingProof,
@@ -233,13 +243,15 @@ def _unproved(
     Raises:
         CaptureError: see :func:`dispatched`.
     """
-    problems = {}
+    problems, with_data = {}, names.with_data(graph)
     for symbol, field in names.candidates.items():
         verdict = proof.verdicts[field]
-        if verdict is Verdict.PROVED:
+        if verdict is Verdict.PROVED and field not in with_data:
             continue
         findings = [finding for finding in proof.findings if finding.field == field]
         why = str(findings[0]) if findings else "no proof covers it"
+        if field in with_data:
+            why = f"the size of output {with_data[field]} depends on it and on data, so it cannot be cut"
         if symbol in padded and settings.padding_check == "off":
             problems[field] = (f"{field} is padded without a check: {why}", "set padding_check='declared'")
         if symbol in padded:

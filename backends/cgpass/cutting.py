@@ -2,12 +2,12 @@
 
 The real prefix of each tensor in the pool is copied, with the strides that the graph returns at the real sizes. Outputs
 that share a storage share one in the copies too. Views of inputs become views of the caller's tensors. Numbers are
-computed from the real sizes.
+computed from the real sizes. An output whose size depends on data is returned whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from cgpass.graphsizes import Expression, GraphSizes, OutputNumber, OutputTensor, Sizes, symbols_in, value_at
-from graphpass.capture.outputs import view_of
+from graphpass.capture.outputs import clone_pool_tensors, view_of
 
 __all__ = ["OutputCuts", "cuts_of", "prefix"]
 
@@ -83,24 +83,31 @@ class OutputCuts:
         tensors: groups of outputs that share a storage.
         views: outputs that are inputs or views of inputs.
         numbers: {index: value}.
+        whole: indices of the outputs that data decide; no padded size occurs in them.
     """
 
     tensors: tuple[tuple[_TensorCut, ...], ...]
     views: tuple[_View, ...]
     numbers: Mapping[int, int | float | bool]
+    whole: Collection[int]
 
-    def real_parts(self, outputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Views of the real part of every output tensor in the graph's memory."""
-        return [cut.of(outputs[cut.index]) for group in self.tensors for cut in group]
+    def real_parts(self, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """{index: view of the real part} of every output tensor in the graph's memory."""
+        cut = {cut.index: cut.of(outputs[cut.index]) for group in self.tensors for cut in group}
+        return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
 
-    def apply(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def apply(self, outputs: Sequence[Any], args: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
         """The flat outputs at the real sizes.
 
         Args:
             outputs: flat outputs of the replay.
             args: the caller's arguments.
+            pool_storages: addresses of the pool storages that the replay has written.
         """
         cut_outputs = list(outputs)
+        whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)
+        for index, output in zip(self.whole, whole, strict=True):
+            cut_outputs[index] = output
         for group in self.tensors:
             if len(group) == 1:
                 cut_outputs[group[0].index] = group[0].copied(outputs[group[0].index])
@@ -150,6 +157,8 @@ def cuts_of(graph: GraphSizes, real: Sizes, numbers: Mapping[sympy.Symbol, int])
     groups: dict[int, list[tuple[int, OutputTensor]]] = {}
     views, values = [], {}
     for index, output in enumerate(graph.outputs):
+        if index in graph.by_data:
+            continue
         if isinstance(output, OutputNumber):
             values[index] = _number(output, known)
         elif output is not None and output.viewed is None:
@@ -160,7 +169,8 @@ def cuts_of(graph: GraphSizes, real: Sizes, numbers: Mapping[sympy.Symbol, int])
             base = graph.layouts[output.viewed].offset
             shape, strides = tuple(map(at, output.shape)), tuple(map(at, output.strides))
             views.append(_View(index, output.viewed, output.is_input, shape, strides, at(output.offset) - at(base)))
-    return OutputCuts(tuple(_group(members, known) for members in groups.values()), tuple(views), values)
+    tensors = tuple(_group(members, known) for members in groups.values())
+    return OutputCuts(tensors, tuple(views), values, tuple(graph.by_data))
 
 
 def _group(members: Sequence[tuple[int, OutputTensor]], known: Sizes) -> tuple[_TensorCut, ...]:

@@ -83,6 +83,8 @@ class GraphSizes:
         numbers: {position: expression} of the ints among the inputs, layout numbers included.
         layouts: {position: layout} of the tensor inputs.
         outputs: the flat outputs; None for an output that is neither tensor nor number.
+        by_data: {index of an output whose layout or value is known only when the graph has run: the sizes that it may
+            depend on besides}. Outputs that share memory with one are included.
         guards: which sizes the graph serves.
         unread: symbols in shapes that cannot be read from an input.
         hints: the size of each symbol in the traced call.
@@ -93,6 +95,7 @@ class GraphSizes:
     numbers: Mapping[int, Expression]
     layouts: Mapping[int, InputLayout]
     outputs: tuple[OutputTensor | OutputNumber | None, ...]
+    by_data: Mapping[int, frozenset[sympy.Symbol]]
     guards: GuardedSymbols
     unread: frozenset[sympy.Symbol]
     hints: Mapping[sympy.Symbol, int]
@@ -147,12 +150,14 @@ def sizes_of(parts: Partition) -> GraphSizes:
     in_shapes = symbols_in(size for layout in layouts.values() for size in layout.shape)
     places = _places(numbers, layouts, frozenset(parts.layout_inputs) if in_shapes else frozenset())
     symbols = tuple(sorted(places, key=str))
+    outputs = _outputs(parts, simplified)
     return GraphSizes(
         symbols=symbols,
         places=tuple(places[symbol] for symbol in symbols),
         numbers=numbers,
         layouts=layouts,
-        outputs=_outputs(parts, simplified),
+        outputs=outputs,
+        by_data=_by_data(outputs, layouts),
         guards=GuardedSymbols.from_values(graph_input.value for graph_input in parts.inputs),
         unread=in_shapes - places.keys(),
         hints={symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()} if env is not None else {},
@@ -253,3 +258,21 @@ def _outputs(
         else:
             found.append(None)
     return tuple(found)
+
+
+def _by_data(
+    outputs: Sequence[OutputTensor | OutputNumber | None], layouts: Mapping[int, InputLayout]
+) -> dict[int, frozenset[sympy.Symbol]]:
+    """See :class:`GraphSizes`."""
+    groups: dict[Any, tuple[list[int], list[Expression]]] = {}
+    for index, output in enumerate(outputs):
+        if isinstance(output, OutputNumber):
+            groups[None, index] = [index], [output.expression]
+        elif output is not None:
+            members, sizes = groups.setdefault((output.viewed, output.group), ([], []))
+            members.append(index)
+            sizes += (*output.shape, *output.strides, output.offset)
+            if output.viewed is not None:  # the offset of a view may be a symbol of its own, which hides the input's
+                sizes += (*layouts[output.viewed].shape, *layouts[output.viewed].strides)
+    symbols = {tuple(members): symbols_in(sizes) for members, sizes in groups.values()}
+    return {index: own for members, own in symbols.items() if any(map(symbolic.is_unbacked, own)) for index in members}

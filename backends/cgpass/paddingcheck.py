@@ -87,8 +87,7 @@ class DueChecks:
 
 def real_entries(cuts: OutputCuts, outputs: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
     """The real parts of the outputs by name."""
-    indices = [cut.index for group in cuts.tensors for cut in group]
-    return [(f"output {index}", part) for index, part in zip(indices, cuts.real_parts(outputs), strict=True)]
+    return [(f"output {index}", part) for index, part in cuts.real_parts(outputs).items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +167,7 @@ class PaddedCall:
         written += self._written_unpadded()
         with restoring([tensor for _, tensor in written], self.generators, self.device):
             outputs = self.run_unpadded()
-            indices = [cut.index for group in self.cuts.tensors for cut in group]
-            found = {f"output {index}": outputs[index].clone() for index in indices}
+            found = {f"output {index}": outputs[index].clone() for index in self.cuts.real_parts(outputs)}
             return found | {name: tensor.clone() for name, tensor in written}
 
 
@@ -364,7 +362,7 @@ class _OtherContents:
 
 def _spread(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference of two tensors: 0 if all bits agree, infinite if a difference is not finite."""
-    if not (one.is_floating_point() or one.is_complex()):
+    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
         return 0.0 if torch.equal(one, other) else float("inf")
     same = (one == other) | (one.isnan() & other.isnan())
     if bool(same.all()):

@@ -25,6 +25,7 @@ from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
+from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
 from graphpass.report.callables import CallableRecord, CompileSeconds, RegionReason
@@ -65,7 +66,9 @@ def backend(
     name = runtime.next_callable_name()
     if _needs_autograd(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
-    return _captured(name, _Traced.of(graph_module, settings), runtime, settings)
+    traced = _Traced.of(graph_module, settings)
+    made = _captured(name, traced, runtime, settings)
+    return traced.floats.moved_before(made)
 
 
 def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Settings) -> GraphedCallable:
@@ -109,7 +112,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
             off=None if auto is None else never_captured(auto[1].off),
         )
     )
-    _note_problems(name, sizes, runtime)
+    _note_problems(name, sizes, traced.floats, runtime)
     dispatch = None if auto is None or proof is None else (auto[1], proof)
     report_graph(name, parts, traced.ends_early, dispatch, runtime, settings)
     graph = CompiledGraph(
@@ -134,6 +137,7 @@ class _Traced:
 
     Attributes:
         whole: the copy, without unused tensor inputs and with appended ones.
+        floats: the Python floats among Dynamo's arguments.
         taken: positions of the remaining inputs among Dynamo's.
         appended: the inputs after those; None if there are none.
         ends_early: the graph break after it; None if the function ends there.
@@ -142,6 +146,7 @@ class _Traced:
     """
 
     whole: fx.GraphModule
+    floats: FloatInputs
     taken: list[int]
     appended: AppendedInputs | None
     ends_early: dynamo.GraphBreak | None
@@ -152,14 +157,14 @@ class _Traced:
     def of(cls, graph_module: fx.GraphModule, settings: Settings) -> _Traced:
         ends_early = dynamo.graph_break_after(graph_module)
         whole = _own_copy(graph_module)
-        dynamo.specialize_wrapped_floats(whole)
+        floats = floats_as_tensors(whole)
         side_effects = sideeffects.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
         taken = _drop_unread_inputs(whole)
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))
         sizes = count_from_start(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
-        return cls(whole, taken, appended, ends_early, side_effects, key)
+        return cls(whole, floats, taken, appended, ends_early, side_effects, key)
 
 
 def _no_presets(mode: str) -> OptionError:
@@ -171,12 +176,15 @@ def _no_presets(mode: str) -> OptionError:
     )
 
 
-def _note_problems(name: str, sizes: KeySizes, runtime: GraphRuntime) -> None:
+def _note_problems(name: str, sizes: KeySizes, floats: FloatInputs, runtime: GraphRuntime) -> None:
     rnn = dynamo.untraced_rnn()
     if rnn is not None and not any(
         record.ends for record in runtime.callables()
     ):  # else the remedy of the break says it
         runtime.warn(f"{rnn} runs in Python: Dynamo does not trace it", dynamo.ALLOW_RNN, at=name)
+    for number, op, where in floats.constants:
+        text = f"the float {number} is a constant in the graph, and each value is compiled apart: {op} takes no tensor"
+        runtime.warn(text + (f" at {where}" if where else ""), "pass few values of it", at=name)
     for unmatched in sizes.unmatched_names(is_first=len(runtime.callables()) == 1):
         runtime.warn(unmatched, "name the inputs as the graph does", at=name)
     uncompiled = sizes.not_compiled_apart()

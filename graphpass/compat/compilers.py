@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpass.compat import symbolic
+
 AtenHook = Callable[[fx.GraphModule], None]
 """A callback that receives the ATen graph of a region before the compiler changes it."""
 
@@ -67,6 +69,25 @@ def tracing_with(fake_mode: Any) -> Iterator[None]:
     """Within the body, compilers use ``fake_mode`` and do not see the tracing context of Dynamo's current frame."""
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         yield
+
+
+@contextlib.contextmanager
+def floats_as_tensors(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Within the body, compilers expect that their graph computes with tensors where the model has Python floats.
+
+    AOTAutograd makes Dynamo start again, with a constant, for each float that its graph does not read as a number.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    symbols = symbolic.hints_of(symbolic.shape_env_of(example_inputs))
+    floats = {str(symbol) for symbol in symbols if symbol_is_type(symbol, SymT.FLOAT)}
+    floats -= TensorifyState.force_specializations
+    TensorifyState.force_specializations |= floats
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= floats
 
 
 def compiler_settings() -> tuple[Any, ...]:

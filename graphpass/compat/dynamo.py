@@ -177,20 +177,27 @@ def mark_maybe_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def specialize_wrapped_floats(graph_module: fx.GraphModule) -> None:
-    """Replace Python floats that Dynamo passes as 0-d CPU tensors with constants that Dynamo guards.
+def wrapped_floats(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """{``item()`` of a placeholder: the placeholder} of the Python floats that Dynamo passes as 0-d CPU tensors."""
+    return {
+        node: node.args[0]
+        for node in graph.find_nodes(op="call_method", target="item")
+        if isinstance(node.meta.get("example_value"), torch.SymFloat)
+        and getattr(node.args[0].meta.get("grapharg"), "pass_arg_as_tensor", False)
+    }
 
-    With dynamic shapes, a float attribute (a dropout rate, an epsilon) arrives as a tensor and an ``item()``: a host
-    read in every layer. Reading the symbolic float's value makes Dynamo guard on it, so another value recompiles.
-    """
-    for node in list(graph_module.graph.find_nodes(op="call_method", target="item")):
-        value = node.meta.get("example_value")
-        (source,) = node.all_input_nodes
-        argument = source.meta.get("grapharg")
-        if isinstance(value, torch.SymFloat) and getattr(argument, "pass_arg_as_tensor", False):
-            node.replace_all_uses_with(float(value))
-            graph_module.graph.erase_node(node)
-    graph_module.recompile()
+
+def float_varies(placeholder: fx.Node) -> bool:
+    """Whether Dynamo has seen two values of a Python float, so that it compiles the float for all values."""
+    if torch._dynamo.config.assume_static_by_default:  # else the float would be a constant already
+        return True
+    try:
+        from torch._dynamo.pgo import auto_dynamic, get_code_state
+    except ImportError:
+        return False
+    name = source_text(placeholder) or ""
+    states = [state.automatic_dynamic for state in get_code_state().values()]
+    return any(name in state and state[name].scalar is auto_dynamic for state in states)
 
 
 def example_value(node: fx.Node) -> Any:

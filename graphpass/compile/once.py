@@ -177,11 +177,12 @@ class _Compilation:
     def _compiled(self, examples: Sequence[Any]) -> tuple[Callable[..., Any], GraphTrace | None]:
         """The artifact for all sizes, and the trace of its aten graph if the compiler produced one."""
         graph_module = own_copy(self.region.graph_module)
-        if self.trace is None or not self.compiler.functionalizes:
-            return self.compiler.compile(graph_module, examples), None
-        show = TraceOnce(self.trace, self.region.graph_module)
-        function = self.compiler.compile(graph_module, examples, show)
-        return function, show.result(self.structure.symbols)
+        with compilers.floats_as_tensors(examples):
+            if self.trace is None or not self.compiler.functionalizes:
+                return self.compiler.compile(graph_module, examples), None
+            show = TraceOnce(self.trace, self.region.graph_module)
+            function = self.compiler.compile(graph_module, examples, show)
+            return function, show.result(self.structure.symbols)
 
     def _sized(
         self, examples: Sequence[Any], written: WrittenInputs | None

@@ -26,9 +26,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 from graphpass import partition
-from graphpass.compat import dynamo, symbolic
+from graphpass.compat import symbolic
 from graphpass.compile import RegionCompiler, traced_regions
 from graphpass.regions import AtenGraph, PaddingProof, Partition
+from graphpass.regions.floats import floats_as_tensors
 from graphpass.regions.padding.compose import prove_partition
 
 LAYERS = (12, 48)
@@ -100,7 +101,7 @@ class Backend:
     proofs: list[PaddingProof] = field(default_factory=list)
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        dynamo.specialize_wrapped_floats(graph_module)
+        floats_as_tensors(graph_module)
         parts = partition(graph_module, self.splitting_ops)
         self.num_regions = len(parts.regions)  # of the last graph: Dynamo may start again
         captured = [region for region in parts.regions if region.kind == "captured"]

@@ -1,0 +1,185 @@
+"""A Python float that varies is an input of the graph: as many compilations as torch.compile, then replays alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cgpass
+from graphpass import GraphRuntime
+from tests.observed import calls_with_graph
+
+VALUES = [0.1 + 0.07 * step for step in range(40)]
+Program = Callable[[torch.Tensor, float], Any]
+
+PROGRAMS: dict[str, Program] = {
+    "product": lambda x, thr: x * thr,
+    "product of the number": lambda x, thr: thr * x,
+    "sum": lambda x, thr: x + thr,
+    "difference": lambda x, thr: x.sub(thr, alpha=2),
+    "difference from the number": lambda x, thr: thr - x,
+    "quotient": lambda x, thr: x / thr,
+    "quotient of the number": lambda x, thr: thr / x,
+    "power": lambda x, thr: x.abs() ** thr,
+    "power of the number": lambda x, thr: thr**x,
+    "comparison": lambda x, thr: torch.stack([x > thr, thr >= x, x.eq(thr)]),
+    "where": lambda x, thr: torch.where(x > thr, x, thr),
+    "where of two": lambda x, thr: torch.where(x > 0, thr, -thr),
+    "clamp": lambda x, thr: x.clamp(-thr, thr),
+    "clamp by both": lambda x, thr: torch.clamp(x, min=thr, max=3.0),
+    "clamp from below": lambda x, thr: x.clamp_min(thr),
+    "masked_fill": lambda x, thr: x.masked_fill(x > 0, thr),
+    "item assignment": lambda x, thr: assigned(x.clone(), thr),
+    "in place": lambda x, thr: x.clone().mul_(thr).sub_(thr),
+    "in place by an operator": lambda x, thr: scaled(x.clone(), thr),
+    "tensor": lambda x, thr: x + torch.tensor(thr),
+    "arithmetic": lambda x, thr: x * (thr * 2 + 1) / (3 - thr),
+    "functions": lambda x, thr: x * math.sqrt(thr) + abs(-thr) + max(thr, 0.5) - min(0.2, thr),
+    "temperature": lambda x, thr: torch.softmax(x / thr, -1),
+    "a size": lambda x, thr: x * (thr * x.shape[0]),
+    "a scalar": lambda x, thr: x.sum() * thr,
+    "a branch": lambda x, thr: x * thr if thr > 0.5 else x + thr,
+    "a result": lambda x, thr: (x * thr, thr * 2),
+    "used twice": lambda x, thr: (x + thr).relu() * thr,
+}
+
+
+def assigned(x: torch.Tensor, thr: float) -> torch.Tensor:
+    x[0] = thr
+    return x
+
+
+def scaled(x: torch.Tensor, thr: float) -> torch.Tensor:
+    x *= thr
+    x += thr
+    return x
+
+
+class Compiled:
+    """A function compiled with cgpass, which counts its compilations."""
+
+    def __init__(self, function: Program, compiler: str, dynamic: bool | None) -> None:
+        self.runtime, self.num_compiled = GraphRuntime(), 0
+        self._options = cgpass.options(runtime=self.runtime, compiler=compiler, dispatch="auto")
+        self.call = torch.compile(function, backend=self._compile, dynamic=dynamic)
+
+    def _compile(self, graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        self.num_compiled += 1
+        return cgpass.backend(graph_module, example_inputs, options=self._options)
+
+
+def inputs(dtype: torch.dtype, count: int = len(VALUES)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(3 * torch.randn(5, 4, generator=generator)).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_many_compilations_as_torch_compile(name: str, dynamic: bool | None) -> None:
+    program, plain = PROGRAMS[name], CompileCounterWithBackend("eager")
+    fast = Compiled(program, "eager", dynamic)
+    of_torch = torch.compile(program, backend=plain, dynamic=dynamic)
+    with torch.no_grad():
+        for x, thr in zip(inputs(torch.float32), VALUES, strict=True):
+            torch.testing.assert_close(fast.call(x.clone(), thr), program(x.clone(), thr))
+        replayed = calls_with_graph(fast.runtime)
+        torch.compiler.reset()
+        for x, thr in zip(inputs(torch.float32), VALUES, strict=True):
+            of_torch(x, thr)
+    assert fast.num_compiled == plain.frame_count
+    assert replayed == len(VALUES) - fast.num_compiled
+
+
+@pytest.mark.parametrize(
+    ("compiler", "dtype"),
+    [
+        ("aot_eager", torch.float64),
+        ("eager", torch.float16),
+        ("eager", torch.bfloat16),
+        ("aot_eager", torch.bfloat16),
+        ("eager", torch.int64),
+    ],
+)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_have_type_and_values_of_eager(name: str, compiler: str, dtype: torch.dtype) -> None:
+    if dtype is torch.int64 and ("in place" in name or name in ("item assignment", "masked_fill")):
+        pytest.skip("not defined for integers")
+    program = PROGRAMS[name]
+    fast = Compiled(program, compiler, True)
+    with torch.no_grad():
+        for x, thr in zip(inputs(dtype, 6), VALUES[::7], strict=True):
+            want = program(x.clone(), thr)
+            torch.testing.assert_close(fast.call(x.clone(), thr), want, equal_nan=True)
+    assert calls_with_graph(fast.runtime) >= 3
+
+
+def test_inductor_takes_floats_as_tensors() -> None:
+    fast = Compiled(PROGRAMS["arithmetic"], "inductor", True)
+    with torch.no_grad():
+        for x, thr in zip(inputs(torch.bfloat16, 5), VALUES, strict=False):
+            torch.testing.assert_close(fast.call(x, thr), PROGRAMS["arithmetic"](x, thr))
+    assert fast.num_compiled == 1
+    assert calls_with_graph(fast.runtime) == 4
+
+
+@pytest.mark.parametrize(
+    ("op", "program"),
+    [
+        ("dropout", lambda x, thr: F.dropout(x, thr, training=False)),
+        ("layer_norm", lambda x, thr: F.layer_norm(x, (4,), eps=thr)),
+        ("full", lambda x, thr: x + torch.full((4,), thr)),
+        ("leaky_relu", lambda x, thr: F.leaky_relu(x * thr, thr)),
+        ("add", lambda x, thr: torch.add(x, x, alpha=thr)),
+        ("sym_int", lambda x, thr: x * int(thr * 100)),
+    ],
+)
+def test_where_an_operator_takes_numbers_each_value_is_compiled_apart_and_that_is_said(op: str, program: Any) -> None:
+    fast = Compiled(program, "eager", None)
+    with torch.no_grad():
+        for x, thr in zip(inputs(torch.float32, 3), (0.1, 0.2, 0.3), strict=True):
+            torch.testing.assert_close(fast.call(x, thr), program(x, thr))
+    assert fast.num_compiled == 3
+    (problem,) = [p.what for p in fast.runtime.report().problems if "each value is compiled apart" in p.what]
+    assert "the float thr is a constant" in problem
+    assert op in problem
+
+
+def test_a_module_s_float_is_an_input_when_it_changes() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    module = Scaled()
+    fast = Compiled(lambda x, _: module(x), "eager", True)
+    with torch.no_grad():
+        for x in inputs(torch.float32, 4):
+            fast.call(x, 0.0)
+        assert fast.num_compiled == 1
+        for x, module.scale in zip(inputs(torch.float32), VALUES, strict=True):
+            torch.testing.assert_close(fast.call(x, 0.0), x * module.scale)
+    assert fast.num_compiled == 2
+
+
+def test_padding_is_proved_beside_a_float(rt: GraphRuntime) -> None:
+    layer = nn.Linear(4, 4)
+    options = cgpass.options(runtime=rt, compiler="eager", dispatch="auto")
+    fast = torch.compile(
+        lambda x, thr: (layer(x) * thr).clamp(-thr, 1.0), backend="cgpass", dynamic=True, options=options
+    )
+    with torch.no_grad():
+        for rows, thr in zip([5, 6, 7, 8, 5, 9, 11, 10] * 5, VALUES, strict=True):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(fast(x, thr), (layer(x) * thr).clamp(-thr, 1.0))
+    (record,) = rt.callables()
+    assert {size.field: size.is_padded for size in record.sizes} == {"x[0]": True}
