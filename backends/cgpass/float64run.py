@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpass.capture.layout import storage_id
 from graphpass.compat import operators, trees
 from graphpass.regions.execute import value_of
 from graphpass.regions.split import Partition
@@ -57,37 +56,12 @@ class Float64Run:
         Args:
             args: the graph's arguments at any sizes that it admits.
         """
+        given = list(args)
         with torch.no_grad():
-            given = _with_copies(args, frozenset(self._written))
+            for position in self._written:  # they share no memory, or the call would not be padded
+                given[position] = _wide(args[position].clone())
             outputs = trees.flatten(self._run(*given))[0]
         return outputs, {position: given[position] for position in self._written}
-
-
-def _with_copies(args: Sequence[Any], written: frozenset[int]) -> list[Any]:
-    """``args`` with wide copies of the written tensors, and of those that share a storage with one, as its views."""
-    groups: dict[int, list[int]] = {}
-    for position, value in enumerate(args):
-        if isinstance(value, torch.Tensor) and value.numel():
-            groups.setdefault(storage_id(value), []).append(position)
-    copies = list(args)
-    for positions in groups.values():
-        if written.isdisjoint(positions):
-            continue
-        tensors = [args[position] for position in positions]
-        first = min(tensor.storage_offset() for tensor in tensors)
-        reach = max(map(_end, tensors)) - first
-        copy = _wide(tensors[0].as_strided((reach,), (1,), first).clone())
-        for position, tensor in zip(positions, tensors, strict=True):
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError("a written input shares its memory with an input of another type")
-            copies[position] = copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)
-    return copies
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The storage element after the tensor's last one."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + reach + 1
 
 
 def _wide(value: Any) -> Any:
