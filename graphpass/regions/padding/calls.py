@@ -10,7 +10,17 @@ import sympy
 
 from graphpass.regions.padding.nodes import ResultShape, TensorShape
 from graphpass.regions.padding.sizes import Sizes
-from graphpass.regions.padding.values import Factors, PaddedValue, PaddingFinding, Place, Size, Verdict
+from graphpass.regions.padding.values import (
+    Factors,
+    Pad,
+    PaddedValue,
+    PaddingFinding,
+    Place,
+    Size,
+    Verdict,
+    blurred,
+    is_finite,
+)
 
 __all__ = [
     "HIDE_PADDING",
@@ -25,6 +35,10 @@ __all__ = [
 
 HIDE_PADDING = (
     "hide the padding from it by a mask argument, and declare what the mask holds there (padding={'mask': 0})"
+)
+MAKE_FINITE = (
+    "keep the padding finite: bound the divisor (x / norm.clamp(min=1e-6)), or replace what is not"
+    " (x.masked_fill(mask == 0, 0), torch.where); zero times NaN is NaN"
 )
 _MOST_LETTERS = 160
 REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
@@ -129,6 +143,23 @@ class OpCall:
         shape = shape or self.shape
         return PaddedValue(self.sizes.one_each(shape.sizes), dtype=shape.dtype)
 
+    def carried(self, value: PaddedValue, *operands: PaddedValue) -> PaddedValue:
+        """``value`` with what the operands' padding says of its own, where the operator is not followed.
+
+        Operands of another rank, and dimensions that an operand broadcasts, say nothing.
+        """
+        pads: dict[Place, Pad | None] = dict(value.pads)
+        for place in self.places(value):
+            beside = [
+                operand.pad_at((place[0], at))
+                for operand in operands or tuple(tensors_of(self.arguments.values()))
+                if operand.rank == value.rank
+                for at, size in enumerate(operand.factors[place[0]])
+                if self.padded(size)
+            ]
+            pads.setdefault(place, blurred(*beside))
+        return value.with_pads(pads)
+
     def places(self, value: PaddedValue, dims: Iterable[int] | None = None) -> list[Place]:
         """The places of the padded factors of ``value``, within ``dims`` (all by default)."""
         return self.sizes.places(value, dims)
@@ -153,6 +184,8 @@ class OpCall:
         pad = value.pad_at(place)
         contents = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
         size = value.factors[place[0]][place[1]]
+        if remedy and not is_finite(pad):
+            remedy = MAKE_FINITE
         return self.refuse(f"{what} the padded dimension {place[0]}{contents}", size, remedy)
 
     def unpadded(self, value: PaddedValue, dims: Iterable[int], what: str, remedy: str = "") -> None:

@@ -8,6 +8,7 @@ import torch
 
 from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingReason, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.pointwise import broadcast
 from graphpass.regions.padding.rules.randomness import draws
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.values import (
@@ -17,6 +18,7 @@ from graphpass.regions.padding.values import (
     Approximate,
     Factors,
     PaddedValue,
+    is_finite,
     is_low,
 )
 
@@ -43,7 +45,9 @@ def _attention(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
             _check_finite(call, tensor)
     elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
         raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
-    result = PaddedValue((*batches, queries, value.factors[-1]))
+    result = call.carried(PaddedValue((*batches, queries, value.factors[-1])), query, key, value)
+    if isinstance(mask, PaddedValue):
+        result = _without_hidden_rows(call, result, mask)
     if not isinstance(call.result, tuple):
         return result
     reason = PaddingReason("the outputs for its backward are not followed")
@@ -71,12 +75,20 @@ def _check_rows(call: OpCall, mask: PaddedValue, queries: Factors) -> None:
         raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
 
 
+def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:
+    """``result``, not finite where the mask hides all keys from the rows in padding: kernels differ in what they do."""
+    wide = broadcast(call, mask, (*result.factors[:-1], mask.factors[-1]))
+    hidden = (
+        place for place in call.places(result) if wide.pad_at(place) in (False, -math.inf, Approximate.NOT_FINITE)
+    )
+    return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
+
+
 def _check_finite(call: OpCall, tensor: PaddedValue) -> None:
-    """Refuse keys and values with infinite padding: a weight of zero times infinity is NaN."""
+    """Refuse keys and values whose padding is not finite: a weight of zero times infinity is NaN."""
     for place in call.places(tensor, [tensor.rank - 2]):
-        pad = tensor.pad_at(place)
-        if isinstance(pad, float) and math.isinf(pad):
-            raise call.refuse_place(tensor, place, "multiplies infinities by weights of zero over")
+        if not is_finite(tensor.pad_at(place)):
+            raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
 
 
 def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> None:

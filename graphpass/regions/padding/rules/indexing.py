@@ -139,7 +139,7 @@ def _gather(call: OpCall) -> PaddedValue:
         raise call.refuse("takes entries of the flattened tensor")
     dim = call.dim(dim, value.rank)
     check_aligned(call, value, index, [at for at in range(value.rank) if at != dim])
-    return _along(call, value, index, dim, PaddedValue(index.factors))
+    return _along(call, value, index, dim, call.carried(PaddedValue(index.factors), value))
 
 
 def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
