@@ -17,6 +17,7 @@ from graphpass.errors import CaptureError, NoGraph
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof, Verdict
+from graphpass.regions.padding.calls import CHECK_IF_DECLARED
 from graphpass.regions.padding.compose import prove_partition
 from graphpass.regions.split import Partition
 
@@ -239,6 +240,7 @@ def _unproved(
         if verdict is Verdict.PROVED:
             continue
         findings = [finding for finding in proof.findings if finding.field == field]
+        findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
         why = str(findings[0]) if findings else "no proof covers it"
         if symbol in padded and settings.padding_check == "off":
             problems[field] = (f"{field} is padded without a check: {why}", "set padding_check='declared'")
@@ -246,8 +248,11 @@ def _unproved(
             continue
         is_declared = field in names.declared
         remedy = (findings[0].remedy if findings else "") or _EXACT
-        if verdict is Verdict.RUNTIME and not is_declared:
-            remedy = f"declare the dimension ({names.declaration(field)}): it is then padded, and checked"
+        by_contents = remedy == CHECK_IF_DECLARED
+        if (verdict is Verdict.RUNTIME or by_contents) and not is_declared:
+            remedy = f"declare the dimension ({names.declaration(field)})" + f" and {remedy}" * by_contents
+        if verdict is Verdict.RUNTIME or by_contents:
+            remedy += ": it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(
                 f"{name}: {field} cannot be padded",

@@ -23,6 +23,7 @@ from graphpass.regions.padding.values import (
 )
 
 __all__ = [
+    "CHECK_IF_DECLARED",
     "HIDE_PADDING",
     "REGISTER_RULE",
     "OpCall",
@@ -33,12 +34,17 @@ __all__ = [
     "tensors_of",
 ]
 
+CHECK_IF_DECLARED = "set padding_check='declared'"
 HIDE_PADDING = (
     "hide the padding from it by a mask argument, and declare what the mask holds there (padding={'mask': 0})"
 )
 MAKE_FINITE = (
     "keep the padding finite: bound the divisor (x / norm.clamp(min=1e-6)), or replace what is not"
     " (x.masked_fill(mask == 0, 0), torch.where); zero times NaN is NaN"
+)
+_ONE_NAME = (
+    "if the two sizes are equal in every call, declare both under one name"
+    " (dynamic_dims={'x': {0: 'rows'}, 'y': {0: 'rows'}})"
 )
 _MOST_LETTERS = 160
 REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
@@ -149,15 +155,16 @@ class OpCall:
         Operands of another rank, and dimensions that an operand broadcasts, say nothing.
         """
         pads: dict[Place, Pad | None] = dict(value.pads)
-        for place in self.places(value):
+        for dim, at in self.places(value):
+            fields = self.sizes.fields_of(value.factors[dim][at])
             beside = [
-                operand.pad_at((place[0], at))
+                operand.pad_at((dim, other))
                 for operand in operands or tuple(tensors_of(self.arguments.values()))
                 if operand.rank == value.rank
-                for at, size in enumerate(operand.factors[place[0]])
-                if self.padded(size)
+                for other, size in enumerate(operand.factors[dim])
+                if not set(fields).isdisjoint(self.sizes.fields_of(size))
             ]
-            pads.setdefault(place, blurred(*beside))
+            pads.setdefault((dim, at), blurred(*beside))
         return value.with_pads(pads)
 
     def places(self, value: PaddedValue, dims: Iterable[int] | None = None) -> list[Place]:
@@ -217,7 +224,11 @@ class OpCall:
         common = self.sizes.unified(first, second)
         if common is None:
             at_fault = next(size for size in (*first, *second) if self.padded(size))
-            raise self.refuse(f"a dimension of factors {list(first)} meets one of {list(second)}", at_fault)
+            fields = [
+                {field for size in factors for field in self.sizes.fields_of(size)} for factors in (first, second)
+            ]
+            remedy = _ONE_NAME if all(fields) and fields[0] != fields[1] else ""
+            raise self.refuse(f"a dimension of factors {list(first)} meets one of {list(second)}", at_fault, remedy)
         return common
 
     def findings_for(self, reason: PaddingReason) -> frozenset[PaddingFinding]:

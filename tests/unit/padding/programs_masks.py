@@ -50,6 +50,11 @@ def hidden(x: Tensor, mask: Tensor, low: float) -> Tensor:
     return x.masked_fill(~mask[..., None], low)
 
 
+def attended(x: Tensor, mask: Tensor) -> Tensor:
+    rows = mask[:, None].expand(-1, x.shape[1], -1)
+    return (scores(x) + torch.where(rows, 0.0, -INF)).softmax(-1) @ x
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -224,6 +229,7 @@ MASKED = [
         lambda g, fm: ((1 / fm - 1 / fm).nan_to_num(1.0) * g * fm.reciprocal() * fm).sum(1),
     ),
     P("softmax over hidden rows", "b+ s-", lambda x, m: (hidden(x, m, -INF).softmax(-1) * m[..., None]).sum(1)),
+    P("two layers behind a mask", "b+ s+", lambda x, m: attended(attended(x, m), m)),
     P("softmax over low rows", "b+ s+", lambda x, m: (hidden(x, m, -1e9).softmax(-1) * m[..., None]).sum(1)),
     P("deviation of what is masked", "b+ s-", lambda x, fm: (standard(x * fm[..., None], 0.0) * fm[..., None]).sum(1)),
     P("deviation, bounded", "b+ s+", lambda x, fm: (standard(x * fm[..., None], 1e-5) * fm[..., None]).sum(1)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.calls import CHECK_IF_DECLARED, OpCall, PaddingReason, PaddingRule
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.sizes import as_size, product
 from graphpass.regions.padding.values import Factors, Pad, PaddedValue, Place, Size, Verdict
@@ -154,7 +154,8 @@ def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Se
         if not theirs and call.sizes.starts_clean(ours):
             continue
         at_fault = _first_padded(call, (*ours, *theirs))
-        raise call.refuse(f"an index of factors {list(theirs)} names entries of {list(ours)}", at_fault)
+        why = f"an index of factors {list(theirs)} names entries of {list(ours)}"
+        raise call.refuse(why, at_fault, CHECK_IF_DECLARED)
 
 
 def _bucketize(call: OpCall) -> PaddedValue:

@@ -139,9 +139,11 @@ def _chosen(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         first, second = _operand(call, pads, "self", "a"), _operand(call, pads, "other", "b")
     else:
         first, second = _operand(call, pads, "value"), _operand(call, pads, "self")
-    if not is_number(condition):
-        return either(first, second)
-    return first if condition else second
+    if is_number(condition):
+        return first if condition else second
+    if first != second:  # infinities where data says so: as in real rows, which a mask fills alike
+        first, second = (None if is_number(pad) and not is_finite(pad) else pad for pad in (first, second))
+    return either(first, second)
 
 
 def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
