@@ -17,6 +17,7 @@ from graphpass.errors import CaptureError, NoGraph
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof, Verdict
+from graphpass.regions.padding.calls import CHECK_IF_DECLARED
 from graphpass.regions.padding.compose import prove_partition
 from graphpass.regions.split import Partition
 
@@ -249,6 +250,7 @@ def _unproved(
         if verdict is Verdict.PROVED and field not in with_data:
             continue
         findings = [finding for finding in proof.findings if finding.field == field]
+        findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
         why = str(findings[0]) if findings else "no proof covers it"
         if field in with_data:
             why = f"the size of output {with_data[field]} depends on it and on data, so it cannot be cut"
@@ -258,8 +260,12 @@ def _unproved(
             continue
         is_declared = field in names.declared
         remedy = (findings[0].remedy if findings else "") or _EXACT
-        if findings and not is_declared and all(finding.is_by_contents for finding in findings):
-            remedy = f"declare the dimension ({names.declaration(field)}): it is then padded, and checked"
+        data_decides = bool(findings) and all(finding.is_by_contents for finding in findings)
+        by_option = remedy == CHECK_IF_DECLARED
+        if (data_decides or by_option) and not is_declared:
+            remedy = f"declare the dimension ({names.declaration(field)})" + f" and {remedy}" * by_option
+        if by_option or (data_decides and not is_declared):
+            remedy += ": it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(
                 f"{name}: {field} cannot be padded",

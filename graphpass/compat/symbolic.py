@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._pytree import tree_leaves
+
+from graphpass.compat.operators import OpOverload, TorchDispatchMode, is_mutable
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any | None:
@@ -62,6 +65,54 @@ def quiet_shapes(fake_mode: Any) -> Iterator[None]:
             if scope is not None:
                 stack.enter_context(scope())
         yield
+
+
+class DecompositionTape(TorchDispatchMode):
+    """The operators that torch's decomposition of an operator calls, over fake tensors.
+
+    Attributes:
+        calls: (operator, arguments, keyword arguments, result) of each call that returns tensors, in order.
+        result: what the decomposition returns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.result: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):  # else a size, a device
+            self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def is_closed(self, inputs: Container[int]) -> bool:
+        """Whether no call writes to a tensor, and each tensor is a result or has its id among ``inputs``."""
+        known: set[int] = set()
+        for func, args, kwargs, result in (*self.calls, (None, (self.result,), {}, ())):
+            read = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            if any(id(leaf) not in inputs and id(leaf) not in known for leaf in read):
+                return False
+            if func is not None and is_mutable(func):
+                return False
+            known.update(id(leaf) for leaf in tree_leaves(result))
+        return True
+
+
+def decomposition_tape(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DecompositionTape | None:
+    """The decomposition of a call with fake tensors; None if torch has none, or if it fails. It adds no guards."""
+    from torch._decomp import decomposition_table
+
+    function, fake_mode = decomposition_table.get(op), fake_mode_of(tree_leaves((args, kwargs)))
+    if function is None or fake_mode is None:
+        return None
+    tape = DecompositionTape()
+    try:
+        with torch.no_grad(), quiet_shapes(fake_mode), python_dispatcher(), fake_mode, tape:
+            tape.result = function(*args, **kwargs)
+    except Exception:
+        return None
+    return tape
 
 
 python_dispatcher: Callable[[], contextlib.AbstractContextManager[Any]] = enable_python_dispatcher

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from graphpass.regions.padding.calls import OpCall, PaddingReason
+from graphpass.regions.padding.calls import CHECK_IF_DECLARED, OpCall, PaddingReason
 from graphpass.regions.padding.rules.indexing import is_whole, stays_real
 from graphpass.regions.padding.sizes import product
 from graphpass.regions.padding.values import Factors, PaddedValue
 
-__all__ = ["needs_real_contents", "new_fields", "reads_outside"]
+__all__ = ["checks_numbers", "needs_real_contents", "new_fields", "reads_outside"]
 
 _COUNTS = frozenset({"arange", "iota", "linspace"})
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"})
@@ -48,11 +48,16 @@ def needs_real_contents(call: OpCall, tensors: Sequence[PaddedValue]) -> bool:
 
     A table's index may be among those integers, and an index beyond the table ends the process on a GPU.
     """
-    if call.name in _PROBABILITIES:
+    if checks_numbers(call.name):
         return True
     from_floats = any(value.dtype is not None and value.dtype.is_floating_point for value in tensors)
     to_integers = any(_is_integer(shape.dtype) for shape in call.shapes)
     return from_floats and to_integers and call.name not in _PLACES
+
+
+def checks_numbers(name: str) -> bool:
+    """Whether the operator with this base name fails for numbers that are no probabilities."""
+    return name in _PROBABILITIES
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
@@ -85,7 +90,8 @@ def reads_outside(call: OpCall) -> PaddingReason | None:
             size = index.factors[dim][at]
             is_new = not index.new_fields.isdisjoint(call.sizes.fields_of(size))
             if is_new and not _exists(index.pad_at((dim, at)), of_dim):
-                return PaddingReason(f"its padding may index beyond the {product(of_dim)} entries", size=size)
+                why = f"its padding may index beyond the {product(of_dim)} entries"
+                return PaddingReason(why, size=size, remedy=CHECK_IF_DECLARED)
     return None
 
 

@@ -10,9 +10,20 @@ import sympy
 
 from graphpass.regions.padding.nodes import ResultShape, TensorShape
 from graphpass.regions.padding.sizes import Sizes
-from graphpass.regions.padding.values import Factors, PaddedValue, PaddingFinding, Place, Size, Verdict
+from graphpass.regions.padding.values import (
+    Factors,
+    Pad,
+    PaddedValue,
+    PaddingFinding,
+    Place,
+    Size,
+    Verdict,
+    blurred,
+    is_finite,
+)
 
 __all__ = [
+    "CHECK_IF_DECLARED",
     "DECLARE_MASK",
     "HIDE_PADDING",
     "REGISTER_RULE",
@@ -24,11 +35,20 @@ __all__ = [
     "tensors_of",
 ]
 
+CHECK_IF_DECLARED = "set padding_check='declared'"
 DECLARE_MASK = (
     "under a mask argument, and declare what the mask holds there (padding={'mask': 0}); a mask that the model "
     "computes, from lengths for example, cannot be declared: pass it as an argument"
 )
 HIDE_PADDING = f"hide the padding from it {DECLARE_MASK}"
+MAKE_FINITE = (
+    "keep the padding finite: bound the divisor (x / norm.clamp(min=1e-6)), or replace what is not"
+    " (x.masked_fill(mask == 0, 0), torch.where); zero times NaN is NaN"
+)
+_ONE_NAME = (
+    "if the two sizes are equal in every call, declare both under one name"
+    " (dynamic_dims={'x': {0: 'rows'}, 'y': {0: 'rows'}})"
+)
 _MOST_LETTERS = 160
 REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
 
@@ -132,6 +152,24 @@ class OpCall:
         shape = shape or self.shape
         return PaddedValue(self.sizes.one_each(shape.sizes), dtype=shape.dtype)
 
+    def carried(self, value: PaddedValue, *operands: PaddedValue) -> PaddedValue:
+        """``value`` with what the operands' padding says of its own, where the operator is not followed.
+
+        Operands of another rank, and dimensions that an operand broadcasts, say nothing.
+        """
+        pads: dict[Place, Pad | None] = dict(value.pads)
+        for dim, at in self.places(value):
+            fields = self.sizes.fields_of(value.factors[dim][at])
+            beside = [
+                operand.pad_at((dim, other))
+                for operand in operands or tuple(tensors_of(self.arguments.values()))
+                if operand.rank == value.rank
+                for other, size in enumerate(operand.factors[dim])
+                if not set(fields).isdisjoint(self.sizes.fields_of(size))
+            ]
+            pads.setdefault((dim, at), blurred(*beside))
+        return value.with_pads(pads)
+
     def places(self, value: PaddedValue, dims: Iterable[int] | None = None) -> list[Place]:
         """The places of the padded factors of ``value``, within ``dims`` (all by default)."""
         return self.sizes.places(value, dims)
@@ -156,6 +194,8 @@ class OpCall:
         pad = value.pad_at(place)
         contents = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
         size = value.factors[place[0]][place[1]]
+        if remedy and not is_finite(pad):
+            remedy = MAKE_FINITE
         return self.refuse(f"{what} the padded dimension {place[0]}{contents}", size, remedy)
 
     def unpadded(self, value: PaddedValue, dims: Iterable[int], what: str, remedy: str = "") -> None:
@@ -187,7 +227,11 @@ class OpCall:
         common = self.sizes.unified(first, second)
         if common is None:
             at_fault = next(size for size in (*first, *second) if self.padded(size))
-            raise self.refuse(f"a dimension of factors {list(first)} meets one of {list(second)}", at_fault)
+            fields = [
+                {field for size in factors for field in self.sizes.fields_of(size)} for factors in (first, second)
+            ]
+            remedy = _ONE_NAME if all(fields) and fields[0] != fields[1] else ""
+            raise self.refuse(f"a dimension of factors {list(first)} meets one of {list(second)}", at_fault, remedy)
         return common
 
     def findings_for(self, reason: PaddingReason) -> frozenset[PaddingFinding]:

@@ -23,7 +23,7 @@ from graphpass.regions.padding.calls import (
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape, references
 from graphpass.regions.padding.positions import by_position
 from graphpass.regions.padding.program import AtenGraph
-from graphpass.regions.padding.registry import rule_for
+from graphpass.regions.padding.registry import is_registered, rule_for
 from graphpass.regions.padding.rules.scalars import cast_pad
 from graphpass.regions.padding.signs import sign_of
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
@@ -31,11 +31,19 @@ from graphpass.regions.padding.values import IndexAlong, PaddedValue, PaddingFin
 
 __all__ = ["Interpretation", "input_values", "interpret"]
 
-_CORRECT = "correct the padding rule of the operator"
+_ONE_EACH = (
+    "return a tuple from the padding rule: one PaddedValue for each tensor of call.result, None for what is no tensor,"
+    " then one for each written argument"
+)
 _WITHOUT_EFFECT = frozenset(
     f"aten::{name}"
     for name in ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
 )
+
+
+def _to_correct(call: OpCall) -> str:
+    """The remedy for a rule that does not fit: only its author can correct it."""
+    return "correct the padding rule of the operator" if is_registered(call.op.replace(".", "::", 1)) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +268,17 @@ class _Run:
         except Unknown as unknown:
             return self._refused(call, wanted, unknown.reason)
         except Exception as error:
-            return self._refused(call, wanted, PaddingReason(f"its padding rule failed: {error!r}", remedy=_CORRECT))
+            return self._refused(
+                call, wanted, PaddingReason(f"its padding rule failed: {error!r}", remedy=_to_correct(call))
+            )
         if isinstance(returned, PaddingReason):
             return self._refused(call, wanted, returned)
+        if isinstance(returned, PaddedValue) and all(self._fits(returned, shape) for shape in call.shapes):
+            returned = tuple(returned if isinstance(shape, TensorShape) else None for shape in wanted)
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) != len(wanted):
-            why = f"its padding rule returned {len(returned)} values for {len(wanted)} results"
-            return self._refused(call, wanted, PaddingReason(why, remedy=_CORRECT))
+            why = f"its padding rule returned {len(returned)} value(s) for {len(wanted)} results of other sizes"
+            return self._refused(call, wanted, PaddingReason(why, remedy=_ONE_EACH))
         return tuple(self._checked(call, value, shape) for value, shape in zip(returned, wanted, strict=True))
 
     def _shared(self, call: OpCall, rule: PaddingRule | None, shape: Any) -> PaddedValue | None:
@@ -301,7 +313,9 @@ class _Run:
             return None
         if not isinstance(value, PaddedValue) or not self._fits(value, shape):
             why = f"its padding rule says {getattr(value, 'factors', value)} of a result of sizes {shape.sizes}"
-            return call.reached(call.fresh(shape), PaddingReason(why, remedy=_CORRECT))
+            return call.reached(call.fresh(shape), PaddingReason(why, remedy=_to_correct(call)))
+        dims = zip(value.factors, self._sizes.one_each(shape.sizes), strict=True)
+        value = replace(value, factors=tuple(f if self._sizes.any_padded(f) else own for f, own in dims))
         places = set(self._sizes.places(value))
         for size in (value.factors[dim][at] for dim, at in places):
             if not self._sizes.grows(size):
@@ -319,10 +333,15 @@ class _Run:
         return index.dim < value.rank and index.factor < len(value.factors[index.dim])
 
     def _fits(self, value: PaddedValue, shape: TensorShape) -> bool:
-        return value.rank == len(shape.sizes) and all(
-            quotient(product(of_dim), self._sizes.renamed(size)) == 1 or product(of_dim) == size == 0
-            for of_dim, size in zip(value.factors, shape.sizes, strict=True)
-        )
+        pairs = zip(value.factors, map(self._sizes.renamed, shape.sizes), strict=False)
+        return value.rank == len(shape.sizes) and all(self._is_size(product(of_dim), size) for of_dim, size in pairs)
+
+    def _is_size(self, size: Size, of_graph: Size) -> bool:
+        if quotient(size, of_graph) == 1 or size == of_graph == 0:
+            return True
+        # One unpadded size may be written in two ways: the graph runs, so the sizes that meet in it are equal.
+        padded = self._sizes.padded(size) or self._sizes.padded(of_graph)
+        return not padded and not (isinstance(size, int) and isinstance(of_graph, int))
 
     # --- effects besides the outputs
 

@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
+from graphpass.regions.padding.bounds import checks_numbers
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape
 from graphpass.regions.padding.patterns import recognised
+from graphpass.regions.padding.registry import rule_for
 from graphpass.regions.padding.sizes import as_size
 from graphpass.regions.padding.values import Size
 from graphpass.regions.userlines import where_of
@@ -51,44 +53,83 @@ class _Reader:
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._module = graph_module
-        self._at: dict[fx.Node, Ref] = {}
+        self._at: dict[fx.Node, Any] = {}
         self._nodes: list[AtenNode] = []
+        self._inputs: tuple[Any, ...] = ()
+        # Sizes of the padded run satisfy the guards, too. Two symbols stay two: calls where they differ are possible.
+        env = symbolic.shape_env_of(node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta)
+        facts = map(_by_length, symbolic.facts_of(env))
+        self._equal = {large: small for large, small in facts if isinstance(large, sympy.Expr) and large.args}
+        self._taped: dict[int, Any] = {}  # id of a fake tensor of the decomposition being recorded -> its Ref
 
     def read(self) -> AtenGraph:
         nodes = list(self._module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         for position, node in enumerate(placeholders):
             self._at[node] = Ref(position)
-        inputs = tuple(_shape_of(node.meta.get("val")) for node in placeholders)
+        self._inputs = tuple(self._shape_of(node.meta.get("val")) for node in placeholders)
         outputs: tuple[Any, ...] = ()
         for node in nodes:
             if node.op == "output":
                 outputs = tuple(self._plain(output) for output in node.args[0])
             elif node.op != "placeholder":
-                self._nodes.extend(recognised(self._node(node), inputs, self._nodes))
-                self._at[node] = Ref(len(placeholders) + len(self._nodes) - 1)
-        shapes = tuple(_only_tensor_or_size(shape) for shape in inputs)
+                composed = self._decomposed(node) if isinstance(node.target, operators.OpOverload) else None
+                self._at[node] = self._added(self._node(node)) if composed is None else composed
+        shapes = tuple(_only_tensor_or_size(shape) for shape in self._inputs)
         names = tuple(str(node.name) for node in placeholders)
         return AtenGraph(shapes, names, tuple(self._nodes), outputs, _symbols_of(shapes))
+
+    def _added(self, node: AtenNode) -> Ref:
+        self._nodes.extend(recognised(node, self._inputs, self._nodes))
+        return Ref(len(self._inputs) + len(self._nodes) - 1)
+
+    def _decomposed(self, node: fx.Node) -> Any | None:
+        """The result of an operator without a padding rule, recorded as the operators that it consists of.
+
+        It is a Ref, or a tuple of them. None if the operator has a rule, or no decomposition that can be recorded.
+        """
+        op: Any = node.target
+        if rule_for(op.name()) is not None or checks_numbers(op.name().partition("::")[2].partition(".")[0]):
+            return None
+        inputs = {id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
+        tape = symbolic.decomposition_tape(op, args, kwargs)
+        if tape is None or not tape.is_closed(inputs):
+            return None
+        where = where_of(node.meta.get("stack_trace"))
+        self._taped.update(inputs)
+        for called, args, kwargs, result in tape.calls:
+            ref = self._added(self._of_operator(called, args, kwargs, self._shape_of(result), where))
+            parts = result if isinstance(result, (list, tuple)) else ()
+            for at, part in enumerate(parts):
+                self._taped[id(part)] = self._added(
+                    AtenNode(GETITEM, (("of", ref), ("at", at)), self._shape_of(part), where)
+                )
+            if not parts:
+                self._taped[id(result)] = ref
+        return self._plain(tape.result)
 
     def _plain(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return self._at[argument]
+        if isinstance(argument, torch.Tensor):
+            return self._taped[id(argument)]
         if isinstance(argument, (list, tuple)):
             return tuple(self._plain(part) for part in argument)
         if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return as_size(symbolic.expression_of(argument))
+            return self._size(argument)
         if argument is None or isinstance(argument, (bool, int, float, complex, str, torch.dtype)):
             return argument
         return str(argument)
 
     def _node(self, node: fx.Node) -> AtenNode:
         where = where_of(node.meta.get("stack_trace"))
-        result = _shape_of(node.meta.get("val"))
+        result = self._shape_of(node.meta.get("val"))
         target = node.target
         if node.op == "get_attr":
             attribute = functools.reduce(getattr, str(target).split("."), self._module)
-            return AtenNode(CONSTANT, (("is_nonnegative", _is_nonnegative(attribute)),), _shape_of(attribute), where)
+            sign = ("is_nonnegative", _is_nonnegative(attribute))
+            return AtenNode(CONSTANT, (sign,), self._shape_of(attribute), where)
         if target is operator.getitem:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
         if target is torch.ops.aten.as_strided.default and _only_ones_change(node):
@@ -99,6 +140,20 @@ class _Reader:
             return self._of_higher_order(node, result, where)
         is_number = isinstance(result, (int, sympy.Expr, sympy.Basic, float))
         return AtenNode(NUMBER if is_number else str(target), self._positional(node), result, where)
+
+    def _size(self, value: Any) -> Size:
+        """A symbolic number as a size, with each size that the guards know in two forms in its shorter one."""
+        size = as_size(symbolic.expression_of(value))
+        return as_size(size.xreplace(self._equal)) if isinstance(size, sympy.Basic) and self._equal else size
+
+    def _shape_of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorShape(tuple(map(self._size, value.shape)), value.dtype)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._shape_of, value))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        return value if isinstance(value, (int, float)) else None
 
     def _positional(self, node: fx.Node) -> tuple[tuple[str, Any], ...]:
         named = [(str(position), self._plain(argument)) for position, argument in enumerate(node.args)]
@@ -179,14 +234,11 @@ def _written_by(schema: Any) -> tuple[str, ...]:
     )
 
 
-def _shape_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorShape(tuple(as_size(symbolic.expression_of(size)) for size in value.shape), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple(_shape_of(part) for part in value)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return as_size(symbolic.expression_of(value))
-    return value if isinstance(value, (int, float)) else None
+def _by_length(fact: sympy.Basic) -> tuple[Any, Any]:
+    """The two sides of an equation of sizes, the longer one first; (fact, fact) for any other fact."""
+    sides = fact.args if isinstance(fact, sympy.Eq) else (fact, fact)
+    first, second = sorted(sides, key=lambda side: (-sympy.count_ops(side), str(side)))
+    return first, second
 
 
 def _only_tensor_or_size(shape: Any) -> TensorShape | Size | None:

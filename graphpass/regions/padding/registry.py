@@ -10,7 +10,7 @@ from graphpass.regions.padding.calls import PaddingRule
 from graphpass.regions.padding.nodes import operator_named
 from graphpass.regions.padding.rules import BUILT_IN, rule_of_tags
 
-__all__ = ["register_padding_rule", "rule_for"]
+__all__ = ["is_registered", "register_padding_rule", "rule_for"]
 
 _REGISTERED: dict[str, PaddingRule] = {}
 
@@ -53,6 +53,11 @@ def rule_for(name: str) -> PaddingRule | None:
         return rule
     op = operator_named(name)
     return rule_of_tags(op) if op is not None else None
+
+
+def is_registered(name: str) -> bool:
+    """Whether a user registered the rule of the operator with this qualified name."""
+    return name in _REGISTERED or name.partition(".")[0] in _REGISTERED
 
 
 def _qualified(op: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -54,9 +55,13 @@ class Verdict(enum.Enum):
 
 
 class Approximate(enum.Enum):
-    """A padding value of which only the magnitude is known."""
+    """What is known of padding that follows from known values, where the value itself is not followed."""
 
-    MASKED = "about -1e4 or less"
+    MASKED = "about -1e4 or less, and finite"
+    POSITIVE = "finite numbers above zero"
+    NONNEGATIVE = "finite numbers, zero or more"
+    FINITE = "finite numbers, zero among them"
+    NOT_FINITE = "NaN or infinities"
 
 
 class Sign(enum.Enum):
@@ -68,7 +73,7 @@ class Sign(enum.Enum):
 
 
 Pad: TypeAlias = bool | int | float | Approximate
-"""The known value of entries in padding; never NaN."""
+"""What entries in padding hold, a number or a kind of numbers. NaN is NOT_FINITE. See Note [Numbers in padding]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +196,21 @@ def is_low(pad: Pad | None) -> bool:
 def is_number(pad: Pad | None) -> bool:
     """Whether ``pad`` is an exact number, neither unknown nor approximate."""
     return pad is not None and not isinstance(pad, Approximate)
+
+
+def is_finite(pad: Pad | None) -> bool:
+    """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
+    return pad is not Approximate.NOT_FINITE and not (isinstance(pad, float) and math.isinf(pad))
+
+
+def blurred(*pads: Pad | None) -> Pad | None:
+    """What holds of entries that each depend on some of ``pads`` in a way that is not followed."""
+    if not all(map(is_finite, pads)):
+        return Approximate.NOT_FINITE
+    return None if None in pads or not pads else Approximate.FINITE
+
+
+def either(first: Pad | None, second: Pad | None) -> Pad | None:
+    """What holds of entries that are each of the one or of the other."""
+    same = type(first) is type(second) and repr(first) == repr(second)
+    return first if same else blurred(first, second)

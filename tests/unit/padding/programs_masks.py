@@ -26,6 +26,39 @@ def raised(x: Tensor, mask: Tensor) -> Tensor:
     return x
 
 
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (8,))
+
+
+def scaled(x: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+
+
+def standard(x: Tensor, epsilon: float) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + epsilon)
+
+
+def over_median(x: Tensor) -> Tensor:
+    return x / x.median(-1, keepdim=True).values
+
+
+def hidden(x: Tensor, mask: Tensor, low: float) -> Tensor:
+    return x.masked_fill(~mask[..., None], low)
+
+
+def attended(x: Tensor, mask: Tensor) -> Tensor:
+    rows = mask[:, None].expand(-1, x.shape[1], -1)
+    return (scores(x) + torch.where(rows, 0.0, -INF)).softmax(-1) @ x
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 MASKED = [
     P("masked sum", "b+ s+", lambda x, fm: (x * fm[..., None]).sum(1)),
     P("masked mean", "b+ s+", lambda x, fm: (x * fm[..., None]).sum(1) / fm.sum(1, keepdim=True)),
@@ -170,4 +203,37 @@ MASKED = [
         "b+ s~",
         lambda x, m: scores(x).masked_fill(~(m[:, None] & m[..., None]), -INF).flatten(1).softmax(-1)[:, :1],
     ),
+    # What the padding of a mask makes NaN or infinite stays so, whatever it is multiplied by.
+    P("unit rows of what is masked", "b+ s-", lambda x, fm: (unit(x * fm[..., None]) * fm[..., None]).sum(1)),
+    P("unit rows, bounded", "b+ s+", lambda x, fm: (F.normalize(x * fm[..., None], dim=-1) * fm[..., None]).sum(1)),
+    P("unit rows, then masked", "b+ s+", lambda x, fm: (unit(x) * fm[..., None]).sum(1)),
+    P("unit rows of masked products", "b+ s-", lambda x, w, fm: (unit(x * fm[..., None] @ w) * fm[..., None]).sum(1)),
+    P("unit rows, weighted", "b+ s-", lambda x, fm: fm[:, None] @ unit(x * fm[..., None])),
+    P("unit rows as values", "b+ s-", lambda x, fm, m: sdpa(x, x, unit(x * fm[..., None]), m[:, None])),
+    P("unit rows of what is normalised", "b+ s-", lambda x, fm: (unit(norm(x * fm[..., None])) * fm[..., None]).sum(1)),
+    P("masked mask over itself", "b+ s-", lambda x, fm: (x * (fm / fm * fm)[..., None]).sum(1)),
+    P("divided by a mask, then masked", "b+ s-", lambda g, fm: (g / fm * fm).sum(1)),
+    P("divided by a mask, then chosen", "b+ s+", lambda g, fm: torch.where(fm != 0, g / fm, 0.0).sum(1)),
+    P("divided by a mask, then filled", "b+ s+", lambda g, fm: (g / fm).masked_fill(fm == 0, 0.0).sum(1)),
+    P("divided by a mask, without NaN", "b+ s+", lambda g, fm: ((g / fm).nan_to_num(0.0, 0.0, 0.0) * fm).sum(1)),
+    P("masked root mean squares", "b+ s-", lambda x, fm: (scaled(x * fm[..., None], 0.0) * fm[..., None]).sum(1)),
+    P(
+        "masked root mean squares, bounded",
+        "b+ s+",
+        lambda x, fm: (scaled(x * fm[..., None], 1e-6) * fm[..., None]).sum(1),
+    ),
+    P("masked logarithm", "b+ s-", lambda g, fm: (fm.log() * fm * g).sum(1)),
+    P(
+        "infinite differences",
+        "b+ s-",
+        lambda g, fm: ((1 / fm - 1 / fm).nan_to_num(1.0) * g * fm.reciprocal() * fm).sum(1),
+    ),
+    P("softmax over hidden rows", "b+ s-", lambda x, m: (hidden(x, m, -INF).softmax(-1) * m[..., None]).sum(1)),
+    P("two layers behind a mask", "b+ s+", lambda x, m: attended(attended(x, m), m)),
+    P("softmax over low rows", "b+ s+", lambda x, m: (hidden(x, m, -1e9).softmax(-1) * m[..., None]).sum(1)),
+    P("deviation of what is masked", "b+ s-", lambda x, fm: (standard(x * fm[..., None], 0.0) * fm[..., None]).sum(1)),
+    P("deviation, bounded", "b+ s+", lambda x, fm: (standard(x * fm[..., None], 1e-5) * fm[..., None]).sum(1)),
+    P("median of what is masked", "b+ s-", lambda x, fm: (over_median(x * fm[..., None]) * fm[..., None]).sum(1)),
+    P("joined to NaN", "b+ s-", lambda x, fm: (torch.cat([x, unit(x * fm[..., None])], 2) * fm[..., None]).sum(1)),
+    P("overflow in half precision", "b+ s-", lambda fm: (((1 - fm) * 1e9).half() * fm.half()).sum(1)),
 ]

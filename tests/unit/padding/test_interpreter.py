@@ -267,7 +267,7 @@ def test_a_registered_rule_answers_for_its_operator(operator: str) -> None:
         (lambda call: PaddingReason("it sorts"), "it sorts"),
         (lambda call: 1 // 0, "ZeroDivisionError"),
         (lambda call: PaddedValue(((2,),)), "its padding rule says"),
-        (lambda call: (call.fresh(), call.fresh()), "2 values for 1 results"),
+        (lambda call: (call.fresh(), call.fresh()), "2 value(s) for 1 results"),
         (lambda call: None, "its padding rule says None"),
     ],
     ids=["reason", "exception", "other sizes", "too many", "nothing"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from typing import Any
 
 import pytest
 import sympy
@@ -156,7 +157,10 @@ def test_a_view_back_restores_the_factors(flat: list[Size], data: st.DataObject)
         (2.5, torch.bool, True),
         (-1e9, torch.float16, -math.inf),
         (-math.inf, torch.int64, None),
-        (math.nan, torch.float32, None),
+        (math.nan, torch.float32, Approximate.NOT_FINITE),
+        (math.nan, torch.int64, None),
+        (math.inf, torch.complex64, Approximate.NOT_FINITE),
+        (Approximate.NOT_FINITE, torch.bool, None),
         (300, torch.uint8, None),
         (-1.7, torch.int32, -1),
         (Approximate.MASKED, torch.bfloat16, Approximate.MASKED),
@@ -174,11 +178,40 @@ def test_an_operator_is_evaluated_on_single_entries() -> None:
     half = Entry.of(1.0, torch.float16, has_dims=True)
     assert evaluated("aten::rsub.Scalar", [("self", half), ("other", 1.0), ("alpha", 1)]) == 0.0
     assert evaluated("aten::log", [("self", Entry.of(0.0, torch.float32, has_dims=True))]) == -math.inf
-    assert evaluated("aten::log", [("self", Entry.of(-1.0, torch.float32, has_dims=True))]) is None
+    assert evaluated("aten::log", [("self", Entry.of(-1.0, torch.float32, has_dims=True))]) is Approximate.NOT_FINITE
     # A tensor without dimensions does not decide the type: this is a sum in half precision.
     small = Entry.of(1e-4, torch.float32, has_dims=False)
     assert evaluated("aten::add.Tensor", [("self", half), ("other", small), ("alpha", 1)]) == 1.0
     assert evaluated("aten::no_such_operator", [("self", half)]) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "pads", "expected"),
+    [
+        ("aten::log", [Approximate.POSITIVE], Approximate.FINITE),
+        ("aten::log", [Approximate.NONNEGATIVE], Approximate.NOT_FINITE),
+        ("aten::rsqrt", [Approximate.POSITIVE], Approximate.POSITIVE),
+        ("aten::rsqrt", [Approximate.FINITE], Approximate.NOT_FINITE),
+        ("aten::acos", [Approximate.FINITE], Approximate.NOT_FINITE),
+        ("aten::atanh", [Approximate.FINITE], Approximate.NOT_FINITE),
+        ("aten::exp", [Approximate.FINITE], Approximate.POSITIVE),
+        ("aten::relu", [Approximate.FINITE], Approximate.NONNEGATIVE),
+        ("aten::gelu", [Approximate.FINITE], Approximate.FINITE),
+        ("aten::div.Tensor", [Approximate.FINITE, Approximate.POSITIVE], Approximate.FINITE),
+        ("aten::div.Tensor", [Approximate.FINITE, Approximate.FINITE], Approximate.NOT_FINITE),
+        ("aten::div.Tensor", [None, 0.0], Approximate.NOT_FINITE),
+        ("aten::div.Tensor", [0.0, None], Approximate.FINITE),
+        ("aten::add.Tensor", [Approximate.NONNEGATIVE, 1e-6], Approximate.POSITIVE),
+        ("aten::add.Tensor", [Approximate.NONNEGATIVE, None], Approximate.FINITE),
+        ("aten::mul.Tensor", [Approximate.NOT_FINITE, 0.0], Approximate.NOT_FINITE),
+        ("aten::nan_to_num", [Approximate.NOT_FINITE], Approximate.FINITE),
+        ("aten::isnan", [Approximate.NOT_FINITE], None),
+    ],
+)
+def test_what_is_known_of_padding_goes_through_pointwise_operators(op: str, pads: list[Any], expected: object) -> None:
+    entries = (Entry.of(pad, torch.float32, has_dims=True) for pad in pads)
+    found = evaluated(op, list(zip(("self", "other"), entries, strict=False)))
+    assert found is expected
 
 
 def test_values_are_hashable_and_canonical() -> None:

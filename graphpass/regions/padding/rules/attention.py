@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import torch
 
 from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingReason, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
+from graphpass.regions.padding.rules.pointwise import broadcast
 from graphpass.regions.padding.rules.randomness import draws
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.values import (
@@ -17,7 +18,9 @@ from graphpass.regions.padding.values import (
     Approximate,
     Factors,
     PaddedValue,
+    is_finite,
     is_low,
+    is_number,
 )
 
 __all__ = ["RULES"]
@@ -43,7 +46,9 @@ def _attention(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
             _check_finite(call, tensor)
     elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
         raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
-    result = PaddedValue((*batches, queries, value.factors[-1]))
+    result = call.carried(PaddedValue((*batches, queries, value.factors[-1])), query, key, value)
+    if isinstance(mask, PaddedValue):
+        result = _without_hidden_rows(call, result, mask)
     if not isinstance(call.result, tuple):
         return result
     reason = PaddingReason("the outputs for its backward are not followed")
@@ -71,12 +76,19 @@ def _check_rows(call: OpCall, mask: PaddedValue, queries: Factors) -> None:
         raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
 
 
+def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:
+    """``result``, not finite in padding from which the mask hides all keys: some kernels compute NaN there."""
+    wide = broadcast(call, mask, (*result.factors[:-1], mask.factors[-1]))
+    pads = {place: wide.pad_at(place) for place in call.places(result)}
+    hidden = [place for place, pad in pads.items() if pad is False or not is_finite(pad)]
+    return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
+
+
 def _check_finite(call: OpCall, tensor: PaddedValue) -> None:
-    """Refuse keys and values with infinite padding: a weight of zero times infinity is NaN."""
+    """Refuse keys and values whose padding is not finite: a weight of zero times infinity is NaN."""
     for place in call.places(tensor, [tensor.rank - 2]):
-        pad = tensor.pad_at(place)
-        if isinstance(pad, float) and math.isinf(pad):
-            raise call.refuse_place(tensor, place, "multiplies infinities by weights of zero over")
+        if not is_finite(tensor.pad_at(place)):
+            raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
 
 
 def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> None:
@@ -99,9 +111,51 @@ def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> 
     raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
 
 
-RULES: dict[str, PaddingRule] = aten(
-    _attention,
-    "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention"
-    " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
-    " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
-)
+def _self_attention(call: OpCall) -> PaddedValue:
+    """``nn.TransformerEncoderLayer`` in eval mode: self-attention, then operators within rows."""
+    value = call.tensor("src")
+    _check_weights(call, "src", "mask")
+    attended = _attention(call.with_arguments(query=value, key=value, value=value, attn_mask=_shown(call)))
+    assert isinstance(attended, PaddedValue)
+    return attended
+
+
+def _multi_head(call: OpCall) -> tuple[PaddedValue | None, ...]:
+    """``nn.MultiheadAttention`` in eval mode, whose second result are the weights, or empty."""
+    _check_weights(call, "query", "key", "value", "mask")
+    attended = _attention(replace(call.with_arguments(attn_mask=_shown(call)), result=call.shapes[0]))
+    assert isinstance(attended, PaddedValue)
+    reason = PaddingReason("the weights of attention are not followed")
+    return (attended, *(call.reached(call.fresh(shape), reason) for shape in call.shapes[1:]))
+
+
+def _check_weights(call: OpCall, *but: str) -> None:
+    for name, weight in call.arguments.items():
+        if isinstance(weight, PaddedValue) and name not in but:
+            call.unpadded(weight, range(weight.rank), f"has a {name} with")
+
+
+def _shown(call: OpCall) -> PaddedValue | None:
+    """The mask as attention takes it. True, or a number other than zero, hides a key; ``mask_type`` names the shape.
+
+    0: [queries, keys], 1: [batch, keys], 2: [batch, heads, queries, keys]
+    """
+    mask = call.argument("mask")
+    if not isinstance(mask, PaddedValue):
+        return None
+    dims = {0: (0, 1), 1: (0, None, 1), 2: (0, 2, 3)}[call.argument("mask_type", default=0) or 0]
+    factors = tuple(mask.factors[dim] if dim is not None else () for dim in dims)
+    pads = {(dims.index(dim), at): not pad for (dim, at), pad in mask.padding if dim in dims and is_number(pad)}
+    return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
+
+
+RULES: dict[str, PaddingRule] = {
+    **aten(_self_attention, "_transformer_encoder_layer_fwd"),
+    **aten(_multi_head, "_native_multi_head_attention"),
+    **aten(
+        _attention,
+        "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention"
+        " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
+        " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
+    ),
+}

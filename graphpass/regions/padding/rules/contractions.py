@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from graphpass.regions.padding.calls import HIDE_PADDING, OpCall, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.pointwise import broadcast
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.values import (
     ALL_FINITE,
-    Approximate,
     Factors,
     Pad,
     PaddedValue,
     Place,
+    blurred,
+    is_finite,
     is_number,
 )
 
@@ -36,44 +35,46 @@ def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedVa
         raise call.refuse(f"sums products over dimensions of factors {list(ours)} and {list(theirs)}", at_fault)
     pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
     for zero, other in (pads, pads[::-1]):
-        if (
-            is_number(zero)
-            and zero == 0
-            and (other is None or other is Approximate.MASKED or abs(other) < float("inf"))
-        ):
+        if _is_zero(zero) and is_finite(other):
             if other is None:
                 call.assumptions.add(ALL_FINITE)
             return True
     raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
 
 
-def _rows(value: PaddedValue, dims: Sequence[int]) -> dict[Place, Pad]:
-    """The padding of an operand in ``dims`` that is zero; the products of these rows are zero too."""
-    return {place: 0 for place, pad in value.padding if place[0] in dims and is_number(pad) and pad == 0}
+def _is_zero(pad: Pad | None) -> bool:
+    return is_number(pad) and pad == 0
+
+
+def _product_pad(call: OpCall, *factors: Pad | None) -> Pad | None:
+    """The padding of a product whose factors hold ``factors`` there: zero if one is zero and all are finite."""
+    if all(map(is_finite, factors)) and any(map(_is_zero, factors)):
+        call.assumptions.add(ALL_FINITE)
+        return 0
+    return blurred(*factors)
 
 
 def product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedValue:
     """The matrix product of two operands with at least one dimension each; batch dimensions are broadcast."""
     left, right = first.rank - 1, max(second.rank - 2, 0)
     summed_padding = _contract(call, first, left, second, right)
-    batches: list[Factors] = []
-    ranks = max(first.rank - 2, 0), max(second.rank - 2, 0)
-    for at in range(max(ranks)):
-        sides = [
-            value.factors[at - max(ranks) + rank] if at - max(ranks) + rank >= 0 else ()
-            for value, rank in zip((first, second), ranks, strict=True)
-        ]
-        batches.append(call.unify(sides[0], sides[1]))
-    factors = list(batches)
+    depth = max(first.rank - 2, second.rank - 2, 0)
+    sources = [(at - depth + first.rank - 2, at - depth + second.rank - 2) for at in range(depth)]
+    factors: list[Factors] = []
+    for dims in sources:
+        sides = [value.factors[dim] if dim >= 0 else () for value, dim in zip((first, second), dims, strict=True)]
+        factors.append(call.unify(sides[0], sides[1]))
     if first.rank > 1:
         factors.append(first.factors[-2])
+        sources.append((first.rank - 2, -1))
     if second.rank > 1:
         factors.append(second.factors[-1])
-    pads: dict[Place, Pad] = {}
-    if not summed_padding and first.rank > 1:
-        row = len(batches)
-        pads = {(row, at): pad for (_, at), pad in _rows(first, [first.rank - 2]).items()}
-        call.assumptions.update([ALL_FINITE] if pads else [])
+        sources.append((-1, second.rank - 1))
+    pads: dict[Place, Pad | None] = {}
+    for dim, at in call.places(PaddedValue(tuple(factors))):
+        operands = zip((first, second), sources[dim], strict=True)
+        held = [value.pad_at((own, at)) for value, own in operands if own >= 0 and value.factors[own] == factors[dim]]
+        pads[dim, at] = blurred(*held) if summed_padding else _product_pad(call, *held)
     return PaddedValue(tuple(factors)).with_pads(pads)
 
 
@@ -96,9 +97,15 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: PaddedValue) -> PaddedVa
     factors = list(matrix.factors)
     for dim, of_dim in enumerate(bias.factors, offset):
         factors[dim] = call.unify(factors[dim], of_dim)
-    added = broadcast(call, bias, factors)
-    pads = {place: 0 for place, pad in matrix.padding if added.pad_at(place) == 0 and is_number(added.pad_at(place))}
-    return PaddedValue(tuple(factors)).with_pads(pads)
+    result, added = PaddedValue(tuple(factors)), broadcast(call, bias, factors)
+    pads: dict[Place, Pad | None] = {}
+    for place in call.places(result):
+        ours, theirs = matrix.pad_at(place), added.pad_at(place)
+        varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
+        pads[place] = blurred(ours, theirs) if varies else blurred(ours)
+        if _is_zero(ours) and _is_zero(theirs):
+            pads[place] = 0
+    return result.with_pads(pads)
 
 
 def _linear(call: OpCall) -> PaddedValue:
@@ -108,12 +115,16 @@ def _linear(call: OpCall) -> PaddedValue:
     call.unpadded(value, [value.rank - 1], "sums products over")
     features = weight.factors[:1] if weight.rank > 1 else ()
     matrix = PaddedValue((*value.factors[:-1], *features))
+    matrix = matrix.with_pads({place: _product_pad(call, value.pad_at(place)) for place in call.places(matrix)})
     return _with_bias(call, matrix, bias) if isinstance(bias, PaddedValue) else matrix
 
 
 def _outer(call: OpCall) -> PaddedValue:
     first, second = call.tensor("self"), call.tensor("vec2")
-    return PaddedValue((first.factors[0], second.factors[0]))
+    result = PaddedValue((first.factors[0], second.factors[0]))
+    sides = (first, second)
+    pads = {(dim, at): _product_pad(call, sides[dim].pad_at((0, at))) for dim, at in call.places(result)}
+    return result.with_pads(pads)
 
 
 def _scaled(call: OpCall) -> PaddedValue:
@@ -128,7 +139,7 @@ def _scaled(call: OpCall) -> PaddedValue:
             if call.places(value) and (name != "scale_a" or rows != first.factors[:1] or call.places(value, [1])):
                 raise call.refuse(f"{name} has other rows than its operand")
     bias = call.argument("bias")
-    matrix = PaddedValue((first.factors[0], second.factors[1]))
+    matrix = call.carried(PaddedValue((first.factors[0], second.factors[1])), first)
     matrix = _with_bias(call, matrix, bias) if isinstance(bias, PaddedValue) else matrix
     return matrix if isinstance(call.result, TensorShape) else call.fresh()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.calls import CHECK_IF_DECLARED, OpCall, PaddingReason, PaddingRule
 from graphpass.regions.padding.rules.pointwise import entry_by_entry
 from graphpass.regions.padding.rules.tables import aten
 from graphpass.regions.padding.sizes import as_size, product
@@ -171,7 +171,7 @@ def _gather(call: OpCall) -> PaddedValue:
         raise call.refuse("takes entries of the flattened tensor")
     dim = call.dim(dim, value.rank)
     check_aligned(call, value, index, [at for at in range(value.rank) if at != dim])
-    return _along(call, value, index, dim, PaddedValue(index.factors))
+    return _along(call, value, index, dim, call.carried(PaddedValue(index.factors), value))
 
 
 def _take(call: OpCall) -> PaddedValue:
@@ -209,7 +209,8 @@ def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Se
         if not theirs and call.sizes.starts_clean(ours):
             continue
         at_fault = _first_padded(call, (*ours, *theirs))
-        raise call.refuse(f"an index of factors {list(theirs)} names entries of {list(ours)}", at_fault)
+        why = f"an index of factors {list(theirs)} names entries of {list(ours)}"
+        raise call.refuse(why, at_fault, CHECK_IF_DECLARED)
 
 
 def _bucketize(call: OpCall) -> PaddedValue:

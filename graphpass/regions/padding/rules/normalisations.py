@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.tables import aten
-from graphpass.regions.padding.values import PaddedValue
+from graphpass.regions.padding.values import Approximate, PaddedValue
 
 __all__ = ["RULES"]
 
@@ -17,11 +19,20 @@ def _over_features(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]
     last = len(call.argument("normalized_shape"))
     call.unpadded(value, range(value.rank - last, value.rank), "normalises over")
     _check_weights(call)
+    result = _normalised(call, value)
     if not isinstance(call.result, tuple):
-        return PaddedValue(value.factors)
-    statistics = PaddedValue((*value.factors[: value.rank - last], *((),) * last))
+        return result
+    statistics = call.carried(PaddedValue((*value.factors[: value.rank - last], *((),) * last)), result)
     sides = (statistics if isinstance(shape, TensorShape) else None for shape in call.result[1:])
-    return (PaddedValue(value.factors), *sides)
+    return (result, *sides)
+
+
+def _normalised(call: OpCall, value: PaddedValue) -> PaddedValue:
+    """The normalised value. Rows of equal entries have a variance of zero, so without an epsilon they become NaN."""
+    result = call.carried(PaddedValue(value.factors), value)
+    if call.argument("eps") == 0:
+        result = result.with_pads({place: Approximate.NOT_FINITE for place, _ in result.padding})
+    return result
 
 
 _WEIGHTS = ("weight", "bias", "running_mean", "running_var")
@@ -40,13 +51,17 @@ def _over_groups(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     call.no_padded_numbers("N")
     call.unpadded(value, range(1, value.rank), "normalises over")
     _check_weights(call)
+    result = _normalised(call, value)
     if not isinstance(call.result, tuple):
-        return PaddedValue(value.factors)
+        return result
+    of_rows = result.with_pads({place: pad for place, pad in result.padding if place[0] == 0})
     statistics = tuple(
-        PaddedValue((value.factors[0], *call.fresh(shape).factors[1:])) if isinstance(shape, TensorShape) else None
+        replace(of_rows, factors=(value.factors[0], *call.fresh(shape).factors[1:]))
+        if isinstance(shape, TensorShape)
+        else None
         for shape in call.result[1:]
     )
-    return (PaddedValue(value.factors), *statistics)
+    return (result, *statistics)
 
 
 def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
@@ -60,7 +75,8 @@ def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
             raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
     results = call.result if isinstance(call.result, tuple) else (call.result,)
     of_channels = PaddedValue((channels,))
-    values: list[PaddedValue | None] = [PaddedValue(value.factors)]
+    normalised = _normalised(call, value)
+    values: list[PaddedValue | None] = [normalised]
     for shape in results[1:]:
         is_statistic = isinstance(shape, TensorShape) and call.fresh(shape).factors != ((0,),)
         values.append(of_channels if is_statistic else call.fresh(shape) if isinstance(shape, TensorShape) else None)
@@ -69,7 +85,7 @@ def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
             size = value.factors[place[0]][place[1]]
             reason = PaddingReason(f"its statistics run over the padded dimension {place[0]}", size=size)
             values = [call.reached(result, reason) if result is not None else None for result in values]
-    return tuple(values) if isinstance(call.result, tuple) else PaddedValue(value.factors)
+    return tuple(values) if isinstance(call.result, tuple) else normalised
 
 
 def _trains(call: OpCall) -> bool:

@@ -23,6 +23,9 @@ from graphpass.regions.padding.values import (
     Pad,
     PaddedValue,
     Place,
+    blurred,
+    either,
+    is_finite,
     is_low,
     is_number,
 )
@@ -39,8 +42,9 @@ def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]
     aligned = {name: broadcast(call, value, factors) for name, value in tensors.items()}
     result = PaddedValue(factors)
     if isinstance(call.result, tuple):
+        result = call.carried(result, *aligned.values())
         return tuple(result if isinstance(shape, TensorShape) else None for shape in call.result)
-    pads = {place: _pad(call, aligned, place) for place in call.places(result)}
+    pads = {place: _pad(call, tensors, aligned, place) for place in call.places(result)}
     constant = None
     if all(value.constant is not None for value in aligned.values()):
         constant = _evaluated(call, {name: value.constant for name, value in aligned.items()})
@@ -97,15 +101,24 @@ def _copy(call: OpCall) -> PaddedValue | tuple[PaddedValue, ...]:
 # --- the value of the padding
 
 
-def _pad(call: OpCall, values: Mapping[str, PaddedValue], place: Place) -> Pad | None:
-    pads = {name: value.pad_at(place) for name, value in values.items()}
-    chosen = _CHOICES.get(call.name)
-    if chosen is not None:
-        known, pad = chosen(call, pads)
-        if known:
-            return pad
+def _pad(
+    call: OpCall, values: Mapping[str, PaddedValue], aligned: Mapping[str, PaddedValue], place: Place
+) -> Pad | None:
+    pads = {name: value.pad_at(place) for name, value in aligned.items()}
+    if call.name in ("where", "masked_fill"):
+        return _chosen(call, pads)
     absorbed = _absorbed(call, pads)
-    return absorbed if absorbed is not None else _evaluated(call, pads)
+    if absorbed is not None or all(pad is None for pad in pads.values()):
+        return absorbed
+    found = _evaluated(call, pads)
+    found = cast_pad(blurred(*pads.values()), call.shape.dtype) if found is None else found
+    if found is Approximate.NOT_FINITE or is_number(found):
+        return found
+    rank = len(call.shapes[0].sizes)
+    dims = {name: place[0] - rank + value.rank for name, value in values.items() if value.constant is None}
+    padded = (name for name, dim in dims.items() if dim >= 0 and call.sizes.any_padded(values[name].factors[dim]))
+    # Beside real contents, what is known of an operand says nothing: their sum is as any sum of real contents.
+    return None if any(pads[name] is None for name in padded) else found
 
 
 def _operand(call: OpCall, pads: Mapping[str, Pad | None], *names: str) -> Pad | None:
@@ -119,26 +132,18 @@ def _operand(call: OpCall, pads: Mapping[str, Pad | None], *names: str) -> Pad |
     return None
 
 
-def _where(call: OpCall, pads: Mapping[str, Pad | None]) -> tuple[bool, Pad | None]:
-    condition = _operand(call, pads, "condition", "pred")
-    if not is_number(condition):
+def _chosen(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
+    """``where`` and ``masked_fill``: what is not chosen does not matter."""
+    condition = _operand(call, pads, "condition", "pred", "mask")
+    if call.name == "where":
         first, second = _operand(call, pads, "self", "a"), _operand(call, pads, "other", "b")
-        return True, first if first is not None and _same(first, second) else None
-    return True, _operand(call, pads, "self", "a") if condition else _operand(call, pads, "other", "b")
-
-
-def _masked_fill(call: OpCall, pads: Mapping[str, Pad | None]) -> tuple[bool, Pad | None]:
-    mask = _operand(call, pads, "mask")
-    if not is_number(mask):
-        return True, None
-    return True, _operand(call, pads, "value") if mask else _operand(call, pads, "self")
-
-
-_CHOICES = {"where": _where, "masked_fill": _masked_fill}
-
-
-def _same(first: Pad, second: Pad | None) -> bool:
-    return type(first) is type(second) and repr(first) == repr(second)
+    else:
+        first, second = _operand(call, pads, "value"), _operand(call, pads, "self")
+    if is_number(condition):
+        return first if condition else second
+    if first != second:  # infinities where data says so: as in real rows, which a mask fills alike
+        first, second = (None if is_number(pad) and not is_finite(pad) else pad for pad in (first, second))
+    return either(first, second)
 
 
 def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
@@ -156,18 +161,22 @@ def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         return _lowered(call, first, second, both=name == "add")
     if name in ("exp", "exp2") and first is Approximate.MASKED:
         return 0.0
-    if name in ("maximum", "clamp_min") and {is_low(first), is_low(second)} == {True}:
+    if name in ("maximum", "clamp_min") and is_low(first) and is_low(second) and Approximate.MASKED in (first, second):
         return Approximate.MASKED
     return None
+
+
+_NEVER_ZERO = (Approximate.MASKED, Approximate.POSITIVE)
 
 
 def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
     zero, other = (first, second) if is_number(first) and first == 0 else (second, first)
     if not is_number(zero) or zero != 0 or (not is_product and zero is not first):
         return None
-    if is_number(other):
+    if other is None:
+        call.assumptions.add(ALL_FINITE)
+    elif is_number(other) or not is_finite(other) or not (is_product or other in _NEVER_ZERO):
         return None
-    call.assumptions.add(ALL_FINITE)
     return 0
 
 
@@ -186,11 +195,11 @@ def _lowered(call: OpCall, first: Pad | None, second: Pad | None, *, both: bool)
     if is_number(other):
         sinks = other <= 0 if both else other >= 0  # type: ignore[operator]
         return Approximate.MASKED if low is Approximate.MASKED and sinks else None
-    if low == -math.inf and other is None:
-        call.assumptions.add(ALL_FINITE)
-        return low
-    if other is Approximate.MASKED and not both:
+    if not is_finite(other) or (other is Approximate.MASKED and not both):
         return None
+    if low == -math.inf:
+        call.assumptions.update([ALL_FINITE] if other is None else [])
+        return low
     call.assumptions.add(LOW_SCORES)
     return Approximate.MASKED
 
@@ -204,7 +213,7 @@ def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
             arguments.append((name, argument))
             continue
         pad = pads.get(name)
-        if pad is None or isinstance(pad, Approximate) or argument.dtype is None or argument.dtype.is_complex:
+        if argument.dtype is None or argument.dtype.is_complex:
             return None
         arguments.append((name, Entry.of(pad, argument.dtype, has_dims=argument.rank > 0)))
     return cast_pad(evaluated(call.op.replace(".", "::", 1), arguments), call.shape.dtype)

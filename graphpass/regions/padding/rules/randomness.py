@@ -36,7 +36,7 @@ def _dropout(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     trains = call.argument("train", "training", default=True)
     if trains is not False and call.argument("p", default=0.5) != 0:
         draws(call)
-    copy = PaddedValue(value.factors)
+    copy = call.carried(PaddedValue(value.factors))
     return tuple(copy for _ in call.result) if isinstance(call.result, tuple) else copy
 
 

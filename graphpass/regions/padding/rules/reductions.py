@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,8 @@ from graphpass.regions.padding.values import (
     Pad,
     PaddedValue,
     Place,
+    blurred,
+    is_finite,
     is_low,
     is_number,
 )
@@ -114,26 +117,38 @@ def _reduction(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     dims = reduced_dims(call, value)
     places = require_neutral(call, value, dims)
     rank = len(call.shapes[0].sizes)
-    rest = without_dims(PaddedValue(value.factors), dims, keepdim=rank == value.rank and rank > 0)
+    if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
+        raise call.refuse_place(value, places[0], f"the index of {call.name} over")
+    # Entries with two indices in padding are unknown: beside padded sums, only what is not finite stays.
+    of_rows = blurred if places else functools.partial(_of_rows, call.name)
+    known = {place: of_rows(pad) for place, pad in value.padding if place[0] not in dims}
+    known = {place: pad for place, pad in known.items() if not places or not is_finite(pad)}
+    rest = without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
     if isinstance(call.result, tuple):
-        if call.name in ("max", "min", "mode", "median", "nanmedian", "kthvalue") and places:
-            raise call.refuse_place(value, places[0], f"the index of {call.name} over")
-        return tuple(rest if isinstance(shape, TensorShape) else None for shape in call.result)
-    if places:
-        return rest
-    known = {place: _of_equal_entries(call.name, pad) for place, pad in value.padding if place[0] not in dims}
-    return without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
+        return tuple(
+            call.carried(rest.with_pads({}), rest) if isinstance(shape, TensorShape) else None for shape in call.result
+        )
+    return rest
 
 
-def _of_equal_entries(name: str, pad: Pad) -> Pad | None:
-    """The result of a reduction of entries that all equal ``pad``; None if it depends on their number."""
-    if name in ("amax", "amin", "mean", "max", "min"):
-        return pad if is_number(pad) else None
+_WITH_INDEX = ("max", "min", "mode", "median", "nanmedian", "kthvalue")
+
+
+def _of_rows(name: str, pad: Pad) -> Pad | None:
+    """The result of a reduction of entries that all hold ``pad``, of which the number is unknown."""
     if name in ("any", "all"):
         return bool(pad) if is_number(pad) else None
-    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm"):
-        return 0 if _is_zero(pad) else None
-    return None
+    if name in ("amax", "amin", "mean", "max", "min"):
+        return pad
+    if not is_finite(pad):
+        return Approximate.NOT_FINITE
+    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and _is_zero(pad):
+        return 0
+    above = pad is Approximate.POSITIVE or (is_number(pad) and float(pad) > 0)  # type: ignore[arg-type]
+    if (above and name in ("sum", "nansum")) or ("norm" in name and (above or is_number(pad))):
+        return Approximate.POSITIVE
+    never_below = pad is Approximate.NONNEGATIVE and name in ("sum", "nansum")
+    return Approximate.NONNEGATIVE if never_below or "norm" in name or name in ("var", "std") else Approximate.FINITE
 
 
 def _statistics(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
@@ -161,7 +176,14 @@ def _softmax(call: OpCall) -> PaddedValue:
     value = call.tensor("self")
     call.no_padded_numbers()
     places = require_neutral(call, value, reduced_dims(call, value))
-    pads = {} if "log_" in call.name else dict.fromkeys(places, 0.0)
+    pads: dict[Place, Pad | None] = dict.fromkeys(places, None if "log_" in call.name else 0.0)
+    for place in call.places(value):
+        pad = value.pad_at(place)
+        if place not in pads and pad is not None:
+            hidden = call.name == "_safe_softmax" and pad == -math.inf
+            pads[place] = Approximate.NONNEGATIVE if hidden or is_finite(pad) else Approximate.NOT_FINITE
+            if "log_" in call.name:
+                pads[place] = blurred(pads[place])
     return PaddedValue(value.factors).with_pads(pads)
 
 
@@ -173,11 +195,12 @@ def _scan(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     if value.rank and not call.sizes.starts_clean(value.factors[dim]):
         of_dim = value.factors[dim]
         raise call.refuse(f"{call.name} along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
-    zero = {place: 0 for place, pad in value.padding if place[0] != dim and _is_zero(pad)}
-    result = PaddedValue(value.factors).with_pads(zero if call.name == "cumsum" else {})
+    result = call.carried(PaddedValue(value.factors))
+    pads = {place: pad for place, pad in result.padding if place[0] != dim or not is_finite(pad)}
     if isinstance(call.result, tuple):
-        return tuple(PaddedValue(value.factors) for _ in call.result)
-    return result
+        return tuple(result.with_pads(pads) for _ in call.result)
+    zero = {place: 0 for place, pad in value.padding if place[0] != dim and _is_zero(pad)}
+    return result.with_pads({**pads, **zero} if call.name == "cumsum" else pads)
 
 
 def _sorted(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
@@ -187,7 +210,9 @@ def _sorted(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     call.unpadded(value, [dim] if value.rank else [], f"{call.name} over")
     call.no_padded_numbers()
     results = [
-        PaddedValue((*value.factors[:dim], *call.fresh(shape).factors[dim : dim + 1], *value.factors[dim + 1 :]))
+        call.carried(
+            PaddedValue((*value.factors[:dim], *call.fresh(shape).factors[dim : dim + 1], *value.factors[dim + 1 :]))
+        )
         for shape in call.shapes
     ]
     return tuple(results) if isinstance(call.result, tuple) else results[0]

@@ -6,7 +6,7 @@ from graphpass.regions.padding.calls import OpCall, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.reductions import reduced_dims
 from graphpass.regions.padding.rules.tables import aten, prims
-from graphpass.regions.padding.values import PaddedValue
+from graphpass.regions.padding.values import PaddedValue, blurred
 
 __all__ = ["RULES"]
 
@@ -18,19 +18,15 @@ def _within(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     dims = _dims(call, value)
     call.unpadded(value, dims, f"{call.name.strip('_')} over")
     results = call.result if isinstance(call.result, tuple) else (call.result,)
-    values = tuple(
-        PaddedValue(
-            tuple(
-                of_fresh if dim in dims else value.factors[dim]
-                for dim, of_fresh in enumerate(call.fresh(shape).factors[: value.rank])
-            )
-            + call.fresh(shape).factors[value.rank :]
-        )
-        if isinstance(shape, TensorShape)
-        else None
-        for shape in results
-    )
+    values = tuple(_of_shape(call, value, dims, shape) if isinstance(shape, TensorShape) else None for shape in results)
     return values if isinstance(call.result, tuple) else values[0]  # type: ignore[return-value]
+
+
+def _of_shape(call: OpCall, value: PaddedValue, dims: list[int], shape: TensorShape) -> PaddedValue:
+    fresh = call.fresh(shape).factors
+    factors = (of_fresh if dim in dims else value.factors[dim] for dim, of_fresh in enumerate(fresh[: value.rank]))
+    kept = {place: blurred(pad) for place, pad in value.padding}
+    return PaddedValue((*factors, *fresh[value.rank :])).with_pads(kept)
 
 
 def _dims(call: OpCall, value: PaddedValue) -> list[int]:

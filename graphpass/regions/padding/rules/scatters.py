@@ -20,7 +20,7 @@ __all__ = ["RULES"]
 
 
 def _written(call: OpCall, value: PaddedValue, *reasons: PaddingReason) -> PaddedValue:
-    result = PaddedValue(value.factors)
+    result = call.carried(PaddedValue(value.factors), value)
     for reason in reasons:
         result = call.reached(result, reason)
     return result

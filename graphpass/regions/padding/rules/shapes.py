@@ -9,7 +9,7 @@ from graphpass.regions.padding.calls import OpCall, PaddingRule
 from graphpass.regions.padding.rules.pointwise import broadcast
 from graphpass.regions.padding.rules.tables import aten, prims
 from graphpass.regions.padding.sizes import Regrouping, product
-from graphpass.regions.padding.values import Factors, IndexAlong, Pad, PaddedValue, Place, Size, is_number
+from graphpass.regions.padding.values import Factors, IndexAlong, Pad, PaddedValue, Place, Size, blurred, either
 
 __all__ = ["RULES", "permuted", "regrouped", "without_dims"]
 
@@ -65,9 +65,7 @@ def _view_as_type(call: OpCall) -> PaddedValue:
         return _view(call)
     value = call.tensor("self")
     call.unpadded(value, [value.rank - 1] if value.rank else [], "reinterprets the bytes of")
-    pads = {place: None for place, _ in value.padding}
-    result = PaddedValue((*value.factors[:-1], *call.fresh().factors[-1:])) if value.rank else call.fresh()
-    return result.with_pads(pads)
+    return PaddedValue((*value.factors[:-1], *call.fresh().factors[-1:])) if value.rank else call.fresh()
 
 
 def permuted(value: PaddedValue, order: Sequence[int]) -> PaddedValue:
@@ -176,7 +174,7 @@ def _triangle(call: OpCall) -> PaddedValue:
         elif beyond is not None and _keeps(call.name, diagonal, beyond):
             pads[place] = pad
         else:
-            pads[place] = pad if is_number(pad) and pad == 0 else None
+            pads[place] = either(pad, 0.0)
     return PaddedValue(value.factors).with_pads(pads)
 
 
@@ -197,11 +195,13 @@ def _keeps(name: str, diagonal: int, beyond: int) -> bool:
 def _as_complex(call: OpCall) -> PaddedValue:
     value = call.tensor("self")
     call.unpadded(value, [value.rank - 1], "makes complex numbers of")
-    return without_dims(PaddedValue(value.factors), [value.rank - 1], keepdim=False)
+    pads = {place: blurred(pad) for place, pad in value.padding}
+    return without_dims(PaddedValue(value.factors).with_pads(pads), [value.rank - 1], keepdim=False)
 
 
 def _as_real(call: OpCall) -> PaddedValue:
-    return PaddedValue((*call.tensor("self").factors, (2,)))
+    value = call.tensor("self")
+    return PaddedValue((*value.factors, (2,))).with_pads({place: blurred(pad) for place, pad in value.padding})
 
 
 def _diagonal(call: OpCall) -> PaddedValue:

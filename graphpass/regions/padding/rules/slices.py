@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from graphpass.regions.padding.rules.pointwise import broadcast
 from graphpass.regions.padding.rules.shapes import without_dims
 from graphpass.regions.padding.rules.tables import aten, prims
 from graphpass.regions.padding.sizes import as_size, product
-from graphpass.regions.padding.values import Factors, Pad, PaddedValue, Place, Size, is_number
+from graphpass.regions.padding.values import Factors, Pad, PaddedValue, Place, Size, either, is_number
 
 __all__ = ["RULES", "cut", "selected"]
 
@@ -139,8 +140,7 @@ def _pads_of_joined(
             pads[place] = parts[-1].pad_at((dim, 0))
             continue
         aligned = [broadcast(call, part, (*factors[:dim], part.factors[dim], *factors[dim + 1 :])) for part in parts]
-        contents = {repr(part.pad_at(place)) for part in aligned}
-        pads[place] = aligned[0].pad_at(place) if len(contents) == 1 else None
+        pads[place] = functools.reduce(either, (part.pad_at(place) for part in aligned))
     return pads
 
 
@@ -168,7 +168,10 @@ def _constant_pad(call: OpCall) -> PaddedValue:
                 raise call.refuse(f"pads the padded dimension {dim} by {left} in front", of_dim[0])
         factors[dim] = call.sizes.merged([call.shape.sizes[dim]])
         crops = not isinstance(right, int) or right < 0
-        pads = {place: pad for place, pad in pads.items() if (not crops if place[0] == dim else pad == fill)}
+        filled: Pad | None = fill if isinstance(fill, (bool, int, float)) else None
+        pads = {
+            place: either(pad, filled) if place[0] != dim else None if crops else pad for place, pad in pads.items()
+        }
     return PaddedValue(tuple(factors)).with_pads(pads)
 
 
@@ -196,7 +199,7 @@ def _scattered(call: OpCall) -> PaddedValue:
         if at != dim:
             factors[at] = call.unify(value.factors[at], source.factors[at])
     places = call.places(PaddedValue(tuple(factors)), [at for at in range(value.rank) if at != dim])
-    common = {place: value.pad_at(place) for place in places if repr(value.pad_at(place)) == repr(source.pad_at(place))}
+    common = {place: either(value.pad_at(place), source.pad_at(place)) for place in places}
     return PaddedValue(tuple(factors)).with_pads(common)
 
 

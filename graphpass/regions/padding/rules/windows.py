@@ -7,7 +7,7 @@ import re
 from graphpass.regions.padding.calls import OpCall, PaddingRule
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.rules.tables import aten, prims
-from graphpass.regions.padding.values import PaddedValue
+from graphpass.regions.padding.values import PaddedValue, blurred
 
 __all__ = ["RULES"]
 
@@ -21,8 +21,7 @@ def _convolution(call: OpCall) -> PaddedValue:
             call.unpadded(other, range(other.rank), f"has a {name} with")
     batch = 1 if value.rank == weight.rank else 0
     call.unpadded(value, range(batch, value.rank), "moves a window over")
-    result = call.fresh()
-    return PaddedValue((*value.factors[:batch], *result.factors[batch:]))
+    return call.carried(PaddedValue((*value.factors[:batch], *call.fresh().factors[batch:])), value)
 
 
 def _pool(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
@@ -37,7 +36,7 @@ def _pool(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     rows = value.rank - positions
     call.unpadded(value, range(rows, value.rank), "moves a window over")
     results = tuple(
-        PaddedValue((*value.factors[:rows], *call.fresh(shape).factors[rows:]))
+        call.carried(PaddedValue((*value.factors[:rows], *call.fresh(shape).factors[rows:])))
         if isinstance(shape, TensorShape)
         else None
         for shape in (call.result if isinstance(call.result, tuple) else (call.result,))
@@ -51,7 +50,7 @@ def _grid_sample(call: OpCall) -> PaddedValue:
     call.unpadded(value, range(1, value.rank), "samples")
     call.unpadded(grid, range(1, grid.rank), "samples at")
     batch = call.unify(value.factors[0], grid.factors[0])
-    return PaddedValue((batch, *call.fresh().factors[1:]))
+    return call.carried(PaddedValue((batch, *call.fresh().factors[1:])))
 
 
 def _rearranged(call: OpCall) -> PaddedValue:
@@ -61,7 +60,8 @@ def _rearranged(call: OpCall) -> PaddedValue:
     within = {"col2im": 2, "channel_shuffle": value.rank - 1}.get(call.name, 3)
     batch = max(value.rank - within, 0)
     call.unpadded(value, range(batch, value.rank), "moves the entries of")
-    return PaddedValue((*value.factors[:batch], *call.fresh().factors[batch:]))
+    kept = {place: blurred(pad) for place, pad in value.padding}
+    return PaddedValue((*value.factors[:batch], *call.fresh().factors[batch:])).with_pads(kept)
 
 
 RULES: dict[str, PaddingRule] = {
