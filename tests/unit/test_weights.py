@@ -378,7 +378,8 @@ def test_reloading_ten_times_keeps_few_graphs(
     lasting = []
     for _ in range(10):
         change(model)
-        lasting.append(model.first.weight.data)  # so that no address comes twice
+        if change is swap_memory:
+            lasting.append(model.first.weight.data)  # so that no address comes twice
         agrees(fast, model)
         assert captured_and_live(rt)[1] <= most
     gc.collect()
