@@ -142,7 +142,8 @@ def _rules_of(
 ) -> AutoRules:
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, graph)
-    padded, contents_decide = _padded_symbols(names, proof, settings)
+    never = parts.never_padded()
+    padded, contents_decide = (frozenset[sympy.Symbol](), False) if never else _padded_symbols(names, proof, settings)
     positions = {
         position: settings.padding.get(parts.inputs[position].shown, "repeat")
         for position, layout in graph.layouts.items()
@@ -169,7 +170,7 @@ def _rules_of(
         moves=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
         off=off,
-        unproved=() if off is not None else _unproved(name, names, padded, proof, settings),
+        unproved=() if off is not None else _unproved(name, names, padded, proof, settings, never),
     )
 
 
@@ -227,6 +228,7 @@ def _unproved(
     padded: frozenset[sympy.Symbol],
     proof: PaddingProof,
     settings: Settings,
+    never: NoGraph | None,
 ) -> tuple[tuple[str, str, str], ...]:
     """(key field, text, remedy) of each size that is not padded, or that is padded without proof and without a check.
 
@@ -236,17 +238,17 @@ def _unproved(
     problems = {}
     for symbol, field in names.candidates.items():
         verdict = proof.verdicts[field]
-        if verdict is Verdict.PROVED:
+        if verdict is Verdict.PROVED and never is None:
             continue
         findings = [finding for finding in proof.findings if finding.field == field]
-        why = str(findings[0]) if findings else "no proof covers it"
+        why = str(never or (findings[0] if findings else "no proof covers it"))
         if symbol in padded and settings.padding_check == "off":
             problems[field] = (f"{field} is padded without a check: {why}", "set padding_check='declared'")
         if symbol in padded:
             continue
         is_declared = field in names.declared
-        remedy = (findings[0].remedy if findings else "") or _EXACT
-        if verdict is Verdict.RUNTIME and not is_declared:
+        remedy = (never.remedy if never else findings[0].remedy if findings else "") or _EXACT
+        if verdict is Verdict.RUNTIME and not is_declared and never is None:
             remedy = f"declare the dimension ({names.declaration(field)}): it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(

@@ -11,14 +11,14 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, operators, symbolic, transforms
+from graphpass.compat import dynamo, nnmodules, operators, symbolic, transforms
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
     UNDECLARED_WRITES,
@@ -29,6 +29,7 @@ from graphpass.regions.execute import (
     value_of,
 )
 from graphpass.regions.opnames import display_name, packets_of
+from graphpass.regions.userlines import where_of
 
 __all__ = [
     "FACTS",
@@ -47,6 +48,23 @@ CALLS = ("call_function", "call_method", "call_module")
 
 
 @dataclass(frozen=True, slots=True)
+class KeptMemory:
+    """Memory that must not be a graph's own: a later replay would overwrite it.
+
+    Attributes:
+        kind: kind of the reason to run its nodes eagerly.
+        detail: what keeps it.
+        where: the line of the user's code that keeps it; empty if unknown.
+        remedy: what to write instead.
+    """
+
+    kind: str
+    detail: str
+    where: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class GraphFacts:
     """Facts about the whole graph for the split rules; stored in ``node.meta[FACTS]`` of every node.
 
@@ -54,11 +72,14 @@ class GraphFacts:
         main_device: the device of the inputs and parameters; the accelerator if some of them are on the CPU.
         readers: unbacked symbol -> the node that produces its value at run time.
         copied_storages: ids of the storages of inputs without a static address. See Note [Copied inputs].
+        kept: storage that outlives the call in another tensor than at its start -> what keeps it. See
+            Note [Exchanged memory].
     """
 
     main_device: torch.device | None
     readers: Mapping[sympy.Symbol, fx.Node]
     copied_storages: frozenset[int] = frozenset()
+    kept: Mapping[int, KeptMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +89,12 @@ class Analysis:
     Attributes:
         writes: call node -> ids of the storages that it writes; nodes that write nothing are absent.
         guarded: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call.
+        exchanged: the placeholders whose tensor gets another storage; their metadata may be that of afterwards.
     """
 
     writes: Mapping[fx.Node, frozenset[int]]
     guarded: bool
+    exchanged: frozenset[fx.Node]
 
 
 def facts_of(node: fx.Node) -> GraphFacts:
@@ -160,10 +183,12 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
             walk.visit(node, modes)
     moving = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied)
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, walk.kept(gm.graph))
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
-    return Analysis(walk.writes, guarded)
+    values_exchanged = {id(value_of(node)) for node in walk.exchanged}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return Analysis(walk.writes, guarded, frozenset(p for p in placeholders if id(value_of(p)) in values_exchanged))
 
 
 def _has_value(node: fx.Node) -> bool:
@@ -196,7 +221,34 @@ class _Walk:
         self.fake_mode = fake_mode
         self.writes: dict[fx.Node, frozenset[int]] = {}
         self.readers: dict[sympy.Symbol, fx.Node] = {}
+        self.exchanged: list[fx.Node] = []
+        self._kept: dict[int, KeptMemory] = {}
         self._bound: set[sympy.Symbol] = set()
+
+    def kept(self, graph: fx.Graph) -> Mapping[int, KeptMemory]:
+        """:attr:`GraphFacts.kept`, with the memory of the views that an exchanged tensor had before."""
+        nested = _nested_results(graph)
+        kept = {**nested, **self._kept}
+        views: dict[fx.Node, bool] = {}
+        grows = bool(self._kept)
+        while grows:
+            grows = False
+            for node in graph.nodes:
+                held, own = _argument_storages(node) & kept.keys(), storages_of(value_of(node)) - kept.keys()
+                if held and own and views.setdefault(node, self._is_view(node)):
+                    kept.update(dict.fromkeys(own, kept[min(held)]))
+                    grows = True
+        return kept
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a result shares memory with an argument, by what the node does now: metadata may be older."""
+        if node.op not in CALLS:
+            return False
+        try:
+            shared = storages_of(execute(node, value_of, self.fake_mode).value)
+        except Exception:
+            return True
+        return bool(shared & _argument_storages(node))
 
     def visit(self, node: fx.Node, modes: _Modes) -> None:
         if node.op == "placeholder":
@@ -225,6 +277,9 @@ class _Walk:
             written = self._run(node, known)
         if written:
             self.writes[node] = written
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and value._base is not None and nnmodules.inner_tensors(value._base):
+            node.meta["example_value"] = symbolic.without_base(value, self.fake_mode)
         fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if symbolic.is_unbacked(symbol)}
         self.readers.update(dict.fromkeys(fresh, node))
         self._bound |= fresh
@@ -239,7 +294,30 @@ class _Walk:
             raise _cannot_run(node, str(error)) from error
         if not known:
             node.meta["example_value"] = execution.value
+        if execution.exchanged:
+            self.exchanged.extend(execution.exchanged)
+            exchange = KeptMemory(
+                kind="exchanged memory",
+                detail=f"{display_name(node)} gives a tensor other memory, as `tensor.data = new` does",
+                where=where_of(node.meta.get("stack_trace")),
+                remedy="write into the tensor instead, `tensor.copy_(new)` under torch.no_grad()",
+            )
+            self._kept.update(dict.fromkeys(execution.memory, exchange))
         return execution.written & _argument_storages(node)
+
+
+def _nested_results(graph: fx.Graph) -> dict[int, KeptMemory]:
+    """The memory of results that consist of several tensors, which a caller keeps."""
+    outputs: Any = next(node for node in reversed(graph.nodes) if node.op == "output")
+    results = [value_of(node) for node in outputs.all_input_nodes]
+    wrappers = [value for value in results if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value)]
+    nested = KeptMemory(
+        kind="nested tensor",
+        detail="a result consists of several tensors",
+        where="",
+        remedy="return its parts instead, values() and offsets()",
+    )
+    return dict.fromkeys(storages_of(wrappers), nested)
 
 
 def _argument_storages(node: fx.Node) -> frozenset[int]:
