@@ -195,7 +195,8 @@ def _never_captured(parts: Partition, graph: GraphSizes) -> NoGraph | None:
         why = "collectives: the ranks have to agree on a key"
         return NoGraph(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
     if not any(region.kind == "captured" for region in parts.regions):
-        return NoGraph("nothing to capture", "", is_expected=True)  # regions that cannot be are reported by themselves
+        cannot = parts.never_full()
+        return NoGraph("nothing to capture", "", is_expected=True) if cannot is None else cannot
     return None
 
 

@@ -240,11 +240,8 @@ class Recorder:
 
         A tape, and an EagerGraph (``debug``), keep these. They must not keep the memory of modules.
         """
-        lent = self.call.in_modules()
-        inputs = [
-            memory.without_ownership(leaf) if position in lent else leaf
-            for position, leaf in enumerate(self.call.leaves)
-        ]
+        lent, leaves = self.call.in_modules(), enumerate(self.call.leaves)
+        inputs = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
         for position, buffer in zip(staging.positions, staging.buffers, strict=True):
             inputs[position] = buffer
         return inputs

@@ -22,14 +22,15 @@ from graphpass.compat import dynamo, nnmodules, operators, symbolic, transforms
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
     UNDECLARED_WRITES,
+    argument_storages,
     execute,
     owner_of,
     storages_of,
     tensors_in,
     value_of,
 )
+from graphpass.regions.keptmemory import KeptMemory, kept_memory
 from graphpass.regions.opnames import display_name, packets_of
-from graphpass.regions.userlines import where_of
 
 __all__ = [
     "FACTS",
@@ -45,23 +46,6 @@ __all__ = [
 FACTS = "graphpass_facts"
 RECOMPUTED = "graphpass_recomputed"
 CALLS = ("call_function", "call_method", "call_module")
-
-
-@dataclass(frozen=True, slots=True)
-class KeptMemory:
-    """Memory that must not be a graph's own: a later replay would overwrite it.
-
-    Attributes:
-        kind: kind of the reason to run its nodes eagerly.
-        detail: what keeps it.
-        where: the line of the user's code that keeps it; empty if unknown.
-        remedy: what to write instead.
-    """
-
-    kind: str
-    detail: str
-    where: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +167,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
             walk.visit(node, modes)
     moving = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, walk.kept(gm.graph))
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, kept_memory(gm.graph, walk.memory, fake_mode))
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
     values_exchanged = {id(value_of(node)) for node in walk.exchanged}
@@ -222,33 +206,8 @@ class _Walk:
         self.writes: dict[fx.Node, frozenset[int]] = {}
         self.readers: dict[sympy.Symbol, fx.Node] = {}
         self.exchanged: list[fx.Node] = []
-        self._kept: dict[int, KeptMemory] = {}
+        self.memory: dict[int, KeptMemory] = {}
         self._bound: set[sympy.Symbol] = set()
-
-    def kept(self, graph: fx.Graph) -> Mapping[int, KeptMemory]:
-        """:attr:`GraphFacts.kept`, with the memory of the views that an exchanged tensor had before."""
-        nested = _nested_results(graph)
-        kept = {**nested, **self._kept}
-        views: dict[fx.Node, bool] = {}
-        grows = bool(self._kept)
-        while grows:
-            grows = False
-            for node in graph.nodes:
-                held, own = _argument_storages(node) & kept.keys(), storages_of(value_of(node)) - kept.keys()
-                if held and own and views.setdefault(node, self._is_view(node)):
-                    kept.update(dict.fromkeys(own, kept[min(held)]))
-                    grows = True
-        return kept
-
-    def _is_view(self, node: fx.Node) -> bool:
-        """Whether a result shares memory with an argument, by what the node does now: metadata may be older."""
-        if node.op not in CALLS:
-            return False
-        try:
-            shared = storages_of(execute(node, value_of, self.fake_mode).value)
-        except Exception:
-            return True
-        return bool(shared & _argument_storages(node))
 
     def visit(self, node: fx.Node, modes: _Modes) -> None:
         if node.op == "placeholder":
@@ -270,16 +229,15 @@ class _Walk:
         if operators.is_higher_order(node.target):
             if not known and node.users:
                 raise _cannot_run(node, "its metadata is missing")
-            written = frozenset[int]() if subgraphs_are_pure(node) else _argument_storages(node)
+            written = frozenset[int]() if subgraphs_are_pure(node) else argument_storages(node)
         elif known and is_known_pure(node):
             written = frozenset()
         else:
             written = self._run(node, known)
         if written:
             self.writes[node] = written
-        value = value_of(node)
-        if isinstance(value, torch.Tensor) and value._base is not None and nnmodules.inner_tensors(value._base):
-            node.meta["example_value"] = symbolic.without_base(value, self.fake_mode)
+        if nnmodules.views_wrapper(value_of(node)):
+            node.meta["example_value"] = symbolic.without_base(value_of(node), self.fake_mode)
         fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if symbolic.is_unbacked(symbol)}
         self.readers.update(dict.fromkeys(fresh, node))
         self._bound |= fresh
@@ -290,38 +248,14 @@ class _Walk:
         except Exception as error:
             # Keep the graph's own metadata, and assume that the op writes to every argument.
             if known or not node.users:
-                return _argument_storages(node)
+                return argument_storages(node)
             raise _cannot_run(node, str(error)) from error
         if not known:
             node.meta["example_value"] = execution.value
         if execution.exchanged:
             self.exchanged.extend(execution.exchanged)
-            exchange = KeptMemory(
-                kind="exchanged memory",
-                detail=f"{display_name(node)} gives a tensor other memory, as `tensor.data = new` does",
-                where=where_of(node.meta.get("stack_trace")),
-                remedy="write into the tensor instead, `tensor.copy_(new)` under torch.no_grad()",
-            )
-            self._kept.update(dict.fromkeys(execution.memory, exchange))
-        return execution.written & _argument_storages(node)
-
-
-def _nested_results(graph: fx.Graph) -> dict[int, KeptMemory]:
-    """The memory of results that consist of several tensors, which a caller keeps."""
-    outputs: Any = next(node for node in reversed(graph.nodes) if node.op == "output")
-    results = [value_of(node) for node in outputs.all_input_nodes]
-    wrappers = [value for value in results if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value)]
-    nested = KeptMemory(
-        kind="nested tensor",
-        detail="a result consists of several tensors",
-        where="",
-        remedy="return its parts instead, values() and offsets()",
-    )
-    return dict.fromkeys(storages_of(wrappers), nested)
-
-
-def _argument_storages(node: fx.Node) -> frozenset[int]:
-    return frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
+            self.memory.update(dict.fromkeys(execution.memory, KeptMemory.by_exchange(node)))
+        return (execution.written | execution.memory) & argument_storages(node)
 
 
 def _cannot_run(node: fx.Node, why: str) -> PartitionError:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpass.compat import memory, nnmodules, operators, symbolic, trees
 
-__all__ = ["Execution", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
+__all__ = ["Execution", "argument_storages", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
 
 # Operators that write to arguments without a mark in the schema: {operator: (written arguments, flag that enables it)}.
 UNDECLARED_WRITES = {
@@ -72,6 +72,11 @@ def storages_of(value: Any) -> frozenset[int]:
     """Ids of the storages of all tensors inside a value."""
     storages = (memory.storage_id(tensor) for tensor in tensors_in(value))
     return frozenset(storage for storage in storages if storage is not None)
+
+
+def argument_storages(node: fx.Node) -> frozenset[int]:
+    """Ids of the storages of a node's arguments."""
+    return frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
 
 
 def owner_of(node: fx.Node) -> torch.nn.Module:
@@ -186,7 +191,7 @@ class _DispatchLog(operators.TorchDispatchMode):
 
 
 def _takes_over(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.Tensor) -> bool:
-    """Whether an operator gives ``target`` the storage of another argument, which they share in the metadata already."""
+    """Whether an operator gives ``target`` the storage of another argument, as the metadata may show already."""
     leaves, spec = trees.flatten((args, kwargs))
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf is not target]
     if storages_of(others).isdisjoint(storages_of(target)):

@@ -69,7 +69,7 @@ class Partition:
         return self._first(lambda reason: not reason.captures_whole)
 
     def never_padded(self) -> NoGraph | None:
-        """The first region whose memory a caller sees as it is, so that no size may be padded; None if there is none."""
+        """The first region whose memory a caller sees as it is, so that nothing may be padded; None without one."""
         return self._first(lambda reason: reason.forbids_padding)
 
     def _first(self, applies: Callable[[SplitReason], bool]) -> NoGraph | None:

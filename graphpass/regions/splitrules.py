@@ -62,8 +62,9 @@ class SplitReason:
 
     Attributes:
         kind: short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
-            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory", "nested tensor", "cpu tensor", "second device",
-            "mode pair", "nothing to capture", or a kind from a user's rule.
+            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory",
+            "nested tensor", "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's
+            rule.
         detail: one sentence that names the op or the node.
         where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown. Not part of the text.
         remedy: a change of the model after which the node can be captured; empty if another node causes it, or the user

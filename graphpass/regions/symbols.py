@@ -31,8 +31,8 @@ class GraphInput:
         is_static: a parameter, a buffer, or marked with ``mark_static_address``: a graph may record its address.
         value: its metadata: a fake tensor, a symbolic size, or a constant.
         marked_dims: dimensions that the user marked as dynamic.
-        is_exchanged: the graph gives the tensor another storage (``x.data = new``); ``value`` may describe it afterwards.
         label: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown.
+        is_exchanged: the graph gives the tensor another storage (``x.data = new``), which ``value`` may describe.
     """
 
     name: str
