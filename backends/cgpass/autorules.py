@@ -147,7 +147,8 @@ def _rules_of(
 ) -> AutoRules:
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, graph)
-    padded, contents_decide = _padded_symbols(graph, names, proof, settings)
+    never = parts.never_padded()
+    padded, contents_decide = _padded_symbols(graph, names, proof, settings) if never is None else (frozenset(), False)
     positions = {
         position: settings.padding.get(parts.inputs[position].shown, "repeat")
         for position, layout in graph.layouts.items()
@@ -174,7 +175,7 @@ def _rules_of(
         moves=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
         off=off,
-        unproved=() if off is not None else _unproved(name, graph, names, padded, proof, settings),
+        unproved=() if off is not None else _unproved(name, graph, names, padded, proof, settings, never),
     )
 
 
@@ -199,7 +200,8 @@ def _never_captured(parts: Partition, graph: GraphSizes) -> NoGraph | None:
         why = "collectives: the ranks have to agree on a key"
         return NoGraph(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
     if not any(region.kind == "captured" for region in parts.regions):
-        return NoGraph("nothing to capture", "", is_expected=True)  # regions that cannot be are reported by themselves
+        cannot = parts.never_full()
+        return NoGraph("nothing to capture", "", is_expected=True) if cannot is None else cannot
     return None
 
 
@@ -238,6 +240,7 @@ def _unproved(
     padded: frozenset[sympy.Symbol],
     proof: PaddingProof,
     settings: Settings,
+    never: NoGraph | None,
 ) -> tuple[tuple[str, str, str], ...]:
     """(key field, text, remedy) of each size that is not padded, or that is padded without proof and without a check.
 
@@ -246,26 +249,18 @@ def _unproved(
     """
     problems, with_data = {}, names.with_data(graph)
     for symbol, field in names.candidates.items():
-        verdict = proof.verdicts[field]
-        if verdict is Verdict.PROVED and field not in with_data:
+        if proof.verdicts[field] is Verdict.PROVED and field not in with_data and never is None:
             continue
-        findings = [finding for finding in proof.findings if finding.field == field]
-        findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
-        why = str(findings[0]) if findings else "no proof covers it"
+        why, remedy = _obstacle(field, names, proof)
         if field in with_data:
             why = f"the size of output {with_data[field]} depends on it and on data, so it cannot be cut"
+        if never is not None:
+            why, remedy = str(never), never.remedy or _EXACT
         if symbol in padded and settings.padding_check == "off":
             problems[field] = (f"{field} is padded without a check: {why}", "set padding_check='declared'")
         if symbol in padded:
             continue
         is_declared = field in names.declared
-        remedy = (findings[0].remedy if findings else "") or _EXACT
-        data_decides = bool(findings) and all(finding.is_by_contents for finding in findings)
-        by_option = remedy == CHECK_IF_DECLARED
-        if (data_decides or by_option) and not is_declared:
-            remedy = f"declare the dimension ({names.declaration(field)})" + f" and {remedy}" * by_option
-        if by_option or (data_decides and not is_declared):
-            remedy += ": it is then padded, and checked"
         if is_declared and settings.padding_check == "strict":
             raise CaptureError(
                 f"{name}: {field} cannot be padded",
@@ -275,6 +270,21 @@ def _unproved(
             )
         problems[field] = (f"{field} is not padded, its sizes are captured unpadded: {why}", remedy)
     return tuple((field, *problem) for field, problem in problems.items())
+
+
+def _obstacle(field: str, names: _KeyNames, proof: PaddingProof) -> tuple[str, str]:
+    """Why no proof covers a size, and the remedy."""
+    findings = [finding for finding in proof.findings if finding.field == field]
+    findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
+    if not findings:
+        return "no proof covers it", _EXACT
+    remedy, is_declared = findings[0].remedy or _EXACT, field in names.declared
+    data_decides, by_option = all(finding.is_by_contents for finding in findings), remedy == CHECK_IF_DECLARED
+    if (data_decides or by_option) and not is_declared:
+        remedy = f"declare the dimension ({names.declaration(field)})" + f" and {remedy}" * by_option
+    if by_option or (data_decides and not is_declared):
+        remedy += ": it is then padded, and checked"
+    return str(findings[0]), remedy
 
 
 def _key_fields(

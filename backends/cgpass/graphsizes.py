@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from graphpass.compat import memory, symbolic
+from graphpass.compat import memory, nnmodules, symbolic
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput, GuardedSymbols
@@ -81,8 +81,8 @@ class GraphSizes:
         symbols: the sizes that distinguish calls, in the order of :meth:`read`.
         places: (position, dimension) where each symbol is read; dimension None for an int argument.
         numbers: {position: expression} of the ints among the inputs, layout numbers included.
-        layouts: {position: layout} of the tensor inputs.
-        outputs: the flat outputs; None for an output that is neither tensor nor number.
+        layouts: {position: layout} of the tensor inputs whose memory the graph does not exchange.
+        outputs: the flat outputs; None for an output that is neither a plain tensor nor a number.
         by_data: {index of an output whose layout or value is known only when the graph has run: the sizes that it may
             depend on besides}. Outputs that share memory with one are included.
         guards: which sizes the graph serves.
@@ -140,14 +140,15 @@ def sizes_of(parts: Partition) -> GraphSizes:
     layouts = {
         p: _layout(graph_input, simplified, env)
         for p, graph_input in enumerate(parts.inputs)
-        if _is_tensor(graph_input)
+        if isinstance(graph_input.value, torch.Tensor) and not graph_input.is_exchanged
     }
     numbers = {
         p: simplified(graph_input.value)
         for p, graph_input in enumerate(parts.inputs)
         if isinstance(graph_input.value, torch.SymInt)
     }
-    in_shapes = symbols_in(size for layout in layouts.values() for size in layout.shape)
+    values = [graph_input.value for graph_input in parts.inputs if isinstance(graph_input.value, torch.Tensor)]
+    in_shapes = symbols_in(simplified(size) for value in values for size in value.shape)
     places = _places(numbers, layouts, frozenset(parts.layout_inputs) if in_shapes else frozenset())
     symbols = tuple(sorted(places, key=str))
     outputs = _outputs(parts, simplified)
@@ -162,10 +163,6 @@ def sizes_of(parts: Partition) -> GraphSizes:
         unread=in_shapes - places.keys(),
         hints={symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()} if env is not None else {},
     )
-
-
-def _is_tensor(graph_input: GraphInput) -> bool:
-    return isinstance(graph_input.value, torch.Tensor)
 
 
 def _simplifier(env: Any) -> Callable[[Any], Expression]:
@@ -240,7 +237,7 @@ def _outputs(
     groups: dict[int | None, int] = {}
     found: list[OutputTensor | OutputNumber | None] = []
     for index, (name, value) in enumerate(parts.output_values()):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not nnmodules.inner_tensors(value):
             storage = memory.storage_id(value)
             found.append(
                 OutputTensor(

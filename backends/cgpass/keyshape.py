@@ -54,7 +54,7 @@ class KeyShape:
             (position, dim, name)
             for position, graph_input in enumerate(inputs)
             for dim, name in settings.dynamic_dims.get(graph_input.source_name or "", {}).items()
-            if isinstance(graph_input.value, torch.Tensor)
+            if isinstance(graph_input.value, torch.Tensor) and not graph_input.is_exchanged
         )
         return cls(
             declared=declared,
@@ -143,7 +143,7 @@ def _symbolic(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]]
     counted: frozenset[Any] = getattr(key_symbols(inputs, {}).get("num_tokens"), "free_symbols", frozenset())
     found = []
     for position, graph_input in enumerate(inputs):
-        if isinstance(graph_input.value, torch.Tensor) and not graph_input.is_static:
+        if isinstance(graph_input.value, torch.Tensor) and not (graph_input.is_static or graph_input.is_exchanged):
             sizes = [symbolic.expression_of(size) for size in graph_input.value.shape]
             dims = [dim for dim, size in enumerate(sizes) if counted & getattr(size, "free_symbols", frozenset())]
             if dims:

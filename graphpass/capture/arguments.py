@@ -22,7 +22,7 @@ class InputRoles:
     Attributes:
         static: arguments whose address a graph may bake in.
         mutated: arguments that the region writes to.
-        module_owned: static arguments that a module owns; graphs reference them weakly.
+        module_owned: static arguments that a module owns; graphs do not keep their memory.
         layout: numbers that describe the memory layout of tensors.
         names: a name for each positional argument, for errors.
     """
@@ -44,7 +44,7 @@ class Call:
         names: a readable name for each leaf.
         static: positions whose address a graph may bake in.
         mutated: positions that the region writes to.
-        module_owned: static positions of tensors that a module owns; graphs reference them weakly.
+        module_owned: static positions of tensors that a module owns; graphs do not keep their memory.
         layout: positions of numbers that describe the memory layout of tensors.
     """
 
@@ -77,6 +77,12 @@ class Call:
             layout=frozenset(_positions(args, kwargs, roles.layout)),
         )
 
+    def in_modules(self) -> frozenset[int]:
+        """Positions of all tensors in the memory of module-owned tensors, their views included."""
+        storages = {storage_id(self.leaves[position]) for position in self.module_owned} - {0}
+        tensors = ((position, leaf) for position, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
+        return self.module_owned | {position for position, leaf in tensors if storage_id(leaf) in storages}
+
     def inside_static(self) -> frozenset[int]:
         """Positions of non-static tensors that share a storage with a static tensor."""
         storages = {storage_id(self.leaves[position]) for position in self.static} - {0}
@@ -87,7 +93,7 @@ class Call:
         )
 
     def owner_ids(self) -> tuple[int, ...]:
-        """Ids of the module-owned tensors; they identify the calling module instance."""
+        """Ids of the module-owned tensors; they tell module instances apart, also after a weight got new memory."""
         return tuple(id(self.leaves[position]) for position in sorted(self.module_owned))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from graphpass.capture.arguments import Call
 from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.records import RegionId
+from graphpass.capture.replayplan import StaticSet
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, StaticInputError
@@ -20,6 +22,7 @@ __all__ = ["MAX_STATIC_SETS", "CapturePermit", "FreedInputs"]
 
 MAX_STATIC_SETS = 4
 _FEW_REPLAYS = 8
+_REMEMBERED_SETS = 256
 _REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
 _INDEX = (
     "pass the whole tensor and index it inside the model with a tensor of positions; a copy (`tensor.clone()`) serves "
@@ -28,22 +31,39 @@ _INDEX = (
 _UPDATE = "write into it in place (`tensor.copy_(new)` under torch.no_grad(), in the model's forward too)"
 
 
+@dataclass(frozen=True, slots=True)
+class _CapturedSet:
+    """The static inputs of one graph, and the module instance that they belong to."""
+
+    spec: Any
+    owner_ids: tuple[int, ...]
+    statics: StaticSet
+
+    @classmethod
+    def of(cls, entry: GraphEntry) -> _CapturedSet:
+        return cls(entry.spec, entry.owner_ids, entry.plan.statics)
+
+
 @dataclass(slots=True)
 class FreedInputs:
-    """Static inputs that were freed while a graph of a key read them, which drops the graph.
+    """Static inputs whose memory was freed while a graph of a key read it, which drops the graph.
 
     Attributes:
         latest: positions of the inputs freed since the last capture of the key.
         soon: {position: how often the input was freed after few replays}.
+        sets: what the dropped graphs read. ``weight.data = new`` frees memory of a module that lives on, whose sets are
+            limited.
     """
 
     latest: set[int] = field(default_factory=set)
     soon: Counter[int] = field(default_factory=Counter)
+    sets: deque[_CapturedSet] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_SETS))
 
-    def add(self, position: int, num_replays: int) -> None:
-        """Count an input whose graph was replayed ``num_replays`` times."""
+    def add(self, position: int, entry: GraphEntry, num_replays: int) -> None:
+        """Count an input whose graph ``entry`` was replayed ``num_replays`` times."""
         self.latest.add(position)
         self.soon[position] += num_replays < _FEW_REPLAYS
+        self.sets.append(_CapturedSet.of(entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +100,15 @@ class CapturePermit:
         is_open = self.runtime.scopes.is_mine()
         is_lazy = self.policy.lazy_capture and not is_open
         inside = call.inside_static()
+        owner_ids = call.owner_ids()
+        freed = [captured for captured in self.freed.sets if captured.owner_ids == owner_ids]
         peers = [
-            entry
-            for entry in self.entries.at(descriptor)
-            if entry.spec == call.spec and call.static | inside >= set(entry.plan.statics.positions)
+            captured
+            for captured in (*map(_CapturedSet.of, self.entries.at(descriptor)), *freed)
+            if captured.spec == call.spec and call.static | inside >= set(captured.statics.positions)
         ]
-        own = [entry for entry in peers if entry.owner_ids == call.owner_ids()]
-        moved = sorted({p for entry in own or peers for p in entry.plan.statics.moved(call.leaves)})
+        own = [captured for captured in peers if captured.owner_ids == owner_ids]
+        moved = sorted({p for captured in own or peers for p in captured.statics.moved(call.leaves)})
         if moved and not is_open and (self.policy.on_moved_input == "error" or not is_lazy):
             raise self._moved(peers[0], call, moved[0])
         if not is_open and not is_lazy:
@@ -153,10 +175,10 @@ class CapturePermit:
         scope = self.runtime.scopes.current()
         return scope is not None and scope.is_automatic
 
-    def _moved(self, entry: GraphEntry, call: Call, position: int) -> StaticInputError:
+    def _moved(self, captured: _CapturedSet, call: Call, position: int) -> StaticInputError:
         return StaticInputError(
             f"static input {call.names[position]!r} of {self.region} moved",
-            expected=f"address {entry.plan.statics.addresses[position] or 0:#x}, as captured",
+            expected=f"address {captured.statics.addresses[position] or 0:#x}, as captured",
             found=f"{call.leaves[position].data_ptr():#x}",
             remedy="refill it in place (`tensor.copy_(new)`), capture the key for the new address inside "
             "`with runtime.capturing():`, or set on_moved_input='copy' to capture it while serving (and "

@@ -18,18 +18,6 @@ from graphpass.compat import memory
 __all__ = ["CudaDevice"]
 
 
-class _PoolMemory:
-    """A range of device memory under ``__cuda_array_interface__``: torch wraps it without owning it."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 class CudaDevice(GraphDevice):
     """Captures CUDA graphs of one GPU into one memory pool.
 
@@ -98,13 +86,7 @@ class CudaDevice(GraphDevice):
 
     @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            return tensor.detach()
-        # Created in the capture's inference mode, so that outputs are inference tensors exactly if eager's are.
-        memory = torch.as_tensor(_PoolMemory(storage.data_ptr(), storage.nbytes()), device=self.device)
-        view = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return memory.without_ownership(tensor)
 
     @override
     def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:

@@ -36,8 +36,8 @@ class GraphEntry:
         outputs: how to build results.
         observed: under ``compare``, the tensors into which each replay writes the results of the regions inside.
         written: positions of the arguments that the region writes to.
-        owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture. The entry is dropped
-            when one of these tensors dies, so a reused id never matches.
+        owner_ids: :meth:`Call.owner_ids <graphpass.capture.arguments.Call.owner_ids>` at capture, to count the sets of
+            a module instance. Addresses alone decide what an entry serves.
     """
 
     region: RegionId

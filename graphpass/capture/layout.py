@@ -13,8 +13,14 @@ WIDEST_ELEMENT_BYTES = 16
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Address of a tensor's storage: equal for tensors that share a storage, 0 for an empty storage."""
-    return tensor.untyped_storage().data_ptr()
+    """Address of a tensor's storage: equal for tensors that share a storage.
+
+    0 for an empty storage, and for a tensor that consists of others (nested, sparse).
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -227,22 +227,21 @@ class Recorder:
 
     def _layouts(self, static: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """An alias of each static input; for tensors of modules, only if Dynamo does not guard their layouts."""
+        lent = self.call.in_modules()
         for position in static:
             leaf = self.call.leaves[position]
-            if position not in self.call.module_owned:
+            if position not in lent:
                 yield position, leaf.detach()
-            elif not dynamo.guards_module_layouts():
+            elif position not in self.call.module_owned or not dynamo.guards_module_layouts():
                 yield position, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
     def _graph_inputs(self, staging: Staging) -> list[Any]:
         """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
 
-        An EagerGraph (``debug``) keeps these, so it gets aliases of module-owned tensors, which do not keep them alive.
+        A tape, and an EagerGraph (``debug``), keep these. They must not keep the memory of modules.
         """
-        inputs = [
-            leaf.detach() if position in self.call.module_owned and self.policy.debug else leaf
-            for position, leaf in enumerate(self.call.leaves)
-        ]
+        lent, leaves = self.call.in_modules(), enumerate(self.call.leaves)
+        inputs = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
         for position, buffer in zip(staging.positions, staging.buffers, strict=True):
             inputs[position] = buffer
         return inputs

@@ -36,7 +36,7 @@ from graphpass.capture.records import Counts, RegionId, RegionUse, RunningCounts
 from graphpass.capture.replayplan import ReplayPlan, without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
-from graphpass.compat import trees
+from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import BatchDescriptor
@@ -72,8 +72,8 @@ class CUDAGraphWrapper:
         static_inputs: arguments (a position, or a keyword's name) whose address graphs may bake in. Parameters and
             tensors under ``mark_static_address`` are static without being listed. Every other input is copied.
         mutated_inputs: arguments that ``runnable`` writes to.
-        module_inputs: static arguments that a module owns. A graph keeps a weak reference to them and is dropped when
-            one of them dies, as with parameters. It keeps a strong reference to every other static input.
+        module_inputs: static arguments that a module owns. A graph keeps a weak reference to their storages and is
+            dropped when one of them dies, as with parameters. It keeps every other static input alive.
         layout_inputs: number arguments that only describe the memory layout of the tensors. They may differ from
             call to call: graphs read copies, which have the layout of the capture.
         input_names: a name for each positional argument, for errors.
@@ -319,7 +319,7 @@ class CUDAGraphWrapper:
         watched = _Watched(weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry), tally)
         owned = [p for p in entry.plan.statics.positions if p in call.module_owned]
         self._captured.death_watch[id(entry)] = tuple(
-            weakref.ref(call.leaves[p], functools.partial(watched.drop, p)) for p in owned
+            memory.watch_storage(call.leaves[p], functools.partial(watched.drop, p)) for p in owned
         )
         return entry, recorded
 
@@ -328,7 +328,7 @@ class CUDAGraphWrapper:
 
 
 class _Watched:
-    """An entry whose graph is dropped when one of its parameters or buffers is freed. Keeps nothing alive.
+    """An entry whose graph is dropped when the storage of a parameter or buffer is freed. Keeps nothing alive.
 
     Args:
         owner: the wrapper.
@@ -350,14 +350,14 @@ class _Watched:
         self._tally, self._replayed_before = tally, tally.replayed
 
     def drop(self, position: int, _dead: Any) -> None:
-        """Drop the entry, because the input at ``position`` was freed."""
+        """Drop the entry, because the storage of the input at ``position`` was freed."""
         wrapper, entries = self._owner(), self._table()
         entry = entries.drop(self._descriptor, self._entry_id) if wrapper is not None and entries is not None else None
         if wrapper is None or entry is None:
             return
         wrapper._captured.death_watch.pop(self._entry_id, None)
         freed = wrapper._captured.freed.setdefault(self._descriptor, FreedInputs())
-        freed.add(position, self._tally.replayed - self._replayed_before)
+        freed.add(position, entry, self._tally.replayed - self._replayed_before)
         entry.graph.reset()
         wrapper._runtime.lease.entries_dropped()
         wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {self._descriptor}")

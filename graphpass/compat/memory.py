@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,26 @@ def storage_id(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def watch_storage(tensor: torch.Tensor, died: Callable[[Any], object]) -> weakref.ref[Any]:
+    """A weak reference to the storage of a tensor; ``died`` is called when the last tensor with that storage is freed.
+
+    ``torch.utils.swap_tensors`` refuses tensors with weak references, but not storages. The Python object of a storage
+    lives as long as the storage.
+    """
+    return weakref.ref(tensor.untyped_storage(), died)
+
+
+def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same layout at the same address that does not keep the memory allocated."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
+        return tensor.detach()
+    unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    # An inference tensor exactly in inference mode, as any other result.
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(unowned, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def memory_id(tensor: torch.Tensor) -> int | None:

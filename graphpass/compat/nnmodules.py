@@ -43,6 +43,20 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     )
 
 
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors of which a wrapper (a nested tensor, a DTensor) consists; empty for any other tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in parts for plain in inner_tensors(part) or (part,)]
+
+
+def views_wrapper(value: Any) -> bool:
+    """Whether a value is a plain tensor, but a view of a tensor that wraps others."""
+    base = value._base if isinstance(value, torch.Tensor) else None
+    return base is not None and not inner_tensors(value) and bool(inner_tensors(base))
+
+
 def path_of_graph(graph_module: Any) -> str:
     """The path of the module whose code the nodes of a graph are, ``layers.3.attn``; empty for the whole model.
 

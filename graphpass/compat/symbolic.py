@@ -55,6 +55,16 @@ def has_negative(constant: torch.Tensor) -> bool:
         return bool((constant < 0).any())
 
 
+def without_base(view: torch.Tensor, fake_mode: Any) -> torch.Tensor:
+    """A fake tensor with the layout and the storage of ``view``, which is a view of nothing.
+
+    Compilers cannot copy the metadata of a view of a nested tensor.
+    """
+    with fake_mode, torch.no_grad():
+        empty = torch.empty(0, dtype=view.dtype, device=view.device)
+        return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
 @contextlib.contextmanager
 def quiet_shapes(fake_mode: Any) -> Iterator[None]:
     """Within the body, ``fake_mode`` records no guards, and new unbacked symbols need no binding."""
@@ -180,11 +190,11 @@ def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
 
 
 def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
-    """The size of each symbol in the call being traced."""
+    """The size of each symbol in the call being traced; without the ragged sizes of nested tensors, no numbers."""
     for name in ("backed_var_to_val", "var_to_val"):
         hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
         if hints is not None:
-            return hints
+            return {symbol: hint for symbol, hint in hints.items() if isinstance(hint, (int, sympy.Integer))}
     return {}
 
 

@@ -11,23 +11,25 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, operators, symbolic, transforms
+from graphpass.compat import dynamo, nnmodules, operators, symbolic, transforms
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
     UNDECLARED_WRITES,
+    argument_storages,
     execute,
     owner_of,
     storages_of,
     tensors_in,
     value_of,
 )
+from graphpass.regions.keptmemory import KeptMemory, kept_memory
 from graphpass.regions.opnames import display_name, packets_of
 
 __all__ = [
@@ -54,11 +56,14 @@ class GraphFacts:
         main_device: the device of the inputs and parameters; the accelerator if some of them are on the CPU.
         readers: unbacked symbol -> the node that produces its value at run time.
         copied_storages: ids of the storages of inputs without a static address. See Note [Copied inputs].
+        kept: storage that outlives the call in another tensor than at its start -> what keeps it. See
+            Note [Exchanged memory].
     """
 
     main_device: torch.device | None
     readers: Mapping[sympy.Symbol, fx.Node]
     copied_storages: frozenset[int] = frozenset()
+    kept: Mapping[int, KeptMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +73,12 @@ class Analysis:
     Attributes:
         writes: call node -> ids of the storages that it writes; nodes that write nothing are absent.
         guarded: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call.
+        exchanged: the placeholders whose tensor gets another storage; their metadata may be that of afterwards.
     """
 
     writes: Mapping[fx.Node, frozenset[int]]
     guarded: bool
+    exchanged: frozenset[fx.Node]
 
 
 def facts_of(node: fx.Node) -> GraphFacts:
@@ -160,10 +167,12 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
             walk.visit(node, modes)
     moving = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied)
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, kept_memory(gm.graph, walk.memory, fake_mode))
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
-    return Analysis(walk.writes, guarded)
+    values_exchanged = {id(value_of(node)) for node in walk.exchanged}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return Analysis(walk.writes, guarded, frozenset(p for p in placeholders if id(value_of(p)) in values_exchanged))
 
 
 def _has_value(node: fx.Node) -> bool:
@@ -196,6 +205,8 @@ class _Walk:
         self.fake_mode = fake_mode
         self.writes: dict[fx.Node, frozenset[int]] = {}
         self.readers: dict[sympy.Symbol, fx.Node] = {}
+        self.exchanged: list[fx.Node] = []
+        self.memory: dict[int, KeptMemory] = {}
         self._bound: set[sympy.Symbol] = set()
 
     def visit(self, node: fx.Node, modes: _Modes) -> None:
@@ -218,13 +229,15 @@ class _Walk:
         if operators.is_higher_order(node.target):
             if not known and node.users:
                 raise _cannot_run(node, "its metadata is missing")
-            written = frozenset[int]() if subgraphs_are_pure(node) else _argument_storages(node)
+            written = frozenset[int]() if subgraphs_are_pure(node) else argument_storages(node)
         elif known and is_known_pure(node):
             written = frozenset()
         else:
             written = self._run(node, known)
         if written:
             self.writes[node] = written
+        if nnmodules.views_wrapper(value_of(node)):
+            node.meta["example_value"] = symbolic.without_base(value_of(node), self.fake_mode)
         fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if symbolic.is_unbacked(symbol)}
         self.readers.update(dict.fromkeys(fresh, node))
         self._bound |= fresh
@@ -235,15 +248,14 @@ class _Walk:
         except Exception as error:
             # Keep the graph's own metadata, and assume that the op writes to every argument.
             if known or not node.users:
-                return _argument_storages(node)
+                return argument_storages(node)
             raise _cannot_run(node, str(error)) from error
         if not known:
             node.meta["example_value"] = execution.value
-        return execution.written & _argument_storages(node)
-
-
-def _argument_storages(node: fx.Node) -> frozenset[int]:
-    return frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
+        if execution.exchanged:
+            self.exchanged.extend(execution.exchanged)
+            self.memory.update(dict.fromkeys(execution.memory, KeptMemory.by_exchange(node)))
+        return (execution.written | execution.memory) & argument_storages(node)
 
 
 def _cannot_run(node: fx.Node, why: str) -> PartitionError:

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from graphpass.compat import memory, operators, symbolic, trees
+from graphpass.compat import memory, nnmodules, operators, symbolic, trees
 
-__all__ = ["Execution", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
+__all__ = ["Execution", "argument_storages", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
 
 # Operators that write to arguments without a mark in the schema: {operator: (written arguments, flag that enables it)}.
 UNDECLARED_WRITES = {
@@ -38,12 +38,16 @@ class Execution:
         overloads: the operator overloads that the dispatcher saw, in order.
         functions: the torch functions that were called, in order.
         written: ids of the storages that the node wrote to.
+        exchanged: the arguments that have another storage afterwards. See Note [Exchanged memory].
+        memory: ids of the storages of these arguments, before and after.
     """
 
     value: Any
     overloads: tuple[Any, ...]
     functions: tuple[Any, ...]
     written: frozenset[int]
+    exchanged: tuple[fx.Node, ...]
+    memory: frozenset[int]
 
 
 def value_of(node: fx.Node) -> Any:
@@ -52,9 +56,10 @@ def value_of(node: fx.Node) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside a value, in order."""
+    """The tensors inside a value, in order; those inside a tensor that wraps others, such as a nested one."""
     if isinstance(value, torch.Tensor):
-        yield value
+        inner = nnmodules.inner_tensors(value)
+        yield from inner or (value,)
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
@@ -67,6 +72,11 @@ def storages_of(value: Any) -> frozenset[int]:
     """Ids of the storages of all tensors inside a value."""
     storages = (memory.storage_id(tensor) for tensor in tensors_in(value))
     return frozenset(storage for storage in storages if storage is not None)
+
+
+def argument_storages(node: fx.Node) -> frozenset[int]:
+    """Ids of the storages of a node's arguments."""
+    return frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
 
 
 def owner_of(node: fx.Node) -> torch.nn.Module:
@@ -87,12 +97,29 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
         stack.enter_context(torch.no_grad())
         stack.enter_context(fake_mode)
         stack.enter_context(symbolic.python_dispatcher())
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _detached(values(argument)))
+        given: dict[fx.Node, Any] = {}
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda argument: given.setdefault(argument, _detached(values(argument)))
+        )
         state = _fake_state(node, fake_mode)
+        tensors = {node: tuple(tensors_in(value)) for node, value in given.items()}
+        before = {node: storages_of(parts) for node, parts in tensors.items()}
         functions = stack.enter_context(_FunctionLog())
         writes = stack.enter_context(_DispatchLog())
         value = _call(node, args, kwargs, state)
-    return Execution(value, tuple(writes.overloads), tuple(functions.called), frozenset(writes.written))
+    exchanged = tuple(
+        node
+        for node, parts in tensors.items()
+        if storages_of(parts) != before[node] or not writes.exchanged.isdisjoint(map(id, parts))
+    )
+    return Execution(
+        value=value,
+        overloads=tuple(writes.overloads),
+        functions=tuple(functions.called),
+        written=frozenset(writes.written),
+        exchanged=exchanged,
+        memory=frozenset[int]().union(*(before[node] | storages_of(tensors[node]) for node in exchanged)),
+    )
 
 
 def _fake_state(node: fx.Node, fake_mode: Any) -> dict[str, Any]:
@@ -145,19 +172,35 @@ class _FunctionLog(TorchFunctionMode):
 
 
 class _DispatchLog(operators.TorchDispatchMode):
-    """Records every operator that the dispatcher sees, and the storages of the arguments that it writes."""
+    """Records every operator that the dispatcher sees, and what it does to the storages of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.overloads: list[Any] = []
         self.written: set[int] = set()
+        self.exchanged: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.overloads.append(func)
-        for value in _written_arguments(func, args, kwargs):
-            self.written |= storages_of(value)
+        for target in (t for value in _written_arguments(func, args, kwargs) for t in tensors_in(value)):
+            self.written |= storages_of(target)
+            if _takes_over(func, args, kwargs, target):
+                self.exchanged.add(id(target))
         return func(*args, **kwargs)
+
+
+def _takes_over(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.Tensor) -> bool:
+    """Whether an operator gives ``target`` the storage of another argument, as the metadata may show already."""
+    leaves, spec = trees.flatten((args, kwargs))
+    others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf is not target]
+    if storages_of(others).isdisjoint(storages_of(target)):
+        return False
+    apart = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
+    storage = memory.storage_id(apart)
+    args, kwargs = trees.unflatten([apart if leaf is target else leaf for leaf in leaves], spec)
+    overload(*args, **kwargs)
+    return memory.storage_id(apart) != storage
 
 
 def _written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from graphpass.regions.dump import dump_partition
 from graphpass.regions.execute import value_of
 from graphpass.regions.passes import run_passes, sizes_as_symbols, tuples_stay_home, tuples_unpacked
 from graphpass.regions.regions import Region, build_regions, written_positions
-from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
+from graphpass.regions.splitrules import DEFAULT_RULES, SplitReason, SplitRule, splits_at
 from graphpass.regions.stitch import Stitching, stitch
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 
@@ -66,11 +66,15 @@ class Partition:
 
         None if there is none. A region that is eager only because of ``splitting_ops`` can be captured.
         """
-        for region in self.regions:
-            for reason in region.reasons:
-                if not reason.captures_whole:
-                    return NoGraph(f"{region.name}: {reason}", reason.remedy)
-        return None
+        return self._first(lambda reason: not reason.captures_whole)
+
+    def never_padded(self) -> NoGraph | None:
+        """The first region whose memory a caller sees as it is, so that nothing may be padded; None without one."""
+        return self._first(lambda reason: reason.forbids_padding)
+
+    def _first(self, applies: Callable[[SplitReason], bool]) -> NoGraph | None:
+        found = ((region, reason) for region in self.regions for reason in region.reasons if applies(reason))
+        return next((NoGraph(f"{region.name}: {reason}", reason.remedy) for region, reason in found), None)
 
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""
@@ -116,7 +120,7 @@ def partition(
     whole = _copy(gm)
     analysis = annotate(whole, example_inputs)
     run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
-    inputs = graph_inputs(whole.graph)
+    inputs = graph_inputs(whole.graph, analysis.exchanged)
     dynamo.forget_arguments(whole.graph)
     regions = build_regions(whole, assign(whole, rules, analysis), analysis)
     stitching = stitch(whole, regions)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpass.compat import operators
+from graphpass.compat import nnmodules, operators
 from graphpass.errors import PartitionError
 from graphpass.regions.analysis import facts_of, free_symbols
 from graphpass.regions.execute import storages_of, tensors_in, value_of
@@ -27,6 +27,8 @@ __all__ = [
     "foreign_device",
     "host_read",
     "host_scalar",
+    "kept_memory",
+    "nested_tensor",
     "read_by_storage",
     "reshapes_in_place",
     "splits_at",
@@ -36,6 +38,8 @@ __all__ = [
 
 _CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
 
+
+_NOT_PADDED = frozenset({"exchanged memory", "nested tensor"})
 
 _FIXED_SHAPE = "keep the shape fixed: a mask and torch.where, instead of indexing with a mask"
 _FIXED_SHAPES = {
@@ -58,8 +62,9 @@ class SplitReason:
 
     Attributes:
         kind: short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
-            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "cpu tensor", "second device",
-            "mode pair", "nothing to capture", or a kind from a user's rule.
+            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory",
+            "nested tensor", "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's
+            rule.
         detail: one sentence that names the op or the node.
         where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown. Not part of the text.
         remedy: a change of the model after which the node can be captured; empty if another node causes it, or the user
@@ -75,6 +80,11 @@ class SplitReason:
     def captures_whole(self) -> bool:
         """Whether a graph of the whole callable can hold the node: the cut serves the graphs of single regions."""
         return self.kind in _CAPTURED_IN_A_WHOLE
+
+    @property
+    def forbids_padding(self) -> bool:
+        """Whether a caller sees memory of the node as it is: it could not be cut to the real sizes."""
+        return self.kind in _NOT_PADDED
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
@@ -141,9 +151,7 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
 
 
 def reshapes_in_place(node: fx.Node) -> bool:
-    """Whether a node changes shape, strides or memory of its argument in place: ``t_``, ``unsqueeze_``, ``resize_``."""
-    if not {"aten::resize_", "aten::resize_as_", "aten::set_"}.isdisjoint(names_of(node)):
-        return True
+    """Whether a node changes shape or strides of its argument in place: ``t_``, ``unsqueeze_``, ``resize_``."""
     packets = [packet for packet in packets_of(node) if str(packet).endswith("_")]
     return any(torch.Tag.inplace_view in tags for p in packets for tags in _tags(p, tuple(p.overloads()), out=False))
 
@@ -163,6 +171,29 @@ def beyond_input(node: fx.Node) -> SplitReason | None:
     return SplitReason(
         "beyond an input", text, remedy="pass the whole tensor and index it, instead of as_strided of a view"
     )
+
+
+def kept_memory(node: fx.Node) -> SplitReason | None:
+    """A node of memory that outlives the call in another tensor than before it. See Note [Exchanged memory]."""
+    kept = facts_of(node).kept
+    if not kept:
+        return None
+    values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
+    found = next((kept[storage] for storage in sorted(storages_of(values)) if storage in kept), None)
+    if found is None:
+        return None
+    return SplitReason(found.kind, found.detail, found.where, found.remedy)
+
+
+def nested_tensor(node: fx.Node) -> SplitReason | None:
+    """A tensor that consists of several tensors (``torch.jagged``): Python code chooses what is done to each."""
+    values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
+    for value in values:
+        if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value):
+            text = f"{display_name(node)} has a tensor that consists of several tensors ({value.layout})"
+            remedy = "compute with the values and the offsets, or with a padded tensor and its mask"
+            return SplitReason("nested tensor", text, remedy=remedy)
+    return None
 
 
 def host_read(node: fx.Node) -> SplitReason | None:
@@ -296,5 +327,7 @@ DEFAULT_RULES: tuple[SplitRule, ...] = (
     data_dependent_shape,
     host_scalar,
     beyond_input,
+    kept_memory,
+    nested_tensor,
     foreign_device,
 )

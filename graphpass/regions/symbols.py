@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +46,7 @@ class GraphInput:
         marked_dims: dimensions that the user marked as dynamic.
         label: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown.
         is_real_size: the backend appended it: the real size of a dimension, also in a padded call.
+        is_exchanged: the graph gives the tensor another storage (``x.data = new``), which ``value`` may describe.
     """
 
     name: str
@@ -55,6 +56,7 @@ class GraphInput:
     marked_dims: frozenset[int] = frozenset()
     label: str = ""
     is_real_size: bool = False
+    is_exchanged: bool = False
 
     @property
     def shown(self) -> str:
@@ -62,17 +64,23 @@ class GraphInput:
         return self.source_name or self.label or self.name
 
 
-def graph_inputs(graph: fx.Graph) -> tuple[GraphInput, ...]:
-    """The inputs of a graph, in order."""
+def graph_inputs(graph: fx.Graph, exchanged: Collection[fx.Node] = ()) -> tuple[GraphInput, ...]:
+    """The inputs of a graph, in order.
+
+    Args:
+        graph: the graph.
+        exchanged: the placeholders whose tensor gets another storage. Its address changes, so it is not static.
+    """
     return tuple(
         GraphInput(
             node.name,
             _source_name(node),
-            dynamo.is_static_address(node),
+            dynamo.is_static_address(node) and node not in exchanged,
             value_of(node),
             dynamo.marked_dims(node),
             _label(dynamo.source_text(node) or ""),
             REAL_SIZE in node.meta,
+            node in exchanged,
         )
         for node in graph.nodes
         if node.op == "placeholder"

@@ -257,7 +257,7 @@ def test_when_a_parameter_dies_its_graph_goes(rig: Any, kind: str, opaque: bool)
     wrapper = rig.wrap(lambda x, w: x * w, module_inputs=[1] if kind == "buffer" else [])
     wrapper.unwrap().opaque = opaque
     make = torch.nn.Parameter if kind == "parameter" else torch.Tensor.clone
-    first, second = make(torch.full((8,), 2.0)), make(torch.full((8,), 3.0))
+    first, second, third = (make(torch.full((8,), value)) for value in (2.0, 3.0, 1.0))
     with torch.no_grad():
         rig.capture(wrapper, X, first)
         rig.capture(wrapper, X, second)
@@ -273,7 +273,7 @@ def test_when_a_parameter_dies_its_graph_goes(rig: Any, kind: str, opaque: bool)
         gc.collect()
     assert wrapper.captured() == []
     with pytest.raises(CaptureError, match="captured at FULL: nothing"), torch.no_grad():
-        rig.call(wrapper, X, make(torch.ones(8)))
+        rig.call(wrapper, X, third)
 
 
 def test_a_view_of_a_parameter_does_not_keep_it(rig: Any) -> None:

@@ -25,6 +25,8 @@ def test_weights_replaced_in_every_way_are_noticed() -> None:
         assert_right(manager, model)
         model.inner.weight.data = torch.randn(5, WIDTH)
         assert_right(manager, model)
+        torch.utils.swap_tensors(model.inner.weight, nn.Parameter(torch.randn(5, WIDTH)))
+        assert_right(manager, model)
         model.inner = nn.Linear(WIDTH, 5).eval()
         assert_right(manager, model)
     assert "captured again" in notes(manager)

@@ -1,0 +1,213 @@
+"""Forwards that give a tensor other memory (``tensor.data = new``): results, arguments and buffers are eager's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import cgpass
+import graphpass as gp
+from graphpass.regions.split import partition
+
+X = (3, 4)
+
+
+class State(nn.Module):
+    """What the programs below read and exchange."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = forward
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("book", torch.randn(6, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+def average(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.ema.data = 0.9 * self.ema.data + 0.1 * x.mean(0)
+    return x.tanh() + self.ema
+
+
+def codebook(self: Any, x: torch.Tensor) -> torch.Tensor:
+    nearest = torch.cdist(x, self.book).argmin(1)
+    chosen = torch.nn.functional.one_hot(nearest, 6).to(x.dtype)
+    self.book.data = 0.9 * self.book.data + 0.1 * (chosen.t() @ x)
+    return self.book[nearest]
+
+
+def decay(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.weight.data = self.weight.data * 0.99
+    return (x.tanh() * self.weight).exp()
+
+
+def decay_after_use(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.tanh() * self.weight
+    self.weight.data = self.weight.data * 0.99
+    return y.exp()
+
+
+def argument(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    x.data = y
+    x.add_(1)
+    return y.tanh()
+
+
+def result_shared(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.mean(0)
+    self.ema.data = y
+    y.add_(1)
+    return y
+
+
+def view_of_the_argument(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.ema.data = x[0]
+    self.ema.mul_(2)
+    return x.tanh().exp()
+
+
+def twice(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    self.ema.data = self.ema.data + 1
+    y = x.tanh() + self.ema
+    self.ema.data = self.ema.data * 1.5
+    return y, x.exp() * self.ema
+
+
+def two_exchanged(self: Any, x: torch.Tensor) -> torch.Tensor:
+    kept = self.ema.data
+    self.ema.data = self.weight.data + x.tanh().mean(0)
+    self.weight.data = kept
+    return x.exp() + self.ema - self.weight
+
+
+def old_memory_written(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.ema.data.mul_(0.5)
+    self.ema.data = self.ema.data + x.tanh().mean(0)
+    return x.exp() + self.ema
+
+
+def other_shape(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.ema.data = x.flatten()
+    return x.tanh().exp()
+
+
+def swapped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.utils.swap_tensors(self.ema, x.mean(0) + self.ema)
+    return x.tanh() + self.ema
+
+
+def rows_kept(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x.tanh()
+    self.book.data = y + 1
+    return y.exp()
+
+
+PROGRAMS = [
+    average, codebook, decay, decay_after_use, argument, result_shared, view_of_the_argument, twice, two_exchanged,
+    old_memory_written, other_shape, rows_kept, swapped,
+]  # fmt: skip
+
+
+def steps(call: Callable[..., Any], model: nn.Module, sizes: list[int]) -> Iterator[list[torch.Tensor]]:
+    """The tensors that a caller sees after each call: results, argument, state."""
+    for step, size in enumerate(sizes):
+        x = torch.randn((size, 4), generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            result = call(x)
+        results = result if isinstance(result, tuple) else (result,)
+        yield [*results, x, *model.state_dict().values()]
+
+
+def assert_equal(call: Callable[..., Any], model: nn.Module, reference: nn.Module, sizes: list[int]) -> None:
+    """Results stay what they were, too: they are compared after all calls."""
+    found, expected = [], []
+    for seen, right in zip(steps(call, model, sizes), steps(reference, reference, sizes), strict=True):
+        torch.testing.assert_close(seen, right)
+        found.append(seen[0])
+        expected.append(right[0])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compiler": "eager"}, {"compiler": "aot_eager"}, {"compiler": "aot_eager", "mode": "PIECEWISE"},
+     {"compiler": "eager", "mode": "FULL", "on_fallback": "silent"}],
+    ids=["default", "aot_eager", "PIECEWISE", "FULL"],
+)  # fmt: skip
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_memory_is_exchanged_in_each_call(program: Callable[..., Any], options: dict[str, Any]) -> None:
+    model = State(program)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="cgpass", options=cgpass.options(**options))
+    assert_equal(compiled, model, reference, [3] * 9)
+    report = str(gp.runtime_of(compiled).report())
+    if program is not swapped:  # where Dynamo ends the graph before the exchange
+        assert "exchanged memory" in report
+        assert "copy_" in report
+
+
+@pytest.mark.parametrize("padding_check", ["declared", "off"])
+@pytest.mark.parametrize("program", [decay, argument, rows_kept], ids=lambda p: p.__name__)
+def test_no_size_is_padded_where_memory_is_exchanged(program: Callable[..., Any], padding_check: str) -> None:
+    """Padded, the exchanged tensor would get padded memory, or the caller's argument none."""
+    model = State(program)
+    reference = copy.deepcopy(model)
+    options = cgpass.options(
+        compiler="eager", dynamic_dims={"x": 0}, padding={"x": 0.0}, padding_check=padding_check, on_fallback="silent"
+    )
+    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
+    assert_equal(compiled, model, reference, [3, 3, 3, 5, 5, 7, 3, 5, 7])
+
+
+def test_what_exchanges_no_memory_still_replays() -> None:
+    model = State(average)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="cgpass", options=cgpass.options(compiler="eager"))
+    assert_equal(compiled, model, reference, [3] * 9)
+    assert {counts.replayed for counts in gp.runtime_of(compiled).counts().values()} == {8}
+
+
+def test_inductor_compiles_what_is_left() -> None:
+    model = State(decay)
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="cgpass")
+    assert_equal(compiled, model, reference, [3] * 9)
+
+
+def give(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    target.data = source
+    return target
+
+
+def write(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    target.copy_(source)
+    return target
+
+
+@pytest.mark.parametrize(("function", "exchanges"), [(give, True), (torch.Tensor.set_, True), (write, False)])
+def test_an_exchange_is_known_by_what_happens(function: Callable[..., Any], exchanges: bool) -> None:
+    """Whatever the operator is called: the storage of each argument is compared before and after it."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    new = graph.call_function(torch.tanh, (x,))
+    given = graph.call_function(function, (y, new))
+    graph.output((graph.call_function(torch.exp, (x,)), given))
+    parts = partition(fx.GraphModule(nn.Module(), graph), example_inputs=(torch.randn(X), torch.randn(X)))
+    reasons = {reason.kind for region in parts.regions for reason in region.reasons}
+    assert ("exchanged memory" in reasons) == exchanges
+    assert (parts.never_full() is not None) == exchanges
+    assert (parts.never_padded() is not None) == exchanges
+    assert parts.mutated_inputs == (1,)
+    x_now, y_now, y_eager = torch.randn(X), torch.zeros(X), torch.zeros(X)
+    parts.stitched(x_now, y_now)
+    function(y_eager, torch.tanh(x_now))
+    assert torch.equal(y_now, y_eager)
