@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.packing import PackingCosts, one_by_one, replay_cost
+from graphpass.encoder.planner import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 
 __all__ = ["EagerCurve", "EncoderCosts", "ItemCosts", "Load", "TimedExample", "measured_costs", "spread", "timed_s"]
