@@ -23,13 +23,14 @@ from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.encoderreport import encoder_figures
 from graphpass.encoder.graphs import check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
-from graphpass.encoder.planner import BatchPlanner, PlannedBatch, checked_specs
+from graphpass.encoder.planner import BatchPlanner, PlannedBatch
 from graphpass.encoder.protocol import (
     EncoderItems,
     EncoderItemSpec,
     EncoderOutput,
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
+    checked_specs,
 )
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.encoder.stats import EncoderCounts, EncoderStats

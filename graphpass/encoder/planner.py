@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from graphpass.encoder.protocol import Axes, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
+from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec, group_of, grouped
 from graphpass.errors import EncoderConfigError
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ __all__ = [
     "PlannedBatch",
     "Rung",
     "RungTable",
-    "checked_specs",
-    "group_of",
-    "grouped",
     "one_by_one",
     "pack_items",
     "plan_cheaply",
@@ -56,7 +53,7 @@ TokenCosts = Callable[[npt.NDArray[np.int64]], Floats]
 """Costs of eager calls with these token counts."""
 
 _KEPT_COSTS = 1 << 14
-"""Costs of eager calls with fewer tokens than this are cached."""
+"""Number of token counts whose cost of an eager call is cached."""
 _KEPT_PLANS, _KEPT_ITEMS = 256, 256
 NO_RUNG = -1
 LONGEST, SHORTEST = 128, 8
@@ -457,21 +454,14 @@ def _groups(items: Sequence[Any], ends: npt.NDArray[np.int64]) -> list[tuple[Any
 
 def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
     """A vectorised ``eager``, which is called once for each distinct token count."""
-    known = np.full(_KEPT_COSTS, np.nan)
+    known = functools.lru_cache(_KEPT_COSTS)(eager)
 
-    def costs(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        if tokens.max(initial=0) >= len(known):
-            counts = np.unique(tokens)
-            return _asked(eager, counts)[np.searchsorted(counts, tokens)]
-        new = np.flatnonzero(np.bincount(tokens[np.isnan(known[tokens])]))
-        known[new] = _asked(eager, new)
-        return known[tokens]
+    def costs(tokens: npt.NDArray[np.int64]) -> Floats:
+        counts, places = np.unique(tokens, return_inverse=True)
+        found: Floats = np.fromiter(map(known, counts.tolist()), np.float64, len(counts))[places]
+        return found
 
     return costs
-
-
-def _asked(eager: Callable[[int], float], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    return np.fromiter(map(eager, counts.tolist()), np.float64, len(counts))
 
 
 def replay_cost(budget: int, cost: PackingCosts | None) -> float:
@@ -567,45 +557,3 @@ class BatchPlanner:
             limits = (*limits, key.frames)
         bounds = tuple(bisect_left(bounds, cast("int", key.axes[place][1])) for place, bounds in self._bounds)
         return Rung(key, limits, 0.0 if self._costs is None else self._costs.replay[key], bounds)
-
-
-def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
-    """The properties that items need in common to share a replay: path and values of axes that do not round up."""
-    return (path, *(value for axis, (_, value) in zip(config.axes, axes, strict=True) if not axis.rounds_up))
-
-
-def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> dict[Hashable, list[EncoderGraphKey]]:
-    """{group: its keys}, in the order of ``keys``."""
-    groups: dict[Hashable, list[EncoderGraphKey]] = {}
-    for key in keys:
-        groups.setdefault(group_of(config, key.path, key.axes), []).append(key)
-    return groups
-
-
-def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
-    """Return ``specs`` if they agree with the configuration.
-
-    Raises:
-        EncoderConfigError: a size is negative, a path is unknown, the axes differ from the configuration, or the value
-            of an axis that rounds up is not an integer.
-    """
-    names, specs = tuple(axis.name for axis in config.axes), list(specs)
-    for item, spec in enumerate(specs):
-        if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
-            raise _wrong(item, spec, "sizes of at least 0")
-        if spec.path not in config.paths:
-            raise _wrong(item, spec, f"a path among {list(config.paths)}")
-        if tuple(name for name, _ in spec.axes) != names:
-            raise _wrong(item, spec, f"values of the axes {list(names)}")
-        if any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
-            raise _wrong(item, spec, "integers on axes that round up")
-    return specs
-
-
-def _wrong(item: int, spec: EncoderItemSpec, expected: str) -> EncoderConfigError:
-    return EncoderConfigError(
-        f"the spec of item {item} from get_encoder_cudagraph_item_specs contradicts the configuration",
-        expected=expected,
-        found=str(spec),
-        remedy="correct the item specs or the configuration",
-    )
