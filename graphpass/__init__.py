@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from graphpass.capture.runtime import GraphRuntime
     from graphpass.capture.wrapper import CUDAGraphWrapper
     from graphpass.context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
-    from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
-    from graphpass.dispatch.lora import LoraKeys
-    from graphpass.dispatch.support import AttentionSupport, resolve_mode
+    from graphpass.dispatch.dispatcher import CudagraphDispatcher
+    from graphpass.dispatch.keys import Dispatch, DispatchReason, LoraKeys
     from graphpass.encoder.manager import EncoderCudaGraphManager
     from graphpass.encoder.options import EncoderOptions
     from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from graphpass.errors import GraphpassError
     from graphpass.graphedmodel import GraphedModel, graphed, precapture
     from graphpass.keys import BatchDescriptor
-    from graphpass.modes import CUDAGraphMode
+    from graphpass.modes import AttentionSupport, CUDAGraphMode, resolve_mode
     from graphpass.ops import zero_padding
     from graphpass.regions.split import partition
     from graphpass.sizeplan import plan_sizes
@@ -76,15 +75,15 @@ __all__ = [
 
 _MODULE_OF = {
     "AttentionMetadataBuilder": "graphpass.engine.batch",
-    "AttentionSupport": "graphpass.dispatch.support",
+    "AttentionSupport": "graphpass.modes",
     "Batch": "graphpass.engine.batch",
     "BatchDescriptor": "graphpass.keys",
     "CUDAGraphMode": "graphpass.modes",
     "CUDAGraphWrapper": "graphpass.capture.wrapper",
     "CudaGraphManager": "graphpass.engine.manager",
     "CudagraphDispatcher": "graphpass.dispatch.dispatcher",
-    "Dispatch": "graphpass.dispatch.dispatcher",
-    "DispatchReason": "graphpass.dispatch.dispatcher",
+    "Dispatch": "graphpass.dispatch.keys",
+    "DispatchReason": "graphpass.dispatch.keys",
     "EncoderCudaGraphManager": "graphpass.encoder.manager",
     "EncoderOptions": "graphpass.encoder.options",
     "ForwardContext": "graphpass.context",
@@ -92,14 +91,14 @@ _MODULE_OF = {
     "GraphedModel": "graphpass.graphedmodel",
     "GraphpassError": "graphpass.errors",
     "InputSpec": "graphpass.engine.batch",
-    "LoraKeys": "graphpass.dispatch.lora",
+    "LoraKeys": "graphpass.dispatch.keys",
     "get_forward_context": "graphpass.context",
     "graphed": "graphpass.graphedmodel",
     "is_forward_context_available": "graphpass.context",
     "partition": "graphpass.regions.split",
     "plan_sizes": "graphpass.sizeplan",
     "precapture": "graphpass.graphedmodel",
-    "resolve_mode": "graphpass.dispatch.support",
+    "resolve_mode": "graphpass.modes",
     "runtime_of": "graphpass.capture.lookup",
     "set_forward_context": "graphpass.context",
     "zero_padding": "graphpass.ops",

@@ -12,7 +12,6 @@ from cgpass.graphsizes import GraphSizes, sizes_of, symbols_in
 from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import KeyField, RecurringKeys
-from graphpass.dispatch.sizes import Ladder
 from graphpass.errors import CaptureError, NoGraph
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
@@ -293,7 +292,7 @@ def _key_fields(
     return [
         KeyField(
             name=names.fields[symbol],
-            ladder=None if (sizes := _ladder(symbol, parts, graph, names, settings)) is None else Ladder(sizes),
+            ladder=_ladder(symbol, parts, graph, names, settings),
             is_padded=symbol in padded,
             is_number=symbol not in names.candidates and _is_number(symbol, graph),
         )

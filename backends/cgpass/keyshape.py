@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.dispatch.grid import SizeGrid
+from graphpass.dispatch.sizes import SizeGrid
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.options import Settings

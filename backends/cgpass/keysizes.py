@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphpass.compile import SizeRanges
-from graphpass.dispatch.grid import SizeGrid
+from graphpass.dispatch.sizes import SizeGrid
 from graphpass.errors import DispatchError, NoGraph
 from graphpass.keys import BatchDescriptor
 from graphpass.options import Settings

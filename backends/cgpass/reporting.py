@@ -105,7 +105,7 @@ def _keys(rules: AutoRules) -> dict[str, object]:
             {
                 "field": field.name,
                 "is_padded": field.is_padded,
-                "sizes": None if field.ladder is None else list(field.ladder.rungs),
+                "sizes": None if field.ladder is None else list(field.ladder),
             }
             for field in rules.keys.fields
         ],

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from graphpass.cli.failures import CHECK_FAILED, exit_codes
-from graphpass.cli.result import Result
+from graphpass.cli.result import CHECK_FAILED, Result, exit_codes
 from graphpass.errors import CommandError
 
 __all__ = ["app", "main"]

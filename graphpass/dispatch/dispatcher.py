@@ -1,26 +1,29 @@
 """The dispatcher: from a batch to the key that replays it.
 
-Only the dispatcher's keys decide which graphs may replay. A decision tries at most three routes in order of
-preference: FULL for uniform decode, FULL for mixed batches, PIECEWISE. On each route, one table look-up returns the
-smallest key that fits the batch. If no graph can replay, the decision's reason says why.
+Only the dispatcher's keys decide which graphs may replay. A decision tries FULL for uniform decode, FULL for mixed
+batches and PIECEWISE, in this order, and takes the smallest key that fits the batch. If no graph can replay, the
+decision's reason says why. Batches between the same sizes of keys get the same answer, which is remembered.
 """
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
-from graphpass.dispatch.decision import Dispatch, DispatchReason
-from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
-from graphpass.dispatch.keyset import KeySet
-from graphpass.dispatch.lora import LoraKeys
+from graphpass.dispatch.keys import Dispatch, DispatchReason, Key, LoraKeys, keys_of
+from graphpass.dispatch.sizes import Extra, KeyLimits, SizeGrid
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["CudagraphDispatcher", "Dispatch", "DispatchReason"]
+__all__ = ["CudagraphDispatcher"]
 
+# (mode, whether its keys are for uniform decode), in order of preference.
+_ROUTES = ((CUDAGraphMode.FULL, True), (CUDAGraphMode.FULL, False), (CUDAGraphMode.PIECEWISE, False))
 # Where several routes fail, the decision reports the reason that is closest to a replay: the last in this order.
 _CLOSENESS = (
     DispatchReason.DISABLED,
@@ -28,6 +31,25 @@ _CLOSENESS = (
     DispatchReason.TOO_LARGE,
     DispatchReason.NOT_CAPTURED,
 ).index
+
+_Answer: TypeAlias = tuple[Key, Dispatch, Dispatch] | DispatchReason
+"""A key with the decisions for batches of exactly its sizes and for smaller ones; or why no key serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The keys for batches of one kind, and the answers given so far.
+
+    Attributes:
+        routes: (mode, whether its keys are for uniform decode, the keys from small to large), in order of preference.
+        rungs: the sizes of all keys in each field, and the numbers of requests that they hold, ascending. Batches that
+            fall between the same rungs fit the same keys.
+        answers: (allowed modes, rungs above the batch) -> answer.
+    """
+
+    routes: tuple[tuple[CUDAGraphMode, bool, tuple[Key, ...]], ...]
+    rungs: tuple[list[int], ...]
+    answers: dict[tuple[object, ...], _Answer]
 
 
 class CudagraphDispatcher:
@@ -61,7 +83,7 @@ class CudagraphDispatcher:
         lazy: bool = False,
     ) -> None:
         self._grid = SizeGrid.of(capture_sizes)
-        self._counts_tokens_only = self._grid.counts_tokens_only()
+        self._counts_tokens_only = tuple(self._grid.sizes) == ("num_tokens",)
         self._max_num_reqs = max_num_reqs
         self._max_num_tokens = max_num_tokens
         self._lora = lora
@@ -73,7 +95,7 @@ class CudagraphDispatcher:
     @property
     def mode(self) -> CUDAGraphMode:
         """The mode that determines the keys."""
-        return self._keys.mode
+        return self._mode
 
     @property
     def capture_fields(self) -> tuple[str, ...]:
@@ -83,7 +105,7 @@ class CudagraphDispatcher:
     @property
     def uniform_decode_query_len(self) -> int:
         """Tokens of one request in a uniform decode batch."""
-        return self._keys.limits.query_len
+        return self._query_len
 
     @property
     def is_lazy(self) -> bool:
@@ -100,9 +122,8 @@ class CudagraphDispatcher:
     @property
     def keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
         """A snapshot of every key by runtime mode, captured or not."""
-        return MappingProxyType(
-            {mode: frozenset(self._keys.descriptors(mode)) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)}
-        )
+        modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+        return MappingProxyType({m: frozenset(d for mode, d in self._keys if mode is m) for m in modes})
 
     def initialize_keys(self, mode: CUDAGraphMode | str, uniform_decode_query_len: int = 1) -> None:
         """Replace all keys with the keys of ``mode``; none of the new keys is marked captured.
@@ -113,8 +134,10 @@ class CudagraphDispatcher:
         """
         parsed = CUDAGraphMode.parse(mode)
         limits = KeyLimits(self._max_num_reqs, uniform_decode_query_len, self._max_num_tokens)
-        self._keys = KeySet(parsed, self._grid, limits, self._lora)
-        self._revision += 1
+        keys = {(key.mode, key.descriptor): key for key in keys_of(parsed, self._grid, limits, self._lora)}
+        self._keys: dict[tuple[CUDAGraphMode, BatchDescriptor], Key] = keys
+        self._mode, self._query_len = parsed, uniform_decode_query_len
+        self._changed()
 
     def add_key(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
         """Add one key, not captured yet; adding a key twice changes nothing.
@@ -122,8 +145,14 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: no batch can ever dispatch to the key, or it lacks a field of ``capture_sizes``.
         """
-        self._keys.add(CUDAGraphMode.parse(mode), descriptor)
-        self._revision += 1
+        mode = CUDAGraphMode.parse(mode)
+        fault = self._fault(mode, descriptor)
+        if fault is not None:
+            expected, remedy = fault
+            found = f"{mode} {descriptor!r}"
+            raise DispatchError("the key could never be dispatched", expected=expected, found=found, remedy=remedy)
+        self._keys.setdefault((mode, descriptor), Key.of(mode, descriptor, self._grid))
+        self._changed()
 
     def mark_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
         """Record that the key's graph exists, so that batches may replay it.
@@ -131,17 +160,28 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: the dispatcher has no such key.
         """
-        self._keys.mark_captured(CUDAGraphMode.parse(mode), descriptor)
-        self._revision += 1
+        mode = CUDAGraphMode.parse(mode)
+        key = self._keys.get((mode, descriptor))
+        if key is None:
+            raise DispatchError(
+                "the dispatcher has no such key to mark as captured",
+                expected="a mode and a descriptor of capture_plan()",
+                found=f"{mode} {descriptor!r}",
+                remedy="call add_key(mode, descriptor) first",
+            )
+        key.is_captured = True
+        self._changed()
 
     def is_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> bool:
         """Whether :meth:`mark_captured` was called for this key."""
-        return self._keys.is_captured(CUDAGraphMode.parse(mode), descriptor)
+        key = self._keys.get((CUDAGraphMode.parse(mode), descriptor))
+        return key is not None and key.is_captured
 
     def forget_captured(self) -> None:
         """Record that no graph exists any more; the keys stay and can be captured again."""
-        self._keys.forget_captured()
-        self._revision += 1
+        for key in self._keys.values():
+            key.is_captured = False
+        self._changed()
 
     def with_captured(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> CudagraphDispatcher:
         """A copy of this dispatcher in which exactly ``keys``, all of which it must have, are marked captured."""
@@ -153,7 +193,12 @@ class CudagraphDispatcher:
 
     def capture_plan(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """Every key in capture order: PIECEWISE, then FULL, each from the largest to the smallest."""
-        return self._keys.capture_plan()
+        ordered = sorted(self._keys.values(), key=_capture_order, reverse=True)
+        plan = [
+            (mode, [key.descriptor for key in ordered if key.mode is mode])
+            for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+        ]
+        return [(mode, descriptors) for mode, descriptors in plan if descriptors]
 
     def fields(self, descriptor: BatchDescriptor) -> Mapping[str, int]:
         """A descriptor's size in every field of ``capture_sizes``; where those are a list, ``num_tokens`` only.
@@ -172,6 +217,30 @@ class CudagraphDispatcher:
             DispatchError: a field is missing or is not a count.
         """
         return self._grid.read(num_tokens, num_reqs, extra)
+
+    def _changed(self) -> None:
+        self._revision += 1
+        self._tables: dict[tuple[object, bool], _Table] = {}
+
+    def _fault(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[str, str] | None:
+        """(expected, remedy) for a key that no batch can dispatch to; None for a valid key."""
+        if not mode or not mode.is_valid_runtime_mode() or not self._mode.has_mode(mode):
+            return (f"a runtime mode of {self._mode}, not NONE", "call initialize_keys() with a mode that includes it")
+        if key.num_tokens < 1 or (key.num_reqs is not None and key.num_reqs < 1):
+            return ("at least 1 token and 1 request", "pass the padded counts")
+        if mode is CUDAGraphMode.PIECEWISE and (key.num_reqs is not None or key.uniform):
+            return ("num_reqs=None, uniform=False: PIECEWISE keys serve any requests", "leave both fields out")
+        num_reqs, rest = divmod(key.num_tokens, self._query_len)
+        if key.uniform and (rest or key.num_reqs not in (None, num_reqs)):
+            return (f"{self._query_len} tokens a request in uniform keys", "set num_tokens and num_reqs accordingly")
+        if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in self._key_adapters:
+            counts = sorted(set(self._key_adapters))
+            expected = f"num_active_loras one of {counts}, and has_lora only where it is not 0"
+            return (expected, "use one of these counts")
+        num_tokens = self._grid.num_tokens(self._grid.fields(key))
+        if num_tokens != key.num_tokens:
+            return (f"num_tokens={num_tokens}, the product of its fields", "set num_tokens to the product")
+        return None
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
@@ -257,7 +326,7 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: as :meth:`dispatch`.
         """
-        query_len = self._keys.limits.query_len
+        query_len = self._query_len
         uniform = max_query_len == query_len and num_tokens == num_reqs * query_len
         step = self.dispatch(num_tokens, num_reqs=num_reqs, uniform_decode=uniform)
         return step.mode, step.descriptor.num_tokens if step.mode else None
@@ -270,26 +339,56 @@ class CudagraphDispatcher:
         identity: tuple[int, Extra],
         allowed: frozenset[CUDAGraphMode] | None,
     ) -> Dispatch:
-        """The key of the first route that fits the batch, or NONE."""
+        """The first key that fits the batch, or NONE."""
+        table = self._tables.get((identity, uniform)) or self._table(identity, uniform)
+        question = (allowed, *map(bisect_left, table.rungs, (*sizes, num_reqs)))
+        answer = table.answers.get(question)
+        if answer is None:
+            answer = table.answers[question] = self._answer(table, sizes, num_reqs, uniform, allowed)
+        if isinstance(answer, DispatchReason):
+            return self._eager(sizes, answer, allowed)
+        key, exact, padded = answer
+        return exact if key.sizes == sizes else padded
+
+    def _table(self, identity: tuple[int, Extra], uniform: bool) -> _Table:
+        """The keys for batches of this kind; batches whose identity no key has share a table without keys."""
+        ordered = sorted(self._keys.values(), key=lambda key: key.order)
+        alike = [key for key in ordered if key.identity == identity and uniform >= key.descriptor.uniform]
+        known = identity if alike else None
+        if (known, uniform) not in self._tables:
+            existing = {key.route for key in ordered}
+            routes = [route for route in _ROUTES if route in existing and uniform >= route[1]]
+            rows = [(*key.sizes, key.capacity) for key in alike]
+            self._tables[known, uniform] = _Table(
+                routes=tuple((*route, tuple(key for key in alike if key.route == route)) for route in routes),
+                rungs=tuple(sorted(set(column)) for column in zip(*rows, strict=True)),
+                answers={},
+            )
+        return self._tables[known, uniform]
+
+    def _answer(
+        self,
+        table: _Table,
+        sizes: tuple[int, ...],
+        num_reqs: int,
+        uniform: bool,
+        allowed: frozenset[CUDAGraphMode] | None,
+    ) -> _Answer:
         missed = DispatchReason.DISABLED
-        keys = self._keys
-        for route in keys.uniform_routes if uniform else keys.mixed_routes:
-            if allowed is not None and route.mode not in allowed:
+        for mode, is_decode, keys in table.routes:
+            if allowed is not None and mode not in allowed:
                 continue
-            family = route.family(identity)
-            if family is None:
-                missed = max(missed, DispatchReason.NO_KEY, key=_CLOSENESS)
-                continue
-            rung = family.smallest(sizes, num_reqs)
-            if rung is None:
-                missed = max(missed, DispatchReason.TOO_LARGE, key=_CLOSENESS)
-            elif self._lazy or route.is_ready(rung):
-                if uniform and keys.has_decode_routine and not route.uniform:
-                    return rung.relaxed
-                return rung.exact if rung.sizes == sizes else rung.padded
+            key = next((key for key in keys if key.holds(sizes, num_reqs)), None)
+            if key is None:
+                missed = max(missed, DispatchReason.TOO_LARGE if keys else DispatchReason.NO_KEY, key=_CLOSENESS)
+            elif self._lazy or key.is_captured:
+                is_relaxed = uniform and not is_decode and self._mode.separate_routine()
+                reasons = (DispatchReason.RELAXED,) * 2 if is_relaxed else (DispatchReason.EXACT, DispatchReason.PADDED)
+                exact, padded = (Dispatch(mode, key.descriptor, reason) for reason in reasons)
+                return key, exact, padded
             else:
                 missed = DispatchReason.NOT_CAPTURED
-        return self._eager(sizes, missed, allowed)
+        return missed
 
     def _eager(
         self, sizes: tuple[int, ...], reason: DispatchReason, allowed: frozenset[CUDAGraphMode] | None
@@ -309,13 +408,13 @@ class CudagraphDispatcher:
 
     def _holds_whole_requests(self, num_tokens: int) -> bool:
         """Whether the count is a multiple of the query length; if not, an error where the mode has decode keys."""
-        if num_tokens % self._keys.limits.query_len == 0:
+        if num_tokens % self._query_len == 0:
             return True
-        if not self._keys.has_decode_routine:
+        if not self._mode.separate_routine():
             return False
         raise DispatchError(
             "a uniform decode batch holds whole requests",
-            expected=f"a multiple of {self._keys.limits.query_len} tokens (uniform_decode_query_len)",
+            expected=f"a multiple of {self._query_len} tokens (uniform_decode_query_len)",
             found=f"{num_tokens} tokens",
             remedy="pass uniform_decode=False, or the total number of tokens of all requests",
         )
@@ -357,3 +456,7 @@ def _runtime_modes(allowed_modes: Collection[CUDAGraphMode | str]) -> frozenset[
         found=", ".join(sorted(map(str, allowed))) or "no mode",
         remedy="leave allowed_modes out to allow every mode",
     )
+
+
+def _capture_order(key: Key) -> tuple[int, int, int]:
+    return key.descriptor.num_tokens, key.descriptor.num_reqs or 0, key.descriptor.num_active_loras

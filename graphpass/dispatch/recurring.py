@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphpass.dispatch.sizes import Ladder
 from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
 
@@ -30,14 +29,14 @@ class KeyField:
     Attributes:
         name: the user's name for it, or the place where it is read: ``input_ids[0]``. Fields with the same name are the
             same size at several places: they are padded together, and only if they are equal.
-        ladder: the sizes that the user declared; None for powers of two and the steps halfway between them.
+        ladder: the sizes that the user declared, ascending; None for powers of two and the steps halfway between them.
         is_padded: whether the size is rounded up; other fields are exact.
         is_number: whether it is an int argument that is no tensor's size. A counter never has the same value twice, so
             keys with such fields need more calls before they are captured.
     """
 
     name: str
-    ladder: Ladder | None
+    ladder: tuple[int, ...] | None
     is_padded: bool
     is_number: bool
 
@@ -178,7 +177,7 @@ class RecurringKeys:
     def ladder_keys(self, example: tuple[int, ...]) -> list[RecurringKey]:
         """The declared keys, largest first; fields without declared sizes have the size of the example's key."""
         names = dict(zip((field.name for field in self.fields), zip(self.fields, example, strict=True), strict=True))
-        rungs = [field.ladder.rungs if field.ladder is not None else (size,) for field, size in names.values()]
+        rungs = [(size,) if field.ladder is None else field.ladder for field, size in names.values()]
         combinations = [dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*rungs)]
         wanted = {tuple([named[field.name] for field in self.fields]) for named in combinations}
         padded = {self._padded(sizes) for sizes in filter(self._admits, wanted)}
@@ -220,12 +219,12 @@ class RecurringKeys:
 
     def _is_declared(self, sizes: Sequence[int]) -> bool:
         declared = [(field.ladder, size) for field, size in zip(self.fields, sizes, strict=True) if field.ladder]
-        return bool(declared or self._fixed) and all(size in ladder.rungs for ladder, size in declared)
+        return bool(declared or self._fixed) and all(size in ladder for ladder, size in declared)
 
     def _too_large(self, real: Sequence[int]) -> NoGraph | None:
         for field, size in zip(self.fields, real, strict=True):
-            if field.ladder is not None and field.is_padded and size > field.ladder.rungs[-1]:
-                why = f"{field.name} is above the largest capture size {field.ladder.rungs[-1]}"
+            if field.ladder is not None and field.is_padded and size > field.ladder[-1]:
+                why = f"{field.name} is above the largest capture size {field.ladder[-1]}"
                 return NoGraph(why, "add a size that holds it to capture_sizes", sizes=((field.name, size),))
         return None
 
@@ -233,8 +232,7 @@ class RecurringKeys:
 def _step(field: KeyField, size: int) -> int:
     if field.ladder is None:
         return step_above(size)
-    index = field.ladder.index_above(size)
-    return field.ladder.rungs[index] if index < len(field.ladder) else size
+    return next((step for step in field.ladder if step >= size), size)
 
 
 def _volume(sizes: Sequence[int]) -> int:

@@ -1,42 +1,221 @@
-"""Ladders: ascending capture sizes, and rounding a size up to the next of them."""
+"""Size grids: the named ladders of a dispatcher, and the descriptor for each combination of their sizes.
+
+A list of token counts is a grid with the single field ``num_tokens``. With several fields, a descriptor's
+``num_tokens`` is the product of its fields, unless ``num_tokens`` is a field itself (a bucketed maximum length besides
+a token count, for example). The field ``num_reqs`` is the descriptor's attribute; all other fields are in ``extra``.
+PIECEWISE keys have no ``num_reqs``: if it is a factor of the product, division gives it back, so the key still names
+one shape; besides a ``num_tokens`` field it is in ``extra``.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+import math
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 
+from graphpass.checks import positive
 from graphpass.errors import DispatchError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Ladder", "capture_sizes_within", "decode_sizes"]
+__all__ = ["Extra", "KeyLimits", "SizeGrid", "capture_sizes_within", "decode_sizes", "round_up"]
 
-# Entries of the direct table for each rung, which bounds its memory; larger sizes use a binary search.
-_SLOTS_PER_RUNG = 1024
+Extra = tuple[tuple[str, Hashable], ...]
 
 
-class Ladder:
-    """Ascending sizes (rungs); a table look-up finds the next rung for a size.
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Bounds of the generated keys.
 
-    Args:
-        rungs: sizes of at least 1 in any order; duplicates count once.
+    Attributes:
+        max_num_reqs: the largest number of requests in a batch.
+        query_len: tokens per request in a uniform decode batch.
+        max_num_tokens: tokens of the largest expected batch; None for no bound.
     """
 
-    __slots__ = ("_next_rung", "rungs")
+    max_num_reqs: int
+    query_len: int
+    max_num_tokens: int | None
 
-    def __init__(self, rungs: Iterable[int]) -> None:
-        self.rungs: tuple[int, ...] = tuple(sorted(set(rungs)))
-        self._next_rung: list[int] = []
-        slots = len(self.rungs) * _SLOTS_PER_RUNG
-        for index, rung in enumerate(self.rungs):
-            self._next_rung += [index] * (min(rung + 1, slots) - len(self._next_rung))
+    def __post_init__(self) -> None:
+        positive(self.max_num_reqs, "max_num_reqs", error=DispatchError)
+        positive(self.query_len, "uniform_decode_query_len", error=DispatchError)
+        if self.max_num_tokens is not None:
+            positive(self.max_num_tokens, "max_num_tokens", error=DispatchError)
 
-    def __len__(self) -> int:
-        return len(self.rungs)
 
-    def index_above(self, size: int) -> int:
-        """Index of the smallest rung that is at least ``size`` (0 or larger); ``len(self)`` if there is none."""
-        if size < len(self._next_rung):
-            return self._next_rung[size]
-        return bisect_left(self.rungs, size)
+@dataclass(frozen=True, slots=True)
+class SizeGrid:
+    """Field name -> requested sizes, in the order of the caller's mapping."""
+
+    sizes: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(capture_sizes: Sequence[int] | Mapping[str, Sequence[int]]) -> SizeGrid:
+        """The grid of a list of token counts or of named ladders; the caller's collections are copied.
+
+        Raises:
+            DispatchError: the mapping is empty, or a size is no integer of at least 1.
+        """
+        if not isinstance(capture_sizes, Mapping):
+            return SizeGrid({"num_tokens": _checked_sizes(capture_sizes, "a capture size")})
+        if not capture_sizes:
+            raise DispatchError(
+                "capture_sizes names no field",
+                expected="{field: sizes}, or a list of token counts",
+                found="an empty mapping",
+                remedy="name a field, such as {'num_tokens': [1, 2, 4]}",
+            )
+        return SizeGrid(
+            {name: _checked_sizes(ladder, f"a capture size of {name!r}") for name, ladder in capture_sizes.items()}
+        )
+
+    def mixed_keys(self, mode: CUDAGraphMode, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
+        """The keys of batches that are not uniform decode, for one number of adapters.
+
+        Raises:
+            DispatchError: ``max_num_tokens`` leaves no size.
+        """
+        full = mode is CUDAGraphMode.FULL
+        return [
+            self.describe(
+                sizes,
+                num_reqs=sizes.get("num_reqs", min(num_tokens, limits.max_num_reqs)) if full else None,
+                adapters=adapters,
+            )
+            for sizes, num_tokens in self._combinations(limits, decode=False)
+        ]
+
+    def decode_keys(self, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
+        """The FULL keys of uniform decode batches, for one number of adapters.
+
+        Token counts are from :func:`decode_sizes`. Without a ``num_tokens`` field, the keys are the combinations whose
+        token count is a multiple of the query length.
+
+        Raises:
+            DispatchError: ``max_num_tokens`` leaves no size.
+        """
+        keys = []
+        for sizes, num_tokens in self._combinations(limits, decode=True):
+            num_reqs = num_tokens // limits.query_len
+            if "num_tokens" not in self.sizes:
+                num_reqs = sizes.get("num_reqs", min(num_reqs, limits.max_num_reqs))
+            if num_tokens % limits.query_len == 0:
+                keys.append(self.describe(sizes, num_reqs=num_reqs, uniform=True, adapters=adapters))
+        return keys
+
+    def _combinations(self, limits: KeyLimits, *, decode: bool) -> Iterator[tuple[dict[str, int], int]]:
+        """Each combination of sizes within the limits, with its token count."""
+        ladders = {name: capture_sizes_within(ladder, None, limits.query_len) for name, ladder in self.sizes.items()}
+        counted = "num_tokens" in ladders
+        if counted:
+            ladders["num_tokens"] = capture_sizes_within(ladders["num_tokens"], limits.max_num_tokens, limits.query_len)
+        if counted and decode:
+            ladders["num_tokens"] = decode_sizes(ladders["num_tokens"], limits.max_num_reqs, limits.query_len)
+            ladders.pop("num_reqs", None)  # the token count of a uniform batch determines the number of its requests
+        for values in product(*ladders.values()):
+            sizes = dict(zip(ladders, values, strict=True))
+            num_tokens = self.num_tokens(sizes)
+            if counted or limits.max_num_tokens is None or num_tokens <= limits.max_num_tokens:
+                yield sizes, num_tokens
+
+    @staticmethod
+    def num_tokens(sizes: Mapping[str, int]) -> int:
+        """The token count of one combination of sizes: its ``num_tokens`` field if there is one, else the product."""
+        return sizes["num_tokens"] if "num_tokens" in sizes else math.prod(sizes.values())
+
+    def describe(
+        self, sizes: Mapping[str, int], *, num_reqs: int | None = None, uniform: bool = False, adapters: int = 0
+    ) -> BatchDescriptor:
+        """The descriptor of one combination of sizes."""
+        own = {"num_tokens"} if "num_tokens" in sizes and num_reqs is None else {"num_tokens", "num_reqs"}
+        return BatchDescriptor(
+            num_tokens=self.num_tokens(sizes),
+            num_reqs=num_reqs,
+            uniform=uniform,
+            has_lora=adapters > 0,
+            num_active_loras=adapters,
+            extra=tuple((name, size) for name, size in sizes.items() if name not in own),
+        )
+
+    def fields(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        """Field name -> size, from a descriptor.
+
+        Raises:
+            DispatchError: a field is missing in the descriptor, or its value is no count.
+        """
+        named = _named(descriptor.extra)
+        named["num_tokens"] = descriptor.num_tokens
+        if descriptor.num_reqs is not None:
+            named["num_reqs"] = descriptor.num_reqs
+        elif "num_reqs" not in named and "num_reqs" in self.sizes and "num_tokens" not in self.sizes:
+            others = math.prod(self._count(named, name) for name in self.sizes if name != "num_reqs")
+            if others and descriptor.num_tokens % others == 0:
+                named["num_reqs"] = descriptor.num_tokens // others
+        return {name: self._count(named, name) for name in self.sizes}
+
+    def read(self, num_tokens: int | None, num_reqs: int | None, extra: Extra) -> tuple[dict[str, int], Extra]:
+        """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name).
+
+        Raises:
+            DispatchError: a field is missing or no count, or ``extra`` is not a tuple of pairs with different names.
+        """
+        pairs = _named(extra)
+        named = dict(pairs)
+        if num_tokens is not None:
+            named["num_tokens"] = num_tokens
+        if num_reqs is not None:
+            named["num_reqs"] = num_reqs
+        sizes = {name: self._count(named, name) for name in self.sizes}
+        return sizes, tuple(sorted((pair for pair in pairs.items() if pair[0] not in sizes), key=lambda pair: pair[0]))
+
+    def _count(self, named: Mapping[str, object], name: str) -> int:
+        """The count with this name.
+
+        Raises:
+            DispatchError: it is missing, or no integer of at least 0.
+        """
+        try:
+            count = operator.index(named[name])  # type: ignore[arg-type]  # numpy integers are counts too
+        except (KeyError, TypeError):
+            count = -1
+        if count < 0:
+            where = f"{name}=..." if name in ("num_tokens", "num_reqs") else f"extra=(({name!r}, ...),)"
+            raise DispatchError(
+                f"field {name!r} of the capture sizes cannot be padded",
+                expected=f"a count of at least 0 for each of {', '.join(self.sizes)}",
+                found=repr(named[name]) if name in named else "no such field",
+                remedy=f"pass {where}",
+            )
+        return count
+
+
+def _checked_sizes(sizes: Iterable[int], name: str) -> tuple[int, ...]:
+    return tuple(positive(size, name, error=DispatchError) for size in sizes)
+
+
+def _named(extra: Extra) -> dict[str, Hashable]:
+    """``extra`` as a dict.
+
+    Raises:
+        DispatchError: it is not a tuple of (name, hashable value) pairs with different names.
+    """
+    try:
+        named = dict(extra)
+        well_formed = len(named) == len(extra) and all(isinstance(name, str) for name in named)
+        hash(tuple(named.values()))
+    except (TypeError, ValueError):
+        named, well_formed = {}, False
+    if not well_formed:
+        raise DispatchError(
+            "extra cannot name a key",
+            expected="a tuple of (name, hashable value) pairs, each name once",
+            found=repr(extra),
+            remedy="pass extra=(('seq_len', 64),)",
+        )
+    return named
 
 
 def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:

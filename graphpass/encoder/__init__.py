@@ -1,7 +1,7 @@
 """Whole-encoder CUDA graphs: images of any size are packed and padded to one of several token budgets."""
 
 from graphpass.encoder.budgets import generate_budgets, smallest_fitting_budget
-from graphpass.encoder.packing import PackedBatch, PackingCosts, pack_items
+from graphpass.encoder.planner import PackedBatch, PackingCosts, pack_items
 from graphpass.encoder.protocol import (
     EncoderAxis,
     EncoderCudaGraphConfig,

@@ -14,13 +14,14 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.encoder.costs import EncoderCosts, Load, TimedExample, measured_costs
 from graphpass.encoder.graphs import EncoderGraphs, eager_outputs
 from graphpass.encoder.options import EncoderOptions
-from graphpass.encoder.packing import PackingCosts
-from graphpass.encoder.planner import BatchPlanner, checked_specs, grouped
+from graphpass.encoder.planner import BatchPlanner, PackingCosts
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
+    checked_specs,
+    grouped,
 )
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
 from graphpass.errors import CaptureError, NoGraph, why_failed

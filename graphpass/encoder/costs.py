@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.packing import PackingCosts, one_by_one, replay_cost
+from graphpass.encoder.planner import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 
 __all__ = ["EagerCurve", "EncoderCosts", "ItemCosts", "Load", "TimedExample", "measured_costs", "spread", "timed_s"]
@@ -117,7 +117,7 @@ class EncoderCosts:
 
     Attributes:
         replay: {key: cost of one replay}, without what its items add.
-        eager: {group of :func:`graphpass.encoder.planner.group_of`: function from output tokens to costs}, without
+        eager: {group of :func:`graphpass.encoder.protocol.group_of`: function from output tokens to costs}, without
             what the items add.
         surcharges: {group: what an item adds to an eager call, beyond what it adds to a replay}; groups that are
             missing have no surcharges.

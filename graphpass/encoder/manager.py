@@ -23,13 +23,14 @@ from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.encoderreport import encoder_figures
 from graphpass.encoder.graphs import check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
-from graphpass.encoder.planner import BatchPlanner, EncoderBatch, checked_specs
+from graphpass.encoder.planner import BatchPlanner, PlannedBatch
 from graphpass.encoder.protocol import (
     EncoderItems,
     EncoderItemSpec,
     EncoderOutput,
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
+    checked_specs,
 )
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
@@ -275,7 +276,7 @@ class EncoderCudaGraphManager:
 
     def _runs(
         self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
-    ) -> Iterator[tuple[EncoderBatch, tuple[torch.Tensor, ...]]]:
+    ) -> Iterator[tuple[PlannedBatch, tuple[torch.Tensor, ...]]]:
         """Run the batches one after the other. The outputs of a replay are valid until the next replay.
 
         Items without tokens run nowhere and are in no batch.
@@ -286,7 +287,7 @@ class EncoderCudaGraphManager:
         self._follow_weights()
         everything = tuple(range(len(specs)))
         for planned in self._planner().plan([specs[item] for item in filled]):
-            batch = EncoderBatch(tuple(filled[item] for item in planned.items), planned.key)
+            batch = PlannedBatch(tuple(filled[item] for item in planned.items), planned.key)
             of_batch = items
             if batch.items != everything:
                 of_batch = self._model.select_encoder_cudagraph_items(items, batch.items)
@@ -317,7 +318,7 @@ class EncoderCudaGraphManager:
         reported.another_setting(self.runtime, setting)
         return self._eager_planner
 
-    def _outputs(self, items: EncoderItems, batch: EncoderBatch, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, items: EncoderItems, batch: PlannedBatch, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """The output rows of a batch without padding. The outputs of a replay are in the graph pool."""
         if batch.key is None:
             outputs = eager_outputs(self._model, items)

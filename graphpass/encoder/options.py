@@ -10,7 +10,7 @@ from typing import Literal
 from graphpass.checks import is_integer
 from graphpass.compile import COMPILERS
 from graphpass.encoder.budgets import checked_budgets, fine_budgets
-from graphpass.encoder.packing import PackingCosts
+from graphpass.encoder.planner import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError
 from graphpass.padrules import is_rule

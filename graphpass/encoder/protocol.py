@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from graphpass.errors import EncoderConfigError
 from graphpass.keys import BatchDescriptor
 from graphpass.padrules import PadRule
 from graphpass.report import KernelUse
@@ -30,6 +31,9 @@ __all__ = [
     "SupportsEncoderCompilation",
     "SupportsEncoderCudaGraph",
     "SupportsEncoderExamples",
+    "checked_specs",
+    "group_of",
+    "grouped",
 ]
 
 EncoderItems: TypeAlias = Mapping[str, Any]
@@ -259,3 +263,45 @@ class SupportsEncoderExamples(Protocol):
                 encoder whose items all have one size ignores it.
         """
         ...
+
+
+def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
+    """The properties that items need in common to share a replay: path and values of axes that do not round up."""
+    return (path, *(value for axis, (_, value) in zip(config.axes, axes, strict=True) if not axis.rounds_up))
+
+
+def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> dict[Hashable, list[EncoderGraphKey]]:
+    """{group: its keys}, in the order of ``keys``."""
+    groups: dict[Hashable, list[EncoderGraphKey]] = {}
+    for key in keys:
+        groups.setdefault(group_of(config, key.path, key.axes), []).append(key)
+    return groups
+
+
+def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
+    """Return ``specs`` if they agree with the configuration.
+
+    Raises:
+        EncoderConfigError: a size is negative, a path is unknown, the axes differ from the configuration, or the value
+            of an axis that rounds up is not an integer.
+    """
+    names, specs = tuple(axis.name for axis in config.axes), list(specs)
+    for item, spec in enumerate(specs):
+        if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
+            raise _wrong(item, spec, "sizes of at least 0")
+        if spec.path not in config.paths:
+            raise _wrong(item, spec, f"a path among {list(config.paths)}")
+        if tuple(name for name, _ in spec.axes) != names:
+            raise _wrong(item, spec, f"values of the axes {list(names)}")
+        if any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
+            raise _wrong(item, spec, "integers on axes that round up")
+    return specs
+
+
+def _wrong(item: int, spec: EncoderItemSpec, expected: str) -> EncoderConfigError:
+    return EncoderConfigError(
+        f"the spec of item {item} from get_encoder_cudagraph_item_specs contradicts the configuration",
+        expected=expected,
+        found=str(spec),
+        remedy="correct the item specs or the configuration",
+    )

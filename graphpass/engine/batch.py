@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from graphpass.checks import is_integer
-from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
+from graphpass.modes import AttentionSupport
 from graphpass.padrules import PadRule, checked_rule
 
 __all__ = ["AttentionMetadataBuilder", "Batch", "InputSpec"]

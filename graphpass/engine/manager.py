@@ -16,8 +16,8 @@ import torch
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import transforms
-from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
-from graphpass.dispatch.support import resolve_mode
+from graphpass.dispatch.dispatcher import CudagraphDispatcher
+from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import Sizes, StepBuffers
 from graphpass.engine.captured import CapturedLadder
@@ -36,6 +36,7 @@ from graphpass.engine.stats import ManagerStats, StepCounts
 from graphpass.engine.step import StepRunner
 from graphpass.ladder.estimate import MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
+from graphpass.modes import resolve_mode
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report

@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphpass.capture.records import RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.runtimereport import captured_sizes, figures_of, key_sizes
-from graphpass.dispatch.decision import DispatchReason
+from graphpass.dispatch.keys import DispatchReason
 from graphpass.engine.stats import ManagerStats
 from graphpass.report import GroupCost, KeyUse, Problem, SizeTraffic, UncapturedCalls
 from graphpass.report.figures import ReportFigures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from graphpass.dispatch.dispatcher import Dispatch, DispatchReason
+from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.errors import CaptureError, OptionError, ShapeError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

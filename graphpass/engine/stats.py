@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from graphpass.dispatch.dispatcher import Dispatch, DispatchReason
+from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.estimate import Key
 from graphpass.ladder.meter import NOTHING, MemoryGrowth

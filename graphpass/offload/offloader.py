@@ -3,7 +3,7 @@
 The device has a few slots, each as large as one layer. A layer's parameters are views of its slot and never move, so
 graphs can contain their addresses. At its begin each layer calls :meth:`WeightOffloader.onload`, through an op if it is
 compiled. This starts the copy of a later layer's weights on a separate stream, while the layer computes
-(:mod:`graphpass.offload.rotation`).
+(:mod:`graphpass.offload.slots`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from graphpass.compat import memory
 from graphpass.engine.hooks import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.op import IN_CONTEXT, ONLOAD
-from graphpass.offload.rotation import SlotRotation
-from graphpass.offload.slots import LayerLayout, WeightPlace, copies_to, host_memory
+from graphpass.offload.slots import LayerLayout, SlotRotation, WeightPlace, copies_to, host_memory
 
 __all__ = ["WeightOffloader"]
 
@@ -153,7 +152,7 @@ class WeightOffloader(ForwardHooks):
         """Make the current stream wait for the copies that the last forward has left in flight.
 
         Call it before a capture, which cannot wait for copies outside of it, and before a replay, whose first layers
-        expect their weights in the slots (*home*, see ``graphpass.offload.rotation``). After a failed forward or a
+        expect their weights in the slots (*home*, see ``graphpass.offload.slots``). After a failed forward or a
         :meth:`write` it fills the first slots again.
 
         Raises:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphpass.dispatch.dispatcher import CudagraphDispatcher, Dispatch, DispatchReason
+from graphpass.dispatch.dispatcher import CudagraphDispatcher
+from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.errors import AgreementError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphpass.dispatch.decision import Dispatch, DispatchReason
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.grid import Extra
+from graphpass.dispatch.keys import Dispatch, DispatchReason
+from graphpass.dispatch.sizes import Extra
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 

@@ -12,14 +12,13 @@ import torch
 
 from graphpass.checks import is_integer
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.lora import LoraKeys
-from graphpass.dispatch.support import AttentionSupport
+from graphpass.dispatch.keys import LoraKeys
 from graphpass.engine.batch import InputSpec
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.modes import AttentionSupport, CUDAGraphMode
 from graphpass.report import Report
 from graphpass.text.drafting import Drafter
 from graphpass.text.experts.huggingface import compute_experts_by_token

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphpass.cli.timing import Spread, host_us, in_rounds, with_own_code
+from graphpass.cli.benchmark import Spread, host_us, in_rounds, with_own_code
 
 __all__ = [
     "HandCapture",
@@ -58,7 +58,7 @@ def synchronize(device: torch.device) -> None:
 def interleaved(
     steps: Mapping[str, Step], *, device: torch.device, rounds: int, steps_a_round: int, host_calls: int
 ) -> dict[str, Timing]:
-    """Measure every variant once a round, see :func:`graphpass.cli.timing.in_rounds`.
+    """Measure every variant once a round, see :func:`graphpass.cli.benchmark.in_rounds`.
 
     Args:
         steps: name -> what one step calls.

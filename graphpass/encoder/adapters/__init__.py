@@ -6,13 +6,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from graphpass.encoder.adapters.checks import refuse_changed
-from graphpass.encoder.adapters.clip import ClipAdapter
-from graphpass.encoder.adapters.fixed import FixedSizeAdapter
-from graphpass.encoder.adapters.qwen import GridAdapter
-from graphpass.encoder.adapters.qwen2_5_vl import Qwen25VLAdapter
-from graphpass.encoder.adapters.qwen3_vl import Qwen3VLAdapter
-from graphpass.encoder.adapters.siglip import SiglipAdapter
+from graphpass.encoder.adapters.fixed import ClipAdapter, FixedSizeAdapter, SiglipAdapter
+from graphpass.encoder.adapters.qwen import GridAdapter, Qwen3VLAdapter, Qwen25VLAdapter
+from graphpass.encoder.adapters.tower import refuse_changed
 from graphpass.encoder.protocol import SupportsEncoderCudaGraph
 from graphpass.errors import EncoderConfigError
 

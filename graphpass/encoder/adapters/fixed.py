@@ -1,4 +1,4 @@
-"""Common base of the adapters for SigLIP and CLIP: images of one size in a batch dimension, without packing."""
+"""Adapters of towers whose images all have one size: CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.checks import one_of
-from graphpass.encoder.adapters.blocks import Blocks, eagerly
-from graphpass.encoder.adapters.checks import checked_count
+from graphpass.encoder.adapters.tower import Blocks, checked_count, eagerly
 from graphpass.encoder.attention import EQUAL_ATTENTION
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
@@ -23,7 +22,8 @@ from graphpass.encoder.protocol import (
 from graphpass.errors import EncoderConfigError, ShapeError
 from graphpass.report import KernelUse
 
-__all__ = ["FixedSizeAdapter"]
+__all__ = ["ClipAdapter", "FixedSizeAdapter", "SiglipAdapter"]
+
 
 LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"
 _EXAMPLE_IMAGES = 3
@@ -222,3 +222,34 @@ class FixedSizeAdapter(ABC):
                 remedy="pass the output of the model's image processor: the tower's position embeddings have one size",
             )
         return images
+
+
+class ClipAdapter(FixedSizeAdapter):
+    """The adapter for ``CLIPVisionModel``."""
+
+    @property
+    def _has_pooler(self) -> bool:
+        return True
+
+    def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.tower.pre_layrnorm(self.tower.embeddings(pixel_values))
+        return embedded
+
+    def _finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return hidden, self.tower.post_layernorm(hidden[:, 0])
+
+
+class SiglipAdapter(FixedSizeAdapter):
+    """The adapter for ``SiglipVisionModel``. Without the head (``vision_use_head=False``) there is no pooled output."""
+
+    @property
+    def _has_pooler(self) -> bool:
+        return bool(self.tower.use_head)
+
+    def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.tower.embeddings(pixel_values)
+        return embedded
+
+    def _finish(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        last = self.tower.post_layernorm(hidden)
+        return last, self.tower.head(last) if self.tower.use_head else None

@@ -1,4 +1,4 @@
-"""Common base of the adapters for Qwen2.5-VL and Qwen3-VL: images and clips as packed patches with grids."""
+"""Adapters of Qwen's vision towers, which take images and clips of any size as patches and grids."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from graphpass.capture.torchsettings import capture_settings
-from graphpass.encoder.adapters.blocks import Blocks, eagerly
-from graphpass.encoder.adapters.checks import checked_count
-from graphpass.encoder.adapters.items import Grid, GridItems
-from graphpass.encoder.adapters.patches import WholePatches
-from graphpass.encoder.adapters.tables import BatchTables, Tables, piece_keys
+from graphpass.encoder.adapters.tables import BatchTables, Tables, interpolation, piece_keys, position_ids, windows
+from graphpass.encoder.adapters.tower import Blocks, WholePatches, checked_count, eagerly, unserved_tower
 from graphpass.encoder.attention import PACKED_ATTENTION, pieces_on
 from graphpass.encoder.pieces import Pieces, most_pieces
 from graphpass.encoder.protocol import (
@@ -25,9 +25,127 @@ from graphpass.encoder.protocol import (
     EncoderItemSpec,
     EncoderOutput,
 )
+from graphpass.errors import ShapeError
 from graphpass.report import KernelUse
 
-__all__ = ["Grid", "GridAdapter"]
+__all__ = ["Grid", "GridAdapter", "GridItems", "Qwen3VLAdapter", "Qwen25VLAdapter"]
+
+
+Grid = tuple[int, int, int]
+"""Number of temporal slices, and height and width in patches, of an item."""
+Grids = npt.NDArray[np.int64]
+_KINDS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+
+
+@dataclass(frozen=True, slots=True)
+class GridItems:
+    """The items of a request: images first, then clips.
+
+    Attributes:
+        parts: (patches [patches, width], grids [items, 3]) of the images and of the clips. One of the two may be
+            missing.
+    """
+
+    parts: tuple[tuple[torch.Tensor, Grids], ...]
+
+    @classmethod
+    def of(cls, items: EncoderItems, merge: int, width: int) -> Self:
+        """Read and check the mapping that a processor returned.
+
+        Args:
+            items: the mapping; ``grid_thw`` is another name for ``image_grid_thw``.
+            merge: side of the square of patches that become one output token.
+            width: number of values of a patch.
+
+        Raises:
+            ShapeError: patches or grids are missing, or contradict each other.
+        """
+        named = {name: value for name, value in items.items() if value is not None}
+        if "grid_thw" in named and "image_grid_thw" not in named:
+            named["image_grid_thw"] = named.pop("grid_thw")
+        pairs = [(named.get(pixels), named.get(grids)) for pixels, grids in _KINDS]
+        found = [(pixels, grids) for pixels, grids in pairs if pixels is not None and grids is not None]
+        if not found or "grid_thw" in named or any((pixels is None) != (grids is None) for pixels, grids in pairs):
+            raise _unfit(
+                "pixel_values with image_grid_thw (or grid_thw), pixel_values_videos with video_grid_thw, or both",
+                f"the keys {sorted(map(str, named))}",
+            )
+        parts = tuple((_checked_patches(pixels, width), _checked_grids(grids, merge)) for pixels, grids in found)
+        for patches, of_part in parts:
+            expected = int(of_part.prod(axis=1).sum())
+            if len(patches) != expected:
+                raise _unfit(
+                    f"as many patches as the grids say, {expected}",
+                    f"{len(patches)} patches, grids {of_part[:8].tolist()}",
+                )
+        return cls(parts)
+
+    @property
+    def grids(self) -> list[Grid]:
+        """The grids of all items."""
+        return [(frames, height, width) for frames, height, width in self._table().tolist()]
+
+    def patches(self) -> torch.Tensor:
+        """The patches of all items, [patches, width]."""
+        return self.parts[0][0] if len(self.parts) == 1 else torch.cat([patches for patches, _ in self.parts])
+
+    def selected(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The items at ``indices``, as a processor's mapping. The patches are a view if they are contiguous."""
+        sizes = [grids.prod(axis=1) for _, grids in self.parts]
+        ends = np.concatenate([size.cumsum() for size in sizes])
+        starts = ends - np.concatenate(sizes)
+        part_of = np.repeat(np.arange(len(self.parts)), [len(size) for size in sizes])
+        chosen = np.array(indices, dtype=np.int64)
+        part_of, starts, ends = part_of[chosen], starts[chosen], ends[chosen]
+        breaks = np.flatnonzero((part_of[1:] != part_of[:-1]) | (starts[1:] != ends[:-1])) + 1
+        runs = [run for run in np.split(np.arange(len(chosen)), breaks) if len(run)]
+        rows = [self.parts[part_of[run[0]]][0][starts[run[0]] : ends[run[-1]]] for run in runs]
+        patches = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else self.parts[0][0][:0]
+        return {"pixel_values": patches, "grid_thw": torch.from_numpy(self._table()[chosen])}
+
+    def _table(self) -> Grids:
+        """The grids of all items, [items, 3]."""
+        return np.concatenate([grids for _, grids in self.parts])
+
+
+def _checked_patches(patches: Any, width: int) -> torch.Tensor:
+    if not isinstance(patches, torch.Tensor) or patches.shape[1:] != (width,):
+        shape = tuple(patches.shape) if isinstance(patches, torch.Tensor) else type(patches).__name__
+        raise _unfit(f"patches as a tensor of [patches, {width}]", f"{shape}")
+    return patches
+
+
+def _checked_grids(grids: Any, merge: int) -> Grids:
+    table = _as_table(grids)
+    if table is None or (table < 0).any() or (table[:, 1:] % merge).any():
+        shown = grids.tolist() if hasattr(grids, "tolist") else grids
+        raise _unfit(
+            f"grids as integers [items, 3], none below 0, heights and widths in multiples of {merge}", f"{shown!r:.100}"
+        )
+    return table
+
+
+def _as_table(grids: Any) -> Grids | None:
+    """Grids from a tensor, an array or a list; None if they are not integers [items, 3]."""
+    try:
+        table = np.asarray(grids.cpu() if isinstance(grids, torch.Tensor) else grids)
+    except ValueError:  # rows of different lengths
+        return None
+    if table.shape in ((0,), (0, 3)):  # without items, of whatever dtype
+        return np.empty((0, 3), dtype=np.int64)
+    if table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iu":
+        return None
+    return table.astype(np.int64)
+
+
+def _unfit(expected: str, found: str) -> ShapeError:
+    return ShapeError(
+        "images or clips do not fit their grids",
+        expected=expected,
+        found=found,
+        remedy="pass the output of the model's processor with return_tensors='pt'",
+    )
+
 
 _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_LENGTHS = (409,) * 5
@@ -291,3 +409,122 @@ def _block_arguments(
         "key_lengths": pieces.key_lengths,
         "position_embeddings": position_embeddings,
     }
+
+
+class Qwen25VLAdapter(GridAdapter):
+    """The adapter for ``Qwen2_5_VisionTransformerPretrainedModel``.
+
+    The result of an item is its merged tokens [tokens, width], in the order of the image.
+    """
+
+    patch_keys = ("position_ids",)
+    token_keys = ("window_index", "reverse_index")
+    sequence_kinds = ("frame", "window")
+
+    def __init__(self, tower: Any, **options: Any) -> None:
+        self._unit: int = tower.spatial_merge_size**2
+        self._tokens_a_side: int = tower.window_size // tower.spatial_merge_size // tower.patch_size
+        super().__init__(tower, **options)
+
+    def _frame_tables(self, height: int, width: int) -> Tables:
+        cut = windows(height, width, self._merge, self._tokens_a_side)
+        by_token = position_ids(height, width, self._merge).reshape(-1, self._unit, 2)
+        return {
+            "position_ids": by_token[cut.order].reshape(-1, 2),
+            "window_index": cut.order,
+            "reverse_index": np.argsort(cut.order).astype(np.int32),
+            "frame": np.array([height * width], dtype=np.int32),
+            "window": cut.tokens * np.int32(self._unit),
+        }
+
+    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        """A frame of n tokens has at most n / side + 1 windows: as many if it is one token high."""
+        windows = key.tokens // self._tokens_a_side + self._frames(key)
+        longest = self._unit * self._tokens_a_side**2
+        return {"frame": self._frame_pieces(key), "window": most_pieces(windows, key.patches, longest)}
+
+    @property
+    def _output_widths(self) -> tuple[int, ...]:
+        return (self.tower.merger.mlp[-1].out_features,)
+
+    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        tower = self.tower
+        hidden = self._embed(buffers["pixel_values"])
+        by_token = hidden.reshape(-1, self._unit, hidden.shape[-1])
+        hidden = by_token.index_select(0, buffers["window_index"]).reshape(hidden.shape)
+        rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
+        within_frames, within_windows = (self._within(kind, buffers, rotation) for kind in self.sequence_kinds)
+        whole = set(tower.fullatt_block_indexes)
+        self._blocks.follow()
+        for layer in range(len(self._blocks)):
+            hidden = self._blocks(layer, hidden, within_frames if layer in whole else within_windows)
+        return (tower.merger(hidden).index_select(0, buffers["reverse_index"]),)
+
+
+_TAPS = 4
+
+
+class Qwen3VLAdapter(GridAdapter):
+    """The adapter for ``Qwen3VLVisionModel``.
+
+    The result of an item is a tuple: its merged tokens, then its deepstack features of each level, each
+    [tokens, width].
+
+    Raises:
+        EncoderConfigError: the tower's interpolation of position embeddings is not bilinear.
+    """
+
+    patch_keys = ("position_ids", "interp_indices", "interp_weights")
+
+    def __init__(self, tower: Any, **options: Any) -> None:
+        if tower.interpolation_mode != "bilinear":
+            raise unserved_tower(tower, "bilinear position embeddings", repr(tower.interpolation_mode))
+        super().__init__(tower, **options)
+
+    def _frame_tables(self, height: int, width: int) -> Tables:
+        tower = self.tower
+        resampled = interpolation(
+            height, width, self._merge, tower.num_grid_per_side, align_corners=tower.interpolation_align_corners
+        )
+        return {
+            "position_ids": position_ids(height, width, self._merge),
+            "interp_indices": resampled.indices,
+            "interp_weights": resampled.weights,
+            "frame": np.array([height * width], dtype=np.int32),
+        }
+
+    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
+        return {"frame": self._frame_pieces(key)}
+
+    @property
+    def _output_widths(self) -> tuple[int, ...]:
+        mergers = [self.tower.merger, *self._deepstack.values()]
+        return tuple(merger.linear_fc2.out_features for merger in mergers)
+
+    @property
+    def _deepstack(self) -> Mapping[int, Any]:
+        """{layer: the merger of its output}, in the order of layers."""
+        indexes = list(self.tower.deepstack_visual_indexes)
+        mergers = self.tower.deepstack_merger_list
+        return {layer: mergers[indexes.index(layer)] for layer in range(len(self._blocks)) if layer in indexes}
+
+    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        tower = self.tower
+        hidden = self._embed(buffers["pixel_values"])
+        hidden = hidden + self._position_embeddings(buffers).to(hidden.dtype)
+        rotation = tower.rotary_pos_emb(hidden, buffers["position_ids"])
+        arguments = self._within("frame", buffers, rotation)
+        mergers, features = self._deepstack, []
+        self._blocks.follow()
+        for layer in range(len(self._blocks)):
+            hidden = self._blocks(layer, hidden, arguments)
+            if layer in mergers:
+                features.append(mergers[layer](hidden))
+        return (tower.merger(hidden), *features)
+
+    def _position_embeddings(self, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Resample one tap at a time, because all taps together would be the largest tensor of the graph."""
+        indices, weights = buffers["interp_indices"], buffers["interp_weights"]
+        parts = (self.tower.pos_embed(indices[:, tap]) * weights[:, tap, None] for tap in range(_TAPS))
+        total: torch.Tensor = sum(parts)
+        return total

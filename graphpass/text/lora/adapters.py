@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from graphpass.checks import positive
-from graphpass.dispatch.lora import LoraKeys
+from graphpass.dispatch.keys import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, did_you_mean
 from graphpass.text.lora.op import NO_ADAPTER, LoraLinear, TokenAdapters

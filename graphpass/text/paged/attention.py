@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from graphpass.checks import positive
-from graphpass.dispatch.support import AttentionSupport
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
+from graphpass.modes import AttentionSupport
 from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import Result
 
 from graphpass import plan_sizes
-from graphpass.cli.traffic import read_sizes
+from graphpass.cli.plan import read_sizes
 from graphpass.errors import CommandError
 from tests.pages import Page
 

@@ -6,24 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.dispatch.sizes import Ladder, capture_sizes_within, decode_sizes
+from graphpass.dispatch.sizes import capture_sizes_within, decode_sizes
 from graphpass.errors import DispatchError
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=8)
-
-
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(0, 6000))
-def test_index_above_is_the_smallest_rung_that_fits(rungs: list[int], size: int) -> None:
-    ladder = Ladder(rungs)
-    ascending = sorted(set(rungs))
-    expected = next((index for index, rung in enumerate(ascending) if rung >= size), len(ascending))
-    assert list(ladder.rungs) == ascending
-    assert ladder.index_above(size) == expected
-
-
-def test_a_wide_ladder_needs_no_wide_table() -> None:
-    ladder = Ladder([1, 10**12])
-    assert [ladder.index_above(size) for size in (0, 1, 2, 5000, 10**12, 10**12 + 1)] == [0, 0, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize(

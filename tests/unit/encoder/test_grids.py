@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphpass.encoder.adapters.grids import interpolation, position_ids, windows
+from graphpass.encoder.adapters.tables import interpolation, position_ids, windows
 
 SIDES = (2, 4, 6, 8, 10, 16, 34)
 GRIDS = list(itertools.product(SIDES, SIDES))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.encoder.adapters.items import Grid, GridItems
+from graphpass.encoder.adapters.qwen import Grid, GridItems
 
 MERGE, WIDTH = 2, 3
 GRIDS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 2, 4]), st.sampled_from([2, 6])), max_size=5)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.encoder import PackedBatch, PackingCosts, cuts, pack_items, smallest_fitting_budget
-from graphpass.encoder.cuts import Rung, RungTable
-from graphpass.encoder.packing import plan_cheaply, plan_eagerly, plan_greedily
+from graphpass.encoder import PackedBatch, PackingCosts, pack_items, planner, smallest_fitting_budget
+from graphpass.encoder.planner import Rung, RungTable, plan_cheaply, plan_eagerly, plan_greedily
 from graphpass.errors import EncoderConfigError
 
 TOKENS = st.lists(st.integers(0, 40), max_size=40)
@@ -209,13 +208,13 @@ def test_what_fits_nothing_is_eager_whatever_that_costs() -> None:
 @pytest.mark.parametrize("count", [100, 1000, 5000])
 @pytest.mark.parametrize("largest", [1, 600, 4096])
 def test_thousands_of_items_take_few_steps(count: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes the time is counted: cells that are priced, rounds of cutting, and questions for the eager cost."""
-    cells: list[int] = []
-    priced = cuts.cell_costs
+    """What takes the time is counted: batches that are priced, and questions for the eager cost."""
+    priced: list[int] = []
+    cheapest = RungTable.cheapest
 
-    def counting(sizes: cuts.Sizes, peaks: cuts.Sizes, starts: np.ndarray, *rest: object) -> cuts.Floats:
-        cells.append(len(starts))
-        return priced(sizes, peaks, starts, *rest)  # type: ignore[arg-type]
+    def counting(table: RungTable, sums: planner.Sizes, peaks: planner.Sizes) -> object:
+        priced.append(sums.shape[1])
+        return cheapest(table, sums, peaks)
 
     asked: list[int] = []
 
@@ -223,21 +222,22 @@ def test_thousands_of_items_take_few_steps(count: int, largest: int, monkeypatch
         asked.append(tokens)
         return 16 + 0.0055 * tokens
 
-    monkeypatch.setattr(cuts, "cell_costs", counting)
+    monkeypatch.setattr(RungTable, "cheapest", counting)
     budgets = list(range(64, 4097, 64))
     tokens = np.random.default_rng(0).integers(1, largest + 1, count).tolist()
     cost = PackingCosts({budget: 0.5 + 0.0045 * budget for budget in budgets}, eager)
     batches = pack_items(tokens, budgets, 32, cost=cost)
     assert sorted(item for batch in batches for item in batch.items) == list(range(count))
-    assert len(cells) <= cuts.ROUNDS
-    assert all(priced_now <= max(cuts.MAX_CELLS, cuts.LEAST_WIDTH * count) for priced_now in cells)
+    assert len(priced) == 3, "the cuts, and the batches of two plans"
+    assert max(priced) <= max(planner.MAX_CELLS, planner.SHORTEST * count)
     assert len(asked) == len(set(asked))
 
 
-def test_blocks_are_joined_where_they_meet() -> None:
-    """Far more items than one block: that blocks are cut apart costs nothing here."""
-    batches = pack_items([1] * 1000, [10], 10, cost=PackingCosts({10: 1.0}, by_tokens(1000, 1)))
-    assert len(batches) == 100
+@pytest.mark.parametrize(("count", "budget"), [(1000, 10), (5000, 30)])
+def test_many_items_are_cut_as_a_whole(count: int, budget: int) -> None:
+    """There are no blocks at whose ends a batch is cut short; 30 are more than the cuts try for 5,000 items."""
+    cost = PackingCosts({budget: 1.0}, by_tokens(1000, 1))
+    assert len(pack_items([1] * count, [budget], budget, cost=cost)) == -(-count // budget)
 
 
 # -- several limits ---------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def vector_problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[Rung]
     for bound in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
         steps = draw(st.lists(LIMITS, min_size=1, max_size=4))
         for limits in itertools.accumulate(steps, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))):
-            rungs.append(Rung(limits, draw(st.floats(0.1, 10)), (bound,)))
+            rungs.append(Rung(len(rungs), limits, draw(st.floats(0.1, 10)), (bound,)))
     return np.array(sizes, dtype=np.int64).reshape(3, count), np.array([peaks], dtype=np.int64), rungs
 
 
@@ -269,8 +269,8 @@ def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]]
     assert sorted(item for batch in batches for item in batch.items) == list(range(sizes.shape[1]))
     for batch in batches:
         items = list(batch.items)
-        if batch.rung is not None:
-            rung = rungs[batch.rung]
+        if batch.key is not None:
+            rung = rungs[batch.key]
             assert (sizes[:, items].sum(axis=1) <= np.array(rung.limits)).all()
             assert peaks[0, items].max() <= rung.bounds[0]
         elif not has_costs:
@@ -295,7 +295,7 @@ def test_with_several_limits_no_simple_plan_is_cheaper(problem: tuple[np.ndarray
         return min([*replays, *([5.0 + of_all[0]] if len(items) == 1 or of_all[0] <= 30 else [])])
 
     found = sum(
-        rungs[batch.rung].cost if batch.rung is not None else 5.0 + sizes[0, list(batch.items)].sum()
+        rungs[batch.key].cost if batch.key is not None else 5.0 + sizes[0, list(batch.items)].sum()
         for batch in plan_cheaply(sizes, table, eager, 30, peaks)
     )
     one_by_one = sum(least([item]) for item in range(sizes.shape[1]))
@@ -329,7 +329,7 @@ def test_surcharges_of_eager_calls_are_part_of_the_plan(
         return min((cost(items, rung) for rung in (*fitting, *eager)), default=float("inf"))
 
     planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks, of_items)
-    found = sum(cost(list(batch.items), batch.rung) for batch in planned)
+    found = sum(cost(list(batch.items), batch.key) for batch in planned)
     fits = [
         item
         for item in range(sizes.shape[1])
@@ -358,7 +358,7 @@ def test_an_eager_call_of_one_item_has_no_maximum() -> None:
 def test_with_many_items_no_simple_plan_is_cheaper(
     problem: tuple[list[int], list[int], int, PackingCosts], count: int, seed: int
 ) -> None:
-    """More than are cut as a whole: in blocks, of batches of few items, joined once."""
+    """More than may share a batch: the plan is no longer the best, but as good as the simple ones."""
     _, budgets, max_items, cost = problem
     tokens = np.random.default_rng(seed).integers(0, 41, count).tolist()
     batches = pack_items(tokens, budgets, max_items, cost=cost)

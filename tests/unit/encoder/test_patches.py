@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpass.encoder.adapters.patches import WholePatches
+from graphpass.encoder.adapters.tower import WholePatches
 
 KERNEL = (2, 4, 4)
 

@@ -8,7 +8,7 @@ import pytest
 
 from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
 from graphpass.encoder.costs import EncoderCosts
-from graphpass.encoder.planner import BatchPlanner, EncoderBatch
+from graphpass.encoder.planner import BatchPlanner, PlannedBatch
 
 CONFIG = EncoderCudaGraphConfig(
     ("image",),
@@ -34,7 +34,7 @@ def item(**changes: Any) -> EncoderItemSpec:
     return EncoderItemSpec(**{**given, "axes": tuple(zip(("size", "longest"), given["axes"], strict=True))})
 
 
-def planned(specs: list[EncoderItemSpec], has_costs: bool) -> list[EncoderBatch]:
+def planned(specs: list[EncoderItemSpec], has_costs: bool) -> list[PlannedBatch]:
     """Sharing is cheaper than two replays, and an eager call is dearest."""
     replay = {key: 1.0 + key.tokens / 100 + dict(key.axes)["longest"] / 1000 for key in KEYS}  # type: ignore[operator]
     groups = {(path, size) for path in CONFIG.paths for size in ("s", "m")}

@@ -1,24 +1,73 @@
-"""The repeated blocks of a tower, called eagerly or through one compiled function for all blocks."""
+"""What adapters share: checks of a tower and of options, its repeated blocks, and its patch embedding."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from graphpass.capture.regioncalls import call_compiled
 from graphpass.capture.torchsettings import capture_settings
+from graphpass.checks import positive
 from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import kernel_of, use_attention
+from graphpass.errors import EncoderConfigError
 from graphpass.ladder.modelstate import ModelState, SharesWeights
 from graphpass.ladder.owncode import with_own_code
 from graphpass.report import KernelUse
 
-__all__ = ["Blocks", "eagerly"]
+__all__ = ["Blocks", "WholePatches", "checked_count", "eagerly", "refuse_changed", "unserved_tower"]
+
+
+_STOCK_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|")
+"""Prefixes of the names of transformers' attention functions."""
+
+
+def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
+    """The value of the adapter's option ``name`` as an int.
+
+    Raises:
+        EncoderConfigError: ``value`` is not an integer, or below ``at_least``.
+    """
+    what, remedy = f"option {name} of the adapter", "omit the option for its default"
+    return positive(value, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
+
+
+def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
+    """The error for a tower of a known class with behaviour that its adapter does not implement."""
+    return EncoderConfigError(
+        f"the adapter for {type(tower).__name__} does not support this tower",
+        expected=expected,
+        found=found,
+        remedy='write an adapter for it: "Add your tower" in docs/encoder.md',
+    )
+
+
+def refuse_changed(tower: Any, stock: type) -> None:
+    """Refuse a tower with changes outside its blocks: adapters call the parts of a tower instead of its forward.
+
+    Args:
+        tower: an instance of ``stock`` or of a subclass.
+        stock: the class that has an adapter.
+
+    Raises:
+        EncoderConfigError: the tower overrides forward, has hooks, or uses an attention function that is not part of
+            transformers.
+    """
+    if getattr(type(tower), "forward", None) is not getattr(stock, "forward", None) or "forward" in vars(tower):
+        raise unserved_tower(tower, f"the forward of {stock.__name__}", "another one")
+    for name, module in (("the tower", tower), ("its encoder", getattr(tower, "encoder", None))):
+        if module is not None and nnmodules.has_hooks(module):
+            raise unserved_tower(tower, "hooks on blocks and other parts only", f"a hook, or a forward, on {name}")
+    attention = getattr(tower.config, "_attn_implementation", None)
+    if attention is not None and not attention.startswith(_STOCK_ATTENTION):
+        raise unserved_tower(tower, "an attention function of transformers", f"attn_implementation={attention!r}")
 
 
 class Blocks(SharesWeights):
@@ -117,3 +166,44 @@ def eagerly() -> Iterator[None]:
 
 def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
     return block(hidden, **arguments)
+
+
+class WholePatches(TorchFunctionMode):
+    """A mode that replaces ``conv3d`` by a matrix product if the input has the shape of the kernel.
+
+    The convolution is slow: in bfloat16, 1024 patches of 1536 values take 366 µs on an H100. Float32 convolutions on a
+    GPU are not replaced, because torch rounds them differently from matrix products (TF32). The calling module, its
+    hooks and autocast work as before.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, or the matrix product instead of ``conv3d``."""
+        kwargs = kwargs or {}
+        product = _product(*args, **kwargs) if func is F.conv3d else None
+        return func(*args, **kwargs) if product is None else product
+
+
+def _product(
+    input: torch.Tensor,  # noqa: A002  # the name of conv3d's argument
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: object = 1,
+    padding: Any = 0,
+    dilation: object = 1,
+    groups: int = 1,
+) -> torch.Tensor | None:
+    """The convolution of [patches, *kernel] as [patches, width, 1, 1, 1]; None if it is not a matrix product."""
+    paddings = [padding] if isinstance(padding, int | str) else padding
+    if input.shape[1:] != weight.shape[1:] or groups != 1 or any(side not in (0, "valid") for side in paddings):
+        return None
+    if dilation not in (1, (1, 1, 1)):  # the kernel reads inputs beyond its shape
+        return None
+    if input.is_cuda and input.dtype is torch.float32:
+        return None
+    return F.linear(input.flatten(1), weight.flatten(1), bias)[..., None, None, None]

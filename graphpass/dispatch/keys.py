@@ -1,0 +1,175 @@
+"""The keys of a dispatcher, and the decisions that name them."""
+
+from __future__ import annotations
+
+import enum
+import operator
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from graphpass.checks import positive
+from graphpass.dispatch.sizes import Extra, KeyLimits, SizeGrid
+from graphpass.errors import DispatchError
+from graphpass.keys import BatchDescriptor
+from graphpass.modes import CUDAGraphMode
+
+__all__ = ["Dispatch", "DispatchReason", "Key", "LoraKeys", "keys_of"]
+
+
+class DispatchReason(enum.Enum):
+    """Why a batch runs in its mode. The value is a short label for counters."""
+
+    EXACT = "exact"
+    PADDED = "padded"
+    RELAXED = "relaxed"
+    EMPTY = "empty"
+    TOO_LARGE = "too_large"
+    NO_KEY = "no_key"
+    DISABLED = "disabled"
+    NOT_CAPTURED = "not_captured"
+    AGREED = "agreed"
+
+    @property
+    def explanation(self) -> str:
+        """The reason as a clause, for reports and errors."""
+        return _EXPLANATIONS[self]
+
+    @property
+    def remedy(self) -> str:
+        """What gives such a batch a graph; empty for reasons of batches that have one."""
+        return _REMEDIES.get(self, "")
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_EXPLANATIONS = {
+    DispatchReason.EXACT: "a key has exactly this size",
+    DispatchReason.PADDED: "the next larger key holds it",
+    DispatchReason.RELAXED: "a uniform decode batch is served by a key for mixed batches",
+    DispatchReason.EMPTY: "the batch has no tokens",
+    DispatchReason.TOO_LARGE: "the batch is above the largest key",
+    DispatchReason.NO_KEY: "no key has this extra or this number of adapters",
+    DispatchReason.DISABLED: "the mode, or allowed_modes, excludes this kind of batch",
+    DispatchReason.NOT_CAPTURED: "its key has not been captured yet",
+    DispatchReason.AGREED: "the other ranks need another mode or size",
+}
+_REMEDIES = {
+    DispatchReason.EMPTY: "skip the step",
+    DispatchReason.TOO_LARGE: "add a capture size that holds it, or split the batch",
+    DispatchReason.NO_KEY: "add that value to capture_sizes, or that number of adapters to LoraKeys",
+    DispatchReason.DISABLED: "use a mode that has graphs for such batches, or allow it in allowed_modes",
+    DispatchReason.NOT_CAPTURED: "call capture(), with a max_bytes that leaves room for the key",
+    DispatchReason.AGREED: "capture the sizes that this rank has on every rank, and balance the batches",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The decision for one batch.
+
+    Attributes:
+        mode: NONE, PIECEWISE or FULL, for the forward context.
+        descriptor: a key of the dispatcher for PIECEWISE and FULL; the unpadded shape for NONE.
+        reason: why this mode and this descriptor.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    reason: DispatchReason
+
+
+@dataclass(frozen=True, slots=True)
+class LoraKeys:
+    """The numbers of active LoRA adapters that get separate graphs.
+
+    Attributes:
+        max_loras: the largest number of adapters in a batch. ``max_loras + 1`` is a valid count too, because engines
+            count rows without an adapter as one more.
+        per_count: if True, one key for each power of two up to ``max_loras`` and one for ``max_loras + 1``; a batch
+            uses the next larger count. If False, one key serves any number of adapters; its count is
+            ``max_loras + 1``, with which it is captured.
+        without: whether batches without adapters have separate keys; if not, they use the key with the smallest count.
+    """
+
+    max_loras: int
+    per_count: bool = False
+    without: bool = True
+
+    def __post_init__(self) -> None:
+        positive(self.max_loras, "max_loras", error=DispatchError)
+
+    def adapter_counts(self) -> tuple[int, ...]:
+        """Captured counts above zero, ascending."""
+        powers = (1 << exponent for exponent in range(self.max_loras.bit_length())) if self.per_count else ()
+        return (*(count for count in powers if count <= self.max_loras), self.max_loras + 1)
+
+    def key_counts(self) -> tuple[int, ...]:
+        """All counts in keys, ascending; 0 means no adapter."""
+        return (0, *self.adapter_counts()) if self.without else self.adapter_counts()
+
+    def count_table(self) -> tuple[int, ...]:
+        """Number of adapters in a batch (index, 0 to ``max_loras + 1``) -> count of its key."""
+        counts = self.key_counts()
+        return tuple(counts[bisect_left(counts, count)] for count in range(self.max_loras + 2))
+
+
+@dataclass(slots=True, eq=False)
+class Key:
+    """One key; compared by identity.
+
+    Attributes:
+        mode: PIECEWISE or FULL.
+        descriptor: the padded shape.
+        sizes: its size in each field of the capture sizes.
+        identity: the number of adapters and the other pairs of ``extra``; a batch's must be equal.
+        is_captured: whether its graph exists.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    sizes: tuple[int, ...]
+    identity: tuple[int, Extra]
+    is_captured: bool = False
+
+    @classmethod
+    def of(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor, grid: SizeGrid) -> Key:
+        """The key of a descriptor, which must name each field of the sizes."""
+        fields = grid.fields(descriptor)
+        rest = tuple(sorted((pair for pair in descriptor.extra if pair[0] not in fields), key=lambda pair: pair[0]))
+        return cls(mode, descriptor, tuple(fields.values()), (descriptor.num_active_loras, rest))
+
+    @property
+    def route(self) -> tuple[CUDAGraphMode, bool]:
+        """The mode, and whether the key is for uniform decode."""
+        return self.mode, self.descriptor.uniform
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of requests."""
+        return sys.maxsize if self.descriptor.num_reqs is None else self.descriptor.num_reqs
+
+    @property
+    def order(self) -> tuple[int, int, int, tuple[int, ...]]:
+        """Sorts the keys of one mode by size."""
+        return self.descriptor.num_tokens, self.capacity, self.descriptor.num_active_loras, self.sizes
+
+    def holds(self, sizes: tuple[int, ...], num_reqs: int) -> bool:
+        """Whether a batch of these sizes and requests fits."""
+        return num_reqs <= self.capacity and all(map(operator.le, sizes, self.sizes))
+
+
+def keys_of(mode: CUDAGraphMode, grid: SizeGrid, limits: KeyLimits, lora: LoraKeys | None) -> Iterator[Key]:
+    """The keys of a mode, with those for uniform decode batches where the mode treats these separately.
+
+    Raises:
+        DispatchError: no size is left.
+    """
+    for adapters in (0,) if lora is None else lora.key_counts():
+        mixed = mode.mixed_mode()
+        for descriptor in grid.mixed_keys(mixed, limits, adapters) if mixed else ():
+            yield Key.of(mixed, descriptor, grid)
+        for descriptor in grid.decode_keys(limits, adapters) if mode.separate_routine() else ():
+            yield Key.of(CUDAGraphMode.FULL, descriptor, grid)
