@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -195,12 +195,51 @@ class CallTable:
                 self._say_exact("inputs share memory, and the graph writes to an input", remedy)
             return self._exact(self._rules.keys.key_of(real, as_is=True), real)
         key = self._rules.keys.key_of(real)
-        padded, sizes = self._graph.named(key.sizes), self._graph.named(real)
-        numbers = layout_numbers(self._graph.layouts, tuple(self._rules.padded), padded, self._graph.numbers)
-        if isinstance(numbers, InputLayout):
-            name = numbers.name
+        found = self._inputs(real, key.sizes, args)
+        if isinstance(found, InputLayout):
+            name = found.name
             self._say_exact(f"no dense buffer has the strides of {name}", f"make it contiguous (`{name}.contiguous()`)")
             return self._exact(self._rules.keys.key_of(real, as_is=True), real)
+        inputs, numbers = found
+        mask = self._masks.get(key.descriptor)  # one for each key, because graphs read its address
+        mask, real_rows = self._mask(real, key.sizes, args, mask) if self._rules.reads_padding else (None, None)
+        if mask is not None:
+            self._masks[key.descriptor] = mask
+        strides = {e: args[p] for p, e in self._graph.numbers.items() if getattr(e, "is_Symbol", False)}
+        return AutoCall(
+            key,
+            real,
+            self._counts(key, "padded" if key.sizes != real else "exact"),
+            self._seen(real),
+            inputs=inputs,
+            numbers=numbers,
+            cuts=cuts_of(self._graph, self._graph.named(real), strides),
+            mask=mask,
+            real_rows=real_rows,
+        )
+
+    def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
+        """``call``; before it, the call with at most half of its padding, if the graph admits that. They share buffers.
+
+        Larger sizes than the key's are never tried: an index into a table could lie beyond its end.
+        """
+        for share in (4, 3, 2):
+            sizes = tuple(real + (size - real) // share for size, real in zip(call.key.sizes, call.real, strict=True))
+            if sizes != call.real and self._graph.admits(sizes):
+                found = self._inputs(call.real, sizes, args)
+                if not isinstance(found, InputLayout):
+                    mask, rows = (None, None) if call.mask is None else self._mask(call.real, sizes, args, None)
+                    return [replace(call, inputs=found[0], numbers=found[1], mask=mask, real_rows=rows), call]
+        return [call]
+
+    def _inputs(
+        self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]
+    ) -> tuple[tuple[PaddedInput, ...], tuple[tuple[int, int], ...]] | InputLayout:
+        """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
+        padded, unpadded = self._graph.named(sizes), self._graph.named(real)
+        numbers = layout_numbers(self._graph.layouts, tuple(self._rules.padded), padded, self._graph.numbers)
+        if isinstance(numbers, InputLayout):
+            return numbers
         for position, expression in self._graph.numbers.items():
             if getattr(expression, "free_symbols", frozenset()) <= padded.keys():
                 numbers[position] = value_at(expression, padded)
@@ -208,21 +247,9 @@ class CallTable:
         for position, rule in self._rules.padded.items():
             layout = self._graph.layouts[position]
             buffer = self._memory.view(position, layout, padded, args[position])
-            shape = [value_at(size, sizes) for size in layout.shape]
+            shape = [value_at(size, unpadded) for size in layout.shape]
             inputs.append(PaddedInput.of(position, buffer, shape, rule, is_written=position in self._rules.written))
-        mask, real_rows = self._mask(key, real, args) if self._rules.reads_padding else (None, None)
-        strides = {e: args[p] for p, e in self._graph.numbers.items() if getattr(e, "is_Symbol", False)}
-        return AutoCall(
-            key,
-            real,
-            self._counts(key, "padded" if key.sizes != real else "exact"),
-            self._seen(real),
-            inputs=tuple(inputs),
-            numbers=tuple(numbers.items()),
-            cuts=cuts_of(self._graph, sizes, strides),
-            mask=mask,
-            real_rows=real_rows,
-        )
+        return tuple(inputs), tuple(numbers.items())
 
     def _say_exact(self, why: str, remedy: str) -> None:
         is_silent = self._rules.on_fallback == "silent"
@@ -231,19 +258,19 @@ class CallTable:
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
         return AutoCall(key, real, self._counts(key, "exact"), self._seen(real))
 
-    def _mask(self, key: RecurringKey, real: Sequence[int], args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mask of padded rows, one tensor for each key because graphs read its address; and its real rows."""
-        fields = zip(self._rules.keys.fields, key.sizes, real, strict=True)
-        padded_sizes = {field.name: (padded, size) for field, padded, size in fields if field.is_padded}
-        sizes = {name: padded_sizes[name] for name in (*self._fields_in_order(), *padded_sizes) if name in padded_sizes}
-        mask = self._masks.get(key.descriptor)
+    def _mask(
+        self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any], mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mask of padded rows, a new one if there is none yet; and its real rows."""
+        fields = zip(self._rules.keys.fields, sizes, real, strict=True)
+        named = {field.name: (padded, size) for field, padded, size in fields if field.is_padded}
+        in_order = {name: named[name] for name in (*self._fields_in_order(), *named) if name in named}
         if mask is None:
             device = args[next(iter(self._rules.padded))].device
             with torch.inference_mode(False):
-                mask = torch.zeros([padded for padded, _ in sizes.values()], dtype=torch.bool, device=device)
-            self._masks[key.descriptor] = mask
+                mask = torch.zeros([padded for padded, _ in in_order.values()], dtype=torch.bool, device=device)
         real_rows = mask
-        for dim, (_, size) in enumerate(sizes.values()):
+        for dim, (_, size) in enumerate(in_order.values()):
             real_rows = real_rows.narrow(dim, 0, size)
         return mask, real_rows
 

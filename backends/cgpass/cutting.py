@@ -17,7 +17,15 @@ import torch
 from cgpass.graphsizes import Expression, GraphSizes, OutputNumber, OutputTensor, Sizes, symbols_in, value_at
 from graphpass.capture.outputs import view_of
 
-__all__ = ["OutputCuts", "cuts_of"]
+__all__ = ["OutputCuts", "cuts_of", "prefix"]
+
+
+def prefix(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The view of the first ``shape`` entries of each dimension."""
+    for dim, size in enumerate(shape):
+        if tensor.shape[dim] != size:
+            tensor = tensor.narrow(dim, 0, size)
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +48,7 @@ class _TensorCut:
 
     def of(self, output: torch.Tensor) -> torch.Tensor:
         """The real part of the replay's output."""
-        for dim, size in enumerate(self.shape):
-            if output.shape[dim] != size:
-                output = output.narrow(dim, 0, size)
-        return output
+        return prefix(output, self.shape)
 
     def copied(self, output: torch.Tensor) -> torch.Tensor:
         """A copy of the real part, for the caller to own."""

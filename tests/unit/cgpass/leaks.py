@@ -1,0 +1,277 @@
+"""Programs over a padded number of rows: some whose results depend on the padding by about 1/n, some that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphpass as gp
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-10}
+BOTH = ("mean pooling", "mean")
+Make = Callable[[int, torch.dtype], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function, its arguments for a number of rows and a type, and how it is compiled.
+
+    Attributes:
+        function: makes the function, with parameters in the type.
+        arguments: makes its arguments.
+        options: of the backend.
+    """
+
+    function: Callable[[torch.dtype], Callable[..., Any]]
+    arguments: Make
+    options: Mapping[str, Any] = field(
+        default_factory=lambda: {"dynamic_dims": {"x": 0}, "padding": {"x": 0.0}, "padding_check": "declared"}
+    )
+
+
+def matrix(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return ((torch.randn(rows, 8) + 2).to(dtype),)
+
+
+def signals(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return ((torch.randn(rows, 2, 4) + 2).to(dtype),)
+
+
+def of(function: Callable[..., Any], arguments: Make = matrix, **options: Any) -> Program:
+    """A program without parameters."""
+    return Program(lambda dtype: function, arguments, {**Program(of, matrix).options, **options})
+
+
+def module(make: Callable[[], nn.Module], arguments: Make = matrix, *, training: bool = False) -> Program:
+    """A program that is a module."""
+    return Program(lambda dtype: Called(make().to(dtype).train(training)), arguments)
+
+
+def turned(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Equal to ``x``, but a proof does not see that padding is at the end again."""
+    return x.flip(dim).flip(dim)
+
+
+class Called(nn.Module):
+    """Names a module's input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(turned(x))
+
+
+GRAPH = MappingProxyType({"dynamic_dims": {"x": 0, "batch": 0}, "padding": {"x": 0.0, "batch": 0}})
+NUM_GRAPHS = 4
+
+
+def graph(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return *matrix(rows, dtype), torch.randint(NUM_GRAPHS, (rows,))
+
+
+def mean_pooling(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """Padded nodes are counted in graph 0."""
+    total = torch.zeros(NUM_GRAPHS, x.shape[1], dtype=x.dtype, device=x.device).index_add(0, batch, x)
+    count = torch.zeros(NUM_GRAPHS, dtype=x.dtype, device=x.device).index_add(0, batch, torch.ones_like(x[:, 0]))
+    return total / count.clamp(min=1)[:, None]
+
+
+def mean_by_scatter_reduce(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    index = batch[:, None].expand_as(x)
+    empty = torch.zeros(NUM_GRAPHS, x.shape[1], dtype=x.dtype, device=x.device)
+    return empty.scatter_reduce(0, index, x, "mean", include_self=False)
+
+
+def centred_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y -= x.mean(0)
+    return y
+
+
+LEAKS: Mapping[str, Program] = {
+    "mean pooling": Program(lambda dtype: mean_pooling, graph, GRAPH),
+    "scatter_reduce": Program(lambda dtype: mean_by_scatter_reduce, graph, GRAPH),
+    "mean": of(lambda x: x.mean(0)),
+    "mean of all entries": of(lambda x: x.mean()),
+    "sum over the number": of(lambda x: x.sum(0) / x.shape[0]),
+    "variance": of(lambda x: x.var(0)),
+    "biased variance": of(lambda x: x.var(0, correction=0)),
+    "standard deviation": of(lambda x: x.std(0)),
+    "std_mean": of(lambda x: torch.std_mean(x, 0)[0]),
+    "root mean square": of(lambda x: x.square().mean(0).sqrt()),
+    "centred": of(lambda x: x - x.mean(0, keepdim=True)),
+    "centred in place": of(centred_in_place),
+    "standardised": of(lambda x: (x - x.mean(0)) / (x.std(0) + 1e-5)),
+    "softmax": of(lambda x: x.softmax(0).sum(1)),
+    "log_softmax": of(lambda x: x.log_softmax(0)),
+    "logsumexp": of(lambda x: (x + 3).logsumexp(0)),
+    "batch norm in training": module(lambda: nn.BatchNorm1d(8), training=True),
+    "instance norm": of(lambda x: F.instance_norm(x.t()[None])),
+    "group norm": of(lambda x: F.group_norm(x.t()[None], 4)),
+    "layer norm over rows": of(lambda x: F.layer_norm(x.t(), (x.shape[0],))),
+    "RMS norm over rows": of(lambda x: x.t() * torch.rsqrt(x.t().square().mean(-1, keepdim=True) + 1e-6)),
+    "scaled by the number": of(lambda x: x * x.shape[0] ** -0.5),
+    "reversed cumulative mean": of(lambda x: x.flip(0).cumsum(0)[-1] / x.shape[0]),
+    "einsum average": of(lambda x: torch.einsum("nf,ng->fg", x, x) / x.shape[0]),
+    "covariance": of(lambda x: (x - x.mean(0)).t() @ (x - x.mean(0)) / (x.shape[0] - 1)),
+    "cosine with the variance": of(lambda x: F.cosine_similarity(x, x.var(0, keepdim=True), dim=1)),
+    "relative positions": of(lambda x: x + (torch.arange(x.shape[0], device=x.device) / x.shape[0])[:, None]),
+    "mean squared error": of(lambda x: F.mse_loss(x, torch.zeros_like(x))),
+    "attention of a query": of(lambda x: F.scaled_dot_product_attention(x[None, :1] / 9, x[None], x[None])),
+    "adaptive pool": of(lambda x: F.adaptive_avg_pool1d(x.t()[None], 1)),
+    "mean and a masked logit": of(lambda x: torch.cat([x.mean(0), torch.full((2,), -1e30, dtype=x.dtype)])),
+    "share of positive entries": of(lambda x: (x > 2).to(x.dtype).mean(0)),
+    "weights that average": of(lambda x: x.t() @ torch.full_like(x[:, :1], 1.0).div(x.shape[0])),
+    "contrast": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.Softmax(0))),
+}
+
+
+def tokens(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    mask = torch.arange(rows)[None] < torch.tensor([[rows], [rows // 2]])
+    return torch.randint(2, 50, (2, rows)).where(mask, 1), mask.long()
+
+
+class Positions(nn.Module):
+    """Position ids from the mask, as XLM-R makes them from the ids."""
+
+    def __init__(self, *, from_ids: bool) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(50, 8), nn.Embedding(1100, 8)
+        self.from_ids = from_ids
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = turned(mask, 1)
+        seen = ids.ne(1).long() if self.from_ids else mask
+        x = self.words(ids) + self.positions(seen.cumsum(1) * seen)
+        return (x * mask[:, :, None].to(x.dtype)).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def sum_pooling(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """Padded nodes go to a row of their own, which is cut off."""
+    empty = torch.zeros(NUM_GRAPHS + 1, x.shape[1], dtype=x.dtype, device=x.device)
+    return empty.index_add(0, batch, x)[:NUM_GRAPHS]
+
+
+def mean_with_a_trash_row(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    total = sum_pooling(x, batch)
+    return total / sum_pooling(torch.ones_like(x[:, :1]), batch).clamp(min=1)
+
+
+def masked_rows(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return *matrix(rows, dtype), (torch.rand(rows) > 0.3).to(dtype)
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x * turned(mask)[:, None]).sum(0) / mask.sum().clamp(min=1)
+
+
+def masked_spread(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    centred = (x - masked_mean(x, mask)) * mask[:, None]
+    return (centred.square().sum(0) / mask.sum().clamp(min=1)).sqrt()
+
+
+def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    seen, x = turned(mask > 0)[None, None], x[None, None]
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+
+
+def edges_of(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    nodes = torch.cat([torch.randn(10, 8), torch.zeros(1, 8)]).to(dtype)
+    return nodes, torch.randint(10, (rows,)), torch.randint(10, (rows,))
+
+
+def messages(nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Padded edges lead from a row without features to itself."""
+    return torch.zeros_like(nodes).index_add(0, target, nodes[source])[:-1]
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return turned(x) + 1
+
+
+TRASH = MappingProxyType({**GRAPH, "padding": {"x": 0.0, "batch": NUM_GRAPHS}})
+MASKED = MappingProxyType(
+    {"dynamic_dims": {"x": 0, "mask": 0}, "padding": {"x": 0.0, "mask": 0.0}, "padding_check": "declared"}
+)
+TEXT = MappingProxyType(
+    {"dynamic_dims": {"ids": 1, "mask": 1}, "padding": {"ids": 1, "mask": 0}, "padding_check": "declared"}
+)
+EDGES = MappingProxyType({"dynamic_dims": {"source": 0, "target": 0}, "padding": {"source": 10, "target": 10}})
+
+
+def with_parameters(make: Callable[[], nn.Module]) -> Callable[[torch.dtype], Callable[..., Any]]:
+    return lambda dtype: make().to(dtype).eval()
+
+
+RIGHT: Mapping[str, Program] = {
+    "positions from the mask": Program(with_parameters(lambda: Positions(from_ids=False)), tokens, TEXT),
+    "positions from the ids": Program(with_parameters(lambda: Positions(from_ids=True)), tokens, TEXT),
+    "sum pooling": Program(lambda dtype: sum_pooling, graph, TRASH),
+    "mean pooling with a trash row": Program(lambda dtype: mean_with_a_trash_row, graph, TRASH),
+    "messages along edges": Program(lambda dtype: messages, edges_of, EDGES),
+    "masked mean": Program(lambda dtype: masked_mean, masked_rows, MASKED),
+    "masked spread": Program(lambda dtype: masked_spread, masked_rows, MASKED),
+    "masked attention": Program(lambda dtype: masked_attention, masked_rows, MASKED),
+    "masked maximum": Program(
+        lambda dtype: lambda x, mask: x.masked_fill(turned(mask)[:, None] == 0, float("-inf")).amax(0),
+        masked_rows,
+        MASKED,
+    ),
+    "not a number in a row": Program(lambda dtype: lambda x, mask: turned(x) / mask[:, None], masked_rows, MASKED),
+    "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + turned(x).long(), masked_rows, MASKED),
+    "softmax of each row": of(lambda x: turned(x).softmax(1)),
+    "layer norm of each row": module(lambda: nn.LayerNorm(8)),
+    "mean of each row": of(lambda x: turned(x).mean(1)),
+    "multilayer perceptron": module(lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))),
+    "convolution of each row": module(lambda: nn.Conv1d(2, 3, 3, padding=1), signals),
+    "batch norm in eval": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
+    "argmax of each row": of(lambda x: turned(x).argmax(1)),
+    "sorted rows": of(lambda x: turned(x).sort(1)[0]),
+    "top of each row": of(lambda x: turned(x).topk(3, 1)),
+    "cumulative sum": of(lambda x: turned(x).cumsum(0)),
+    "cumulative mean": of(lambda x: turned(x).cumsum(0) / torch.arange(1, x.shape[0] + 1, device=x.device)[:, None]),
+    "written": of(written),
+    "a sum": of(lambda x: turned(x).sum(0)),
+}
+
+
+def agree(
+    program: Program, sizes: Sequence[int], dtype: torch.dtype, *, device: str = "cpu", compiler: str = "eager"
+) -> Any:
+    """Compare the calls of these sizes with eager; returns the runtime."""
+    torch.manual_seed(0)
+    model = program.function(dtype)
+    if isinstance(model, nn.Module):
+        model.to(device)
+    fast = torch.compile(model, backend="cgpass", options={"compiler": compiler, **program.options})
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "equal_nan": True}
+    with torch.no_grad():
+        for size in sizes:
+            args = [arg.to(device) for arg in program.arguments(size, dtype)]
+            expected = model(*[arg.clone() for arg in args])
+            torch.testing.assert_close(fast(*args), expected, **close)
+    return gp.runtime_of(fast)
+
+
+def around(size: int) -> list[int]:
+    """Sizes of calls, below one of the ladder's."""
+    return [size - less for less in (1, 7, 2, 7, 1, 3, 20)]
+
+
+def refusals(runtime: Any) -> list[str]:
+    """What ended padding."""
+    return [problem.what for problem in runtime.report().problems if "no longer padded" in problem.what]
+
+
+def is_padded(runtime: Any) -> bool:
+    """Whether some call replayed a larger graph."""
+    return any(key.padding for key in runtime.report().figures.keys)
