@@ -18,6 +18,8 @@ from graphpass.regions.execute import tensors_in, value_of
 
 __all__ = ["GraphInput", "GuardedSymbols", "graph_inputs", "key_symbols", "layout_inputs", "symbol_of_dim"]
 
+_OF_A_TENSOR = re.compile(r"\.(size|stride|storage_offset)\(\)")
+_POSITIONAL = re.compile(r"L\['args'\]\[\d+\]")
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
@@ -40,6 +42,11 @@ class GraphInput:
     value: Any
     marked_dims: frozenset[int] = frozenset()
     label: str = ""
+
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether it is a size, a stride or the offset of a tensor that the caller passes, and no number."""
+        return _OF_A_TENSOR.search(self.label) is not None
 
     @property
     def shown(self) -> str:
@@ -70,10 +77,15 @@ def _label(source: str) -> str:
 
 
 def _source_name(node: fx.Node) -> str | None:
-    """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes."""
+    """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes.
+
+    ``args[0]`` for a positional argument of a function that takes any.
+    """
     text = dynamo.source_text(node)
     if text is None:
         return None if "grapharg" in node.meta else str(node.target).lstrip("*")
+    if _POSITIONAL.fullmatch(text):
+        return _label(text)
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []
     return parts[-1] if parts and all(part.isidentifier() for part in parts) else None
 
