@@ -17,10 +17,13 @@ import torch
 from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import dynamo, transforms, trees
-from graphpass.errors import CaptureError, GraphpassError
+from graphpass.errors import CaptureError, GraphpassError, NoGraph, compiles_late
 from graphpass.options import Fallbacks
 
 __all__ = ["CompiledModel"]
+
+
+_AT_LIMIT = NoGraph("Dynamo is at its recompile limit and runs the model as it is", SEE_WHAT_DIFFERS)
 
 
 class CompiledModel:
@@ -41,6 +44,7 @@ class CompiledModel:
         user_options: the same.
         runtime: the runtime from the options, else a new one.
         forward: calls the model with graphs, without the module's own hooks.
+        is_captured_ahead: whether graphs were captured for calls to come.
     """
 
     def __init__(self, model: Callable[..., Any], backend: str, user_options: Mapping[str, Any]) -> None:
@@ -50,6 +54,7 @@ class CompiledModel:
         self._options = {"dispatch": "auto", **user_options, "runtime": self.runtime}
         self._is_dynamic = True if {"capture_sizes", "dynamic_dims"} & user_options.keys() else None
         self._fallbacks = Fallbacks(self.runtime, user_options.get("on_fallback", "warn"))
+        self.is_captured_ahead = False
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
         self._is_of_inference_mode = any(map(torch.is_inference, tensors))
         self._forms: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -91,6 +96,11 @@ class CompiledModel:
         form = (len(args), *kwargs)
         compiled = self._forms.get(form)
         if compiled is None:
+            is_late = self.is_captured_ahead and not self.runtime.scopes.is_mine()
+            if is_late and self.user_options.get("on_fallback") == "error":
+                raise compiles_late(
+                    f"a call with {len(args)} positional arguments and {', '.join(kwargs) or 'no others'}"
+                )
             function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
             compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
             self._forms[form] = compiled
@@ -128,6 +138,7 @@ class CompiledModel:
                 "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
             )
             return
+        self.runtime.traffic.without("uncompiled", _AT_LIMIT).saw(_AT_LIMIT)
         self._fallbacks.report(
             "no graph: Dynamo is at its recompile limit and no longer calls the backend",
             CaptureError(
@@ -136,6 +147,7 @@ class CompiledModel:
                 found="one more, past Dynamo's recompile limit: it ran the model as it is",
                 remedy=SEE_WHAT_DIFFERS,
             ),
+            is_recorded=True,
         )
 
 

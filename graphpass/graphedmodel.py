@@ -112,6 +112,7 @@ class GraphedModel:
 
     def close(self) -> None:
         """Drop all graphs and free the memory pool. Later calls may capture again."""
+        self._graphed.is_captured_ahead = False
         self.runtime.close()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,6 +257,9 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")
             callable_.capture_key(key, call_args)
+    runtime.captured_ahead(callable_.name for callable_, _, _ in keys)
+    if isinstance(compiled, GraphedModel):
+        compiled._graphed.is_captured_ahead = True
 
 
 def _runtime_and_options(compiled: Any) -> tuple[GraphRuntime, Mapping[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +98,20 @@ class Settings:
                 if "[" not in name and name != "num_tokens":  # input_ids[0] is a dimension that has no name
                     problem = f"{option} has a key field that no dimension in dynamic_dims has"
                     one_of(name, sorted(named), problem, remedy="name the dimension in dynamic_dims, too")
+
+    def with_names(self, aliases: Mapping[str, str]) -> Settings:
+        """These options with the inputs under the names that a graph has for them.
+
+        Args:
+            aliases: {name of an input that a user may write: its name in the graph}.
+        """
+        if aliases.keys().isdisjoint({*self.dynamic_dims, *self.padding}):
+            return self
+        return replace(
+            self,
+            dynamic_dims={aliases.get(name, name): dims for name, dims in self.dynamic_dims.items()},
+            padding={aliases.get(name, name): rule for name, rule in self.padding.items()},
+        )
 
     def dispatches_itself(self) -> bool:
         """Whether the callable chooses a graph for calls without a forward context."""

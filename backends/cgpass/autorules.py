@@ -294,7 +294,7 @@ def _key_fields(
             name=names.fields[symbol],
             ladder=_ladder(symbol, parts, graph, names, settings),
             is_padded=symbol in padded,
-            is_number=symbol not in names.candidates and _is_number(symbol, graph),
+            is_number=symbol not in names.candidates and _is_number(symbol, parts, graph),
         )
         for symbol in graph.symbols
     ]
@@ -316,5 +316,7 @@ def _ladder(
     return sizes if home is not None and home[1] in (dims or {0}) else None
 
 
-def _is_number(symbol: sympy.Symbol, graph: GraphSizes) -> bool:
-    return not any(symbol in layout.shape for layout in graph.layouts.values())
+def _is_number(symbol: sympy.Symbol, parts: Partition, graph: GraphSizes) -> bool:
+    """Whether a symbol is a number that the caller passes, and no size or stride of a tensor."""
+    position, dim = graph.places[graph.symbols.index(symbol)]
+    return dim is None and not parts.inputs[position].is_of_tensor

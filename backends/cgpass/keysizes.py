@@ -85,6 +85,9 @@ class KeySizes:
             knows_none = is_first and len(unknown) == len(names) > 0 and bool(self.arguments)
             if knows_none or any(difflib.get_close_matches(name, others, cutoff=0.7) for name in unknown):
                 yield f"{option} names {', '.join(unknown)}, and the graph's inputs are {', '.join(self.arguments)}"
+        fields = [field for field in self.settings.capture_sizes if "[" not in field and field not in self.symbols]
+        if is_first and len(self.settings.capture_sizes) > 1 and not self.settings.dynamic_dims and fields:
+            yield f"capture_sizes names {', '.join(fields)}, and the graph's inputs are {', '.join(self.arguments)}"
 
     def excluded(self) -> Iterator[str]:
         """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""

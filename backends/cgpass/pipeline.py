@@ -22,7 +22,7 @@ from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, nnmodules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
-from graphpass.errors import DeviceError, OptionError
+from graphpass.errors import DeviceError, NoGraph, OptionError, compiles_late
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
@@ -55,11 +55,12 @@ def backend(
         OptionError: an option is unknown or cannot be used.
         PartitionError: the graph cannot be split as asked.
         DeviceError: inputs are on two GPUs, or are tensor subclasses.
-        CaptureError: ``padding_check`` is ``strict`` and the padding of a declared size is not proved.
+        CaptureError: ``padding_check`` is ``strict`` and the padding of a declared size is not proved; or the function
+            was captured ahead, and ``on_fallback`` is ``error``.
     """
     if mode is not None:
         raise _no_presets(mode)
-    settings = Settings.of(options)
+    settings = Settings.of(options).with_names(dynamo.argument_aliases())
     runtime = settings.runtime or runtime_of_compiler(dynamo.calling_compiler())
     read = [*example_inputs, *attributes_read(graph_module).values()]
     _refuse_subclasses(read)
@@ -67,6 +68,9 @@ def backend(
     if _needs_autograd(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     traced = _Traced.of(graph_module, settings)
+    is_new = not runtime.owned(Retraces).knows(traced.key)
+    if is_new and settings.on_fallback == "error" and runtime.is_captured_ahead(dynamo.frame_id()):
+        raise compiles_late(dynamo.recompile_reason())
     made = _captured(name, traced, runtime, settings)
     return traced.floats.moved_before(made)
 
@@ -200,7 +204,15 @@ def _training(
     why, remedy = "compiled under autograd: never captured", "call it under torch.inference_mode() or torch.no_grad()"
     runtime.warn(why, remedy, at=name, is_recorded=True)
     runtime.register(CallableRecord(name=name, regions=(), artifacts=1, off=RegionReason(why, remedy=remedy)))
-    return compile_training(graph_module, example_inputs, settings.compiler)
+    compiled = compile_training(graph_module, example_inputs, settings.compiler)
+    reason = NoGraph(why, remedy, is_expected=True)
+    calls = runtime.traffic.without(name, reason)
+
+    def counted(*args: Any) -> Any:
+        calls.saw(reason)
+        return compiled(*args)
+
+    return counted
 
 
 def _needs_autograd(values: Sequence[Any]) -> bool:

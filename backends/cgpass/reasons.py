@@ -29,7 +29,8 @@ FIRST_CALLS = NoGraph(OF_A_NEW_KEY, "", is_expected=True)
 EMPTY = NoGraph("an input has no elements", "", is_expected=True)
 CHECKED = NoGraph("the check found that padding changes results", "", is_expected=True)
 NUMBER_IN_KEY = NoGraph(
-    f"a Python number is part of the key, which gets a graph after {CALLS_OF_A_NUMBER} calls with the same number",
+    "a Python number is part of the key, which gets a graph after"
+    f" {CALLS_OF_A_NUMBER} calls with the same number and sizes",
     "pass the number as a tensor, or keep it in a buffer",
 )
 BUSY = NoGraph(

@@ -95,6 +95,10 @@ class Retraces:
         known = None if key is None else self._known.get(key)
         return known if known is not None and known.runs(compiled) else None
 
+    def knows(self, key: TraceKey | None) -> bool:
+        """Whether an earlier trace gave the same graph."""
+        return key is not None and key in self._known
+
     def add(self, key: TraceKey | None, graphed: GraphedCallable) -> None:
         """Let ``graphed`` serve later traces of its graph."""
         if key is not None:

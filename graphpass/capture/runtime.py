@@ -17,6 +17,7 @@ from graphpass.capture.records import CallTraffic, Counts, Notes, RegionId, Regi
 from graphpass.capture.runtimereport import captured_earlier, figures_of, left_behind
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.torchsettings import frozen_objects
+from graphpass.compat import dynamo
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, Report
@@ -62,6 +63,8 @@ class GraphRuntime:
         self.scopes = CaptureScopes()
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
+        self._captured_frames: set[int | None] = set()
+        self._retraced_for: dict[str, str] = {}
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
         self.sizes_seen = SizesSeen()
@@ -192,6 +195,7 @@ class GraphRuntime:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
         for wrapper in self._alive():
             wrapper.close()
+        self._captured_frames.clear()
         self.lease.close()
 
     def __reduce__(self) -> tuple[type[GraphRuntime], tuple[()]]:
@@ -234,12 +238,23 @@ class GraphRuntime:
         """Add a compiled callable to the report."""
         self._callables.append(record)
         if record.frame is not None and sum(known.frame == record.frame for known in self._callables) == _MANY:
+            reason = dynamo.recompile_reason()
+            last = f" (the last time because this did not hold: {reason})" if reason else ""
             self.warn(
-                f"torch.compile has compiled a function {_MANY} times: each compilation starts without graphs, and "
-                "Dynamo runs the function uncompiled once it is at its recompile limit",
+                f"torch.compile has compiled a function {_MANY} times{last}: each compilation starts without graphs, "
+                "and Dynamo runs the function uncompiled once it is at its recompile limit",
                 SEE_WHAT_DIFFERS,
                 at=record.name,
             )
+
+    def captured_ahead(self, names: Iterable[str]) -> None:
+        """Record that the functions of these callables were captured before they serve calls."""
+        names = set(names)
+        self._captured_frames |= {known.frame for known in self._callables if known.name in names} - {None}
+
+    def is_captured_ahead(self, frame: int | None) -> bool:
+        """Whether a function, by the id of its frame, was captured ahead, and the caller has no capture scope open."""
+        return frame in self._captured_frames and not self.scopes.is_mine()
 
     def owned(self, kind: type[_Owned]) -> _Owned:
         """This runtime's single instance of ``kind``, created at first use; compilers share state through it."""
@@ -261,7 +276,10 @@ class GraphRuntime:
         is_late = not self.scopes.is_mine() and any(
             wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
+        reason = self._retraced_for.setdefault(name, dynamo.recompile_reason())
         text = "torch.compile traced its function once more and got the same graph"
+        if reason:
+            text += f" (at first because this did not hold: {reason})"
         if is_late:
             self.warn(
                 f"{text}: a call in serving is of another kind than in capture",

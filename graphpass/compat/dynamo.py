@@ -24,6 +24,45 @@ def frame_id() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
+def argument_aliases() -> dict[str, str]:
+    """{another name of a positional argument of the frame being compiled: its name in Dynamo's sources}.
+
+    An argument may be named by its position, ``0`` or ``args[0]``. A module of torch.nn is called through a function
+    with ``*args``, so Dynamo names the argument ``args[0]``, and the parameter of ``forward`` has the other name.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        code, closure = (frame := InstructionTranslator.current_tx()).f_code, getattr(frame, "closure", None)
+    except AttributeError:
+        return {}
+    names = [name for name in code.co_varnames[: code.co_argcount] if name != "self"]
+    if names or not code.co_flags & inspect.CO_VARARGS:
+        return {alias: name for p, name in enumerate(names) for alias in (str(p), f"args[{p}]")}
+    called = dict(zip(code.co_freevars, closure or (), strict=False)).get("fn")
+    function = getattr(called, "cell_contents", None)
+    try:
+        parameters = [*inspect.signature(getattr(function, "forward", function)).parameters]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        parameters = []
+    by_position = {str(position): f"args[{position}]" for position in range(10)}
+    return by_position | {name: f"args[{position}]" for position, name in enumerate(parameters)}
+
+
+def recompile_reason() -> str:
+    """The guard that made Dynamo compile the current frame again, with its line; empty if Dynamo does not say."""
+    try:
+        from torch._dynamo.utils import get_metrics_context
+
+        reason = str(get_metrics_context()._metrics["recompile_reason"] or "").strip()
+    except (ImportError, AttributeError, KeyError):
+        return ""
+    guard, _, comment = reason.partition("\n")[0].partition("#")
+    line, _, place = comment.partition(" (HINT")[0].rpartition("#")
+    guard, place = guard.partition(": ")[2].strip(), os.path.basename(place.partition(" in ")[0].strip())
+    return f"{guard} (at {place}: {line.strip()})" if place and line.strip() else guard
+
+
 def is_dynamo_compiled(runnable: Any) -> bool:
     """Whether calling ``runnable`` enters code that Dynamo compiled (torch.compile's module or function)."""
     return isinstance(runnable, torch._dynamo.eval_frame.OptimizedModule) or hasattr(

@@ -30,6 +30,8 @@ REAL_SIZE = "graphpass_real_size"
 """Key in the metadata of a placeholder that holds the real size of a dimension."""
 
 _LOCAL = re.compile(r"L\['(\w+)'\]")
+_OF_A_TENSOR = re.compile(r"\.(size|stride|storage_offset)\(\)")
+_POSITIONAL = re.compile(r"L\['args'\]\[\d+\]")
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _NTH_KEY = re.compile(r"list\(dict\.keys\((?:(?!list\().)*?\)\)\[(\d+)\]")
 
@@ -57,6 +59,11 @@ class GraphInput:
     label: str = ""
     is_real_size: bool = False
     is_exchanged: bool = False
+
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether it is a size, a stride or the offset of a tensor that the caller passes, and no number."""
+        return _OF_A_TENSOR.search(self.label) is not None
 
     @property
     def shown(self) -> str:
@@ -99,10 +106,15 @@ def _label(source: str) -> str:
 
 
 def _source_name(node: fx.Node) -> str | None:
-    """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes."""
+    """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes.
+
+    ``args[0]`` for a positional argument of a function that takes any.
+    """
     text = dynamo.source_text(node)
     if text is None:
         return None if node.meta.keys() & {"grapharg", REAL_SIZE} else str(node.target).lstrip("*")
+    if _POSITIONAL.fullmatch(text):
+        return _label(text)
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []
     return parts[-1] if parts and all(part.isidentifier() for part in parts) else None
 
