@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers as hf
 
-from graphpass.capture import SizeRecord
 from tests.e2e.one_argument import Outcome, compare
 from tests.e2e.stock_encoder import Inputs, Tensors, tokens
 from tests.e2e.stock_encoders import ENCODERS
@@ -94,19 +93,19 @@ def measured(name: str) -> Outcome:
 
 
 def described(name: str, outcome: Outcome) -> str:
-    """How many sizes pad, and for each that does not the first reason."""
+    """How many sizes pad, and for those that do not the first reason of each, once for each operator and line."""
     candidates = [size for size in outcome.sizes if size.verdict is not None]
     padded = [size for size in candidates if size.is_padded]
     result = outcome.problem or outcome.refusal or f"equal, {outcome.replays} of {outcome.calls} replayed"
-    lines = dict.fromkeys(f"    {_reason(size)}" for size in candidates if not size.is_padded)
-    return "\n".join(
-        [f"{name}: {len(padded)} of {len(candidates)} sizes pad; {' '.join(result.split())[:200]}", *lines]
-    )
-
-
-def _reason(size: SizeRecord) -> str:
-    causes = [cause.through for cause in size.causes] or [size.remedy or "no cause is named"]
-    return f"{size.field} ({size.verdict}): {causes[0]}" + (f" and {len(causes) - 1} more" if causes[1:] else "")
+    summary = f"{name}: {len(padded)} of {len(candidates)} sizes pad; {' '.join(result.split())[:200]}"
+    reasons: dict[tuple[str, ...], str] = {}
+    for size in candidates:
+        causes = size.causes[:1]
+        place = tuple(part for cause in causes for part in (cause.op, cause.where)) or (size.field,)
+        why = "".join(cause.through for cause in causes) or size.remedy or "no cause is named"
+        if not size.is_padded:
+            reasons.setdefault(place, f"    {size.field} ({size.verdict}): {why}, {len(size.causes)} in all")
+    return "\n".join([summary, *reasons.values()])
 
 
 def main(names: Sequence[str]) -> None:

@@ -188,14 +188,13 @@ PARTS = (
     "[]",
     "None",
 )
-INDEX = (
-    "torch.tensor(-1)",
-    "torch.tensor([-1, 0])",
-    "torch.tensor([0, 0])",
-    "torch.tensor([-{n}, -1])",
-    "torch.tensor([{n} - 1])",
-    "picks({n})",
+INDICES = (
+    ("torch.tensor(-1)", "torch.tensor(0)"),
+    ("torch.tensor([0, 0])", "torch.tensor([-1, 0])", "torch.tensor([-{n}, -1])"),
+    ("torch.tensor([{n} - 1])", "torch.tensor([-1])"),
+    ("picks({n})",),
 )
+"""For each program one of them, so that calls differ in the contents."""
 BETWEEN = (
     "model.factor = 3.0",
     "model.factor = 2",
@@ -362,14 +361,14 @@ def choose_python_program(seed: int) -> PythonProgram:
     sizes = [chosen.choice((1, 2, 3, 4, 5, 6, 7, 8)) for _ in range(chosen.choice((1, 2, 3)))]
     kinds_of = [[chosen.choice(values) for _ in range(chosen.choice((1, 1, 2)))] for values in (X, Y, PARTS)]
     flags = [[chosen.choice(values) for _ in range(chosen.choice((1, 1, 2)))] for values in FLAGS]
-    indices = [chosen.choice(INDEX) for _ in range(chosen.choice((1, 2)))]
+    indices = chosen.choice(INDICES)
     calls = []
     for _ in range(chosen.randint(6, 16)):
         n = chosen.choice(sizes)
         tensors = (chosen.choice(values).format(n=n) for values in kinds_of)
         calls.append((*tensors, *map(chosen.choice, flags), chosen.choice(indices).format(n=n)))
     between = tuple((chosen.randrange(2, 6), chosen.choice(BETWEEN)) for _ in range(chosen.choice((0, 0, 0, 1, 2, 3))))
-    declared, compiler = chosen.random() < 0.5, "aot_eager" if chosen.random() < 0.2 else "eager"
+    declared, compiler = chosen.random() < 0.5, "aot_eager" if chosen.random() < 0.1 else "eager"
     return PythonProgram(tuple(lines), returned, tuple(calls), between, declared, compiler)
 
 
