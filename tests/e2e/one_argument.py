@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import graphpass as gp
+from graphpass.capture import SizeRecord
 from graphpass.errors import GraphpassError, OptionError
 from tests.observed import calls_with_graph
 
@@ -30,6 +31,7 @@ class Outcome:
         limited: calls of both passes without a graph because the runtime captures no more graphs.
         verdicts: (dimension of an input, verdict) of the padding table.
         reasons: {reason: calls of the second pass that ran without a graph}.
+        sizes: of every graph.
     """
 
     problem: str = ""
@@ -40,6 +42,7 @@ class Outcome:
     limited: int = 0
     verdicts: frozenset[tuple[str, str]] = frozenset()
     reasons: Mapping[str, int] = field(default_factory=dict)
+    sizes: tuple[SizeRecord, ...] = ()
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -48,9 +51,9 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if torch.is_tensor(leaf)]
 
 
-def compare(model: Any, batches: Callable[[], Batches]) -> Outcome:
+def compare(model: Any, batches: Callable[[], Batches], **options: Any) -> Outcome:
     """Run two passes over new batches of the same sizes, each call beside eager."""
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager", **options})
     calls = replays = 0
     before: Counter[str] = Counter()
     with torch.no_grad():
@@ -83,6 +86,7 @@ def compare(model: Any, batches: Callable[[], Batches]) -> Outcome:
             if verdict is not None
         ),
         reasons=without - before,
+        sizes=tuple(size for record in runtime.callables() for size in record.sizes),
     )
 
 

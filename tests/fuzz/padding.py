@@ -44,6 +44,7 @@ KINDS = {
     "u": Kind(("s", WIDTH)),
     "l": Kind(("s",)),
     "zeros": Kind(("b", "s"), FLOAT, 0.0),
+    "blank": Kind(("b", "s", WIDTH), FLOAT, 0.0),
     "low": Kind(("b", "s"), FLOAT, float("-inf")),
     "mask": Kind(("b", "s"), BOOL, False),
     "hide": Kind(("b", "s"), BOOL, True),
@@ -270,7 +271,15 @@ def real_input(name: str, sizes: Mapping[str, int], generator: torch.Generator) 
     return draw
 
 
-def padded_input(name: str, real: Tensor, sizes: Mapping[str, int], scale: float, generator: torch.Generator) -> Tensor:
+def padded_input(
+    name: str,
+    real: Tensor,
+    sizes: Mapping[Any, int],
+    scale: float,
+    generator: torch.Generator,
+    least: float | None = None,
+) -> Tensor:
+    """``real`` with padding of any finite contents, or of one sign and at least ``least`` times ``scale``."""
     kind = KINDS[name]
     shape = [sizes[size] if isinstance(size, str) else size for size in kind.shape]
     if kind.declared is not None:
@@ -278,6 +287,7 @@ def padded_input(name: str, real: Tensor, sizes: Mapping[str, int], scale: float
     elif kind.dtype == INT:
         padded = real.flatten()[torch.randint(real.numel(), shape, generator=generator)]
     else:
-        padded = torch.randn(shape, generator=generator, dtype=FLOAT) * scale
+        draw = torch.randn(shape, generator=generator, dtype=FLOAT)
+        padded = (draw if least is None else draw.abs() + least) * scale
     padded[tuple(slice(size) for size in real.shape)] = real
     return padded

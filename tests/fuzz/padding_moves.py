@@ -190,12 +190,15 @@ def lookup(p: Program) -> Value | None:
 
 
 def gather(p: Program) -> Value | None:
-    """Entries named by data, taken modulo 2, so that they exist at every size."""
+    """Entries named by data, among the first two or, from the end, the last two, so that they exist at every size."""
     value = p.pick(lambda v: has_dims(v) and all(map(has_two, v.shape)))
     index = p.pick(lambda v: v.dtype == INT and v.rank == 1)
     if value is None or index is None:
         return None
     small = p.call(aten.remainder.Scalar, (index, 2), index.shape, INT)
+    if p.choose.random() < 0.5:
+        last = p.call(aten.sub.Tensor, (small, 2), index.shape, INT)
+        return p.call(aten.index.Tensor, (value, [last]), (*index.shape, *value.shape[1:]), value.dtype)
     dim = p.choose.randrange(value.rank)
     if p.choose.random() < 0.5:
         shape = (*value.shape[:dim], index.shape[0], *value.shape[dim + 1 :])
@@ -215,6 +218,8 @@ def by_range(p: Program) -> Value | None:
     if other is None or p.choose.random() < 0.4:
         return p.call(aten.index.Tensor, (value, [span]), value.shape, value.dtype)
     small = p.call(aten.remainder.Scalar, (other, 2), other.shape, INT)
+    if p.choose.random() < 0.3:
+        small = p.call(aten.sub.Tensor, (small, 2), other.shape, INT)
     return p.call(aten.index.Tensor, (value, [span, small]), (size, *rest), value.dtype)
 
 
@@ -228,7 +233,22 @@ def scatter(p: Program) -> Value | None:
         return None
     if p.choose.random() < 0.5:
         return p.call(aten.index_add.default, (target, 0, index, source), target.shape, target.dtype)
+    if p.choose.random() < 0.3:
+        index = p.call(aten.sub.Tensor, (index, CODES), index.shape, INT)
     return p.call(aten.index_put.default, (target, [index], source, True), target.shape, target.dtype)
+
+
+def put_from_the_end(p: Program) -> Value | None:
+    """Writes to the last rows, or the first ones, as data says."""
+    target = p.pick(lambda v: has_dims(v) and is_float(v) and has_two(v.shape[0]))
+    index = p.pick(lambda v: v.dtype == INT and v.rank == 1)
+    if target is None or index is None:
+        return None
+    small = p.call(aten.remainder.Scalar, (index, 2), index.shape, INT)
+    if p.choose.random() < 0.7:
+        small = p.call(aten.sub.Tensor, (small, 2), index.shape, INT)
+    content = p.call(aten.full.default, ([], 1.0), (), FLOAT, dtype=FLOAT)
+    return p.call(aten.index_put.default, (target, [small], content), target.shape, FLOAT)
 
 
 def assign(p: Program) -> Value | None:

@@ -22,6 +22,7 @@ from tests.fuzz.padding_moves import (
     lookup,
     pad,
     product,
+    put_from_the_end,
     reduced,
     regroup,
     repeat,
@@ -342,11 +343,64 @@ def causal_scores(p: Program) -> Value | None:
     return p.call(aten.bmm.default, (weights, value), value.shape, FLOAT)
 
 
+def spoiled(p: Program) -> Value | None:
+    """What is NaN or infinite wherever the padding is known to be zero or -inf, and seldom among real entries."""
+    declared = ("zeros", "blank", "low", "mask", "masked_fill")
+    names = declared if p.choose.random() < 0.7 else ("",)
+    value = p.pick(lambda v: is_float(v) and has_dims(v) and v.node.name.startswith(names))
+    if value is None:
+        return None
+    square = p.call(aten.mul.Tensor, (value, value), value.shape, FLOAT)
+    match p.choose.randrange(6):
+        case 0:
+            return p.call(aten.div.Tensor, (value, p.choose.choice([value, square])), value.shape, FLOAT)
+        case 1:
+            return p.call(
+                p.choose.choice([aten.rsqrt, aten.log, aten.reciprocal]).default, (square,), value.shape, FLOAT
+            )
+        case 2:
+            dims = [value.rank - 1]
+            shape = reduced(value, dims, True)
+            if p.choose.random() < 0.5:
+                norm = p.call(aten.linalg_vector_norm.default, (value, 2, dims, True), shape, FLOAT)
+            else:
+                norm = p.call(aten.sum.dim_IntList, (square, dims, True), shape, FLOAT)
+            return p.call(aten.div.Tensor, (value, norm), value.shape, FLOAT)
+        case 3:
+            return p.call(aten.sub.Tensor, (value, value), value.shape, FLOAT)
+        case 4:
+            low = p.call(aten.log.default, (square,), value.shape, FLOAT)
+            return p.call(aten._softmax.default, (low, value.rank - 1, False), value.shape, FLOAT)
+        case _:
+            return p.call(aten.div.Tensor, (square, value), value.shape, FLOAT)
+
+
+def silenced(p: Program) -> Value | None:
+    """A mask that is declared as zero in the padding, multiplied, and perhaps a sum: what is NaN there stays NaN."""
+    value = p.pick(lambda v: is_float(v) and v.rank in (2, 3) and v.shape[:2] == (world().b, world().s))
+    if value is None or p.choose.random() < 0.5:
+        made = spoiled(p)
+        value = made if made is not None and made.shape[:2] == (world().b, world().s) else value
+    mask = p.pick(lambda v: v.node.name in ("mask", "zeros"))
+    if value is None or mask is None:
+        return None
+    if mask.dtype == BOOL:
+        mask = p.call(aten._to_copy.default, (mask,), mask.shape, FLOAT, dtype=FLOAT)
+    if value.rank == 3:
+        mask = p.call(aten.unsqueeze.default, (mask, 2), (*mask.shape, sympy.Integer(1)), FLOAT)
+    product_of_both = p.call(aten.mul.Tensor, (value, mask), value.shape, FLOAT)
+    if p.choose.random() < 0.3:
+        return product_of_both
+    dims = [p.choose.choice([0, 1, 1])]
+    return p.call(aten.sum.dim_IntList, (product_of_both, dims), reduced(product_of_both, dims, False), FLOAT)
+
+
 OPS: dict[Op, int] = {
     unary: 4, scalar: 3, binary: 8, integers: 2, shifted_integers: 2, compare: 3, compare_scalar: 2, logical: 3,
     convert: 3, fill: 8, where: 4, reduction: 8, truth: 3, extremum: 1, softmax: 4, scan: 2, reorder: 1, matmul: 6,
     triangle: 3, creation: 6, by_size: 1, layer_norm: 2, batch_norm: 1, attention: 4, noise: 1, masked_sum: 6,
     causal_scores: 4, transpose: 3, regroup: 4, back: 3, unsqueeze: 2, squeeze: 1, expand: 3, select: 2, cut: 4,
     features: 1, join: 3, pad: 2, repeat: 1, lookup: 2, gather: 1, by_range: 1, scatter: 2, assign: 2,
+    spoiled: 3, silenced: 5, put_from_the_end: 2,
 }  # fmt: skip
 """How often each operator is chosen."""

@@ -1,4 +1,4 @@
-"""Random Python around a graph: state, identity, branches, sharing, nested containers; and the calls that meet it.
+"""Random Python around a graph: state, identity, sharing, exchanged storages, nested containers; and its calls.
 
 A program is text, as in :mod:`tests.fuzz.programs`: ``print(program)`` gives Python that builds it again.
 """
@@ -109,6 +109,49 @@ SHARING = (
     "{v} = {a}.reshape({a}.shape[0], 2, 2).flatten(1)",
     "{v} = {a}.clone()",
 )
+EXCHANGES = (
+    "{a}.data = {b} * 2",
+    "{a}.data = {b}",
+    "{a}.set_({b}.clone())",
+    "{v} = {a} * 0.5; torch.utils.swap_tensors({v}, {b})",
+    "x.data = x * 0.5",
+    "self.total.data = self.total * 0.5 + {a}.sum(0)",
+    "self.total.data = {a}[0]",
+    "self.total.set_({a}.amax(0))",
+    "torch.utils.swap_tensors(self.total, {a}.sum(0))",
+    "self.inner.weight.data = self.inner.weight * 0.5",
+    "self.table[0].data = {a}.amax(0)",
+    "self._sgd.step()",
+    "self._adam.step()",
+)
+HELD = (
+    "{v} = {a} + cell",
+    "cell.add_(0.5)",
+    "cell = cell * 0.5 + {a}.sum(0)",
+    "cell = {a}[0]",
+    "cell.data = {a}.sum(0)",
+    "{v} = {a} + shelf[-1]",
+    "shelf.append({a}.sum(0)) if len(shelf) < 4 else shelf.pop()",
+    "shelf[0] = {a}.sum(0)",
+    "shelf[0].mul_(0.5)",
+    "{v} = {a} + self.box.value",
+    "self.box.value = self.box.value * 0.5 + {a}.sum(0)",
+    "self.box.value.copy_({a}.amax(0))",
+    "self.box.last = {a}",
+    "{v} = {a} if self.box.last is None else {a} + self.box.last.sum()",
+)
+FROM_THE_END = (
+    "{v} = {a}[i]",
+    "{v} = {a} + {b}[i].reshape(-1, 4)[0]",
+    "{v} = {a} + {b}[i].reshape(-1, 4).sum(0)",
+    "{v} = {a} + {b}.take(i.flatten()).sum()",
+    "{v} = {a} + {b}[i.flatten()[0], -1]",
+    "{v} = {a} + {b}[int(i.flatten()[-1])]",
+    "{v} = {a}.index_put((i,), {b}[0])",
+    "{v} = {a}.clone(); {v}[i] = 0.25",
+    "{a}[i] = 0.5",
+    "self.total += {a}[i].reshape(-1, 4)[0]",
+)
 RETURNED = (
     "{a}",
     "({a}, {b})",
@@ -145,6 +188,13 @@ PARTS = (
     "[]",
     "None",
 )
+INDICES = (
+    ("torch.tensor(-1)", "torch.tensor(0)"),
+    ("torch.tensor([0, 0])", "torch.tensor([-1, 0])", "torch.tensor([-{n}, -1])"),
+    ("torch.tensor([{n} - 1])", "torch.tensor([-1])"),
+    ("picks({n})",),
+)
+"""For each program one of them, so that calls differ in the contents."""
 BETWEEN = (
     "model.factor = 3.0",
     "model.factor = 2",
@@ -155,20 +205,42 @@ BETWEEN = (
     "model.named['extra'] = 1",
     "model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})",
     "model.inner.weight.data = torch.ones(4, 4)",
+    "model.inner.weight.data = model.inner.weight * 0.5",
+    "model.inner.weight.set_(torch.eye(4))",
+    "torch.utils.swap_tensors(model.inner.weight, nn.Parameter(torch.eye(4)))",
+    "torch.utils.swap_tensors(model.inner.bias, model.total)",
+    "model.total.data = torch.ones(4)",
+    "model.total.set_(torch.arange(4.0))",
+    "torch.utils.swap_tensors(model.total, torch.ones(4))",
+    "model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()}, assign=True)",
+    "model._sgd.step()",
+    "model._adam.step()",
+    "compiled(model._sgd.step)()",
+    "compiled(model._adam.step)()",
+    "model.table[0].data = torch.ones(4) * 3",
+    "model.box.value = torch.ones(4) * 2",
+    "model.box.value.mul_(0.5)",
+    "held()['cell'].data = torch.ones(4) * 2",
+    "held()['cell'].add_(1)",
+    "held()['shelf'][0] = torch.ones(4) * 3",
+    "held()['shelf'].append(torch.ones(4))",
     "model.prev = None",
 )
 
 
 @dataclass(frozen=True)
 class PythonProgram:
-    """A module's ``forward(self, x, y, parts, flag, k, name)`` and its calls.
+    """A module's ``forward(self, x, y, parts, flag, k, name, i)`` and its calls.
+
+    A closure holds ``cell`` and ``shelf``; ``i`` are indices, also negative ones.
 
     Attributes:
         lines: the body.
         returned: what it returns.
-        calls: for each call its arguments, made one after the other: x, y, parts, flag, k, name.
+        calls: for each call its arguments, made one after the other: x, y, parts, flag, k, name, i.
         between: (number of the call before which it runs, statement about ``model``).
         declared: whether sizes and dimensions are declared.
+        compiler: compiles regions.
     """
 
     lines: tuple[str, ...]
@@ -176,11 +248,18 @@ class PythonProgram:
     calls: tuple[tuple[str, ...], ...]
     between: tuple[tuple[int, str], ...] = ()
     declared: bool = False
+    compiler: str = "eager"
 
     def source(self) -> str:
-        """The module's ``forward``."""
-        body = "".join(f"    {line}\n" for line in self.lines)
-        return f"def forward(self, x, y, parts, flag, k, name):\n{body}    return {self.returned}\n"
+        """A function that makes the module's ``forward``, and a function that returns what is held outside of it."""
+        body = "".join(f"        {line}\n" for line in self.lines)
+        return (
+            "def make():\n"
+            "    cell, shelf = torch.ones(4), [torch.ones(4)]\n"
+            "    def forward(self, x, y, parts, flag, k, name, i):\n"
+            f"        nonlocal cell\n{body}        return {self.returned}\n"
+            "    return forward, lambda: {'cell': cell, 'shelf': shelf, 'OUTSIDE': OUTSIDE}\n"
+        )
 
     def __str__(self) -> str:
         parts = [f"    {field.name}={getattr(self, field.name)!r},\n" for field in dataclasses.fields(self)]
@@ -209,11 +288,19 @@ def parts_of(parts: Any) -> list[Any]:
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
-def model_class(program: PythonProgram) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
-    """A module class with the program as its ``forward``, and the variable that lies outside of it."""
-    outside: dict[str, Any] = {}
-    scope = {"torch": torch, "nn": nn, "Pair": Pair, "Parts": Parts, "OrderedDict": OrderedDict, "OUTSIDE": outside}
+class Box:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones(4)
+        self.last: Any = None
+
+
+def model_class(program: PythonProgram) -> tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]:
+    """A module class with the program as its ``forward``, and a function that returns the variables outside of it."""
+    scope = {"torch": torch, "nn": nn, "Pair": Pair, "Parts": Parts, "OrderedDict": OrderedDict, "OUTSIDE": {}}
     exec(program.source(), {**scope, "parts_of": parts_of}, made := {})
+    function, held = made["make"]()
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -226,10 +313,15 @@ def model_class(program: PythonProgram) -> tuple[Callable[[], nn.Module], dict[s
             self.named: dict[str, Any] = {}
             self.seen: set[str] = set()
             self.table = [torch.ones(4)]
+            self.box = Box()
+            for parameter in self.inner.parameters():
+                parameter.grad = parameter.detach() * 0.5 + 0.1
+            self._sgd = torch.optim.SGD(self.inner.parameters(), lr=0.1, momentum=0.9)
+            self._adam = torch.optim.Adam(self.inner.parameters(), lr=0.1)
 
-        forward = made["forward"]
+        forward = function
 
-    return Model, outside
+    return Model, held
 
 
 def scope_of_calls(seed: int, last: Sequence[Any]) -> dict[str, Any]:
@@ -243,7 +335,11 @@ def scope_of_calls(seed: int, last: Sequence[Any]) -> dict[str, Any]:
         found = rows(n)
         return next((tensor for tensor in last if tensor.shape == found.shape and tensor.dtype == found.dtype), found)
 
-    return {"rows": rows, "last": last_of, "nn": nn, "torch": torch, "Parts": Parts, "linear": linear, "copy": copy}
+    def picks(n: int) -> torch.Tensor:
+        return torch.randint(-n, n, (n,), generator=generator)
+
+    named = {"rows": rows, "last": last_of, "picks": picks, "linear": linear}
+    return {**named, "nn": nn, "torch": torch, "Parts": Parts, "copy": copy}
 
 
 def choose_python_program(seed: int) -> PythonProgram:
@@ -251,7 +347,8 @@ def choose_python_program(seed: int) -> PythonProgram:
     chosen = random.Random(seed)
     names = ["x", "y", "x"]
     lines: list[str] = []
-    kinds = (ROWWISE, ROWWISE, STATE, STATE, IDENTITY, BRANCHES, SHARING, MIXING if chosen.random() < 0.4 else ROWWISE)
+    kinds = [ROWWISE, ROWWISE, STATE, STATE, IDENTITY, BRANCHES, SHARING, EXCHANGES, HELD, FROM_THE_END]
+    kinds.append(MIXING if chosen.random() < 0.4 else ROWWISE)
     for number in range(chosen.randint(2, 6)):
         template = chosen.choice(chosen.choice(kinds))
         value = f"t{number}"
@@ -264,12 +361,15 @@ def choose_python_program(seed: int) -> PythonProgram:
     sizes = [chosen.choice((1, 2, 3, 4, 5, 6, 7, 8)) for _ in range(chosen.choice((1, 2, 3)))]
     kinds_of = [[chosen.choice(values) for _ in range(chosen.choice((1, 1, 2)))] for values in (X, Y, PARTS)]
     flags = [[chosen.choice(values) for _ in range(chosen.choice((1, 1, 2)))] for values in FLAGS]
+    indices = chosen.choice(INDICES)
     calls = []
-    for _ in range(chosen.randint(6, 12)):
+    for _ in range(chosen.randint(6, 16)):
         n = chosen.choice(sizes)
-        calls.append(tuple(chosen.choice(values).format(n=n) for values in kinds_of) + tuple(map(chosen.choice, flags)))
-    between = tuple((chosen.randrange(2, 6), chosen.choice(BETWEEN)) for _ in range(chosen.choice((0, 0, 0, 1, 2))))
-    return PythonProgram(tuple(lines), returned, tuple(calls), between, declared=chosen.random() < 0.5)
+        tensors = (chosen.choice(values).format(n=n) for values in kinds_of)
+        calls.append((*tensors, *map(chosen.choice, flags), chosen.choice(indices).format(n=n)))
+    between = tuple((chosen.randrange(2, 6), chosen.choice(BETWEEN)) for _ in range(chosen.choice((0, 0, 0, 1, 2, 3))))
+    declared, compiler = chosen.random() < 0.5, "aot_eager" if chosen.random() < 0.1 else "eager"
+    return PythonProgram(tuple(lines), returned, tuple(calls), between, declared, compiler)
 
 
 FLAGS = (("True", "False"), ("1", "2", "2.0", "True"), ("'first'", "'second'"))

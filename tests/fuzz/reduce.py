@@ -5,33 +5,48 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from tests.fuzz.oracle import Outcome
 from tests.fuzz.programs import Call, Program
+from tests.fuzz.python_programs import PythonProgram
 
 __all__ = ["kind_of", "reduced"]
 
+AnyProgram = TypeVar("AnyProgram", Program, PythonProgram)
+
+
+class Outcome(Protocol):
+    """How a program fared."""
+
+    @property
+    def mismatch(self) -> str | None: ...
+
+
+_LEAST = (("lines", 0), ("between", 0), ("calls", 1), ("returned", 1), ("splitting_ops", 0))
 _ORDINARY_CALL: tuple[tuple[str, Any], ...] = (("layout", "fresh"), ("instance", 0), ("rows", 3))
 _ORDINARY: tuple[tuple[str, Any], ...] = (
     ("route", "direct"),
     ("dynamic", False),
     ("outputs", "clone"),
     ("padding", "zero"),
+    ("declared", False),
+    ("compiler", "eager"),
+    ("returned", "x"),
 )
+_ORDINARY_ARGUMENTS = ("rows(3)", "rows(3)", "None", "True", "1", "'first'", "torch.tensor(-1)")
 
 
-def reduced(program: Program, run: Callable[[Program], Outcome]) -> Program:
+def reduced(program: AnyProgram, run: Callable[[AnyProgram], Outcome]) -> AnyProgram:
     """The smallest program found that still differs from eager in the way ``program`` does."""
     kind = kind_of(run(program))
 
-    def fails(smaller: Program) -> bool:
+    def fails(smaller: AnyProgram) -> bool:
         try:
             return kind_of(run(smaller)) == kind
         except Exception:  # a line is missing that another one needs
             return False
 
-    found: Program | None = program
+    found: AnyProgram | None = program
     while found is not None:
         program, found = found, next((smaller for smaller in _smaller(found) if fails(smaller)), None)
     return program
@@ -48,24 +63,29 @@ def kind_of(outcome: Outcome) -> str | None:
     return text.split(":", 1)[0]
 
 
-def _smaller(program: Program) -> Iterator[Program]:
+def _smaller(program: AnyProgram) -> Iterator[AnyProgram]:
     """Programs with one thing less; the ones that lose most come first."""
-    for field, least in (("lines", 0), ("calls", 1), ("returned", 1), ("splitting_ops", 0)):
-        values = getattr(program, field)
-        for length in (len(values) // 2, 1):
+    fields = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
+    for field, least in _LEAST:
+        values = fields.get(field, ())
+        for length in (len(values) // 2, 1) if isinstance(values, tuple) else ():
             for start in reversed(range(len(values) - length + 1) if length else ()):
                 if len(values) - length >= least:
                     yield dataclasses.replace(program, **{field: values[:start] + values[start + length :]})
     for field, value in _ORDINARY:
-        if getattr(program, field) != value:
+        if isinstance(fields.get(field), type(value)) and fields[field] != value:
             yield dataclasses.replace(program, **{field: value})
     for position, call in enumerate(program.calls):
         for ordinary in _ordinary(call):
-            calls = (*program.calls[:position], ordinary, *program.calls[position + 1 :])
+            calls: Any = (*program.calls[:position], ordinary, *program.calls[position + 1 :])
             yield dataclasses.replace(program, calls=calls)
 
 
-def _ordinary(call: Call) -> Iterator[Call]:
+def _ordinary(call: Call | tuple[str, ...]) -> Iterator[Call | tuple[str, ...]]:
+    if isinstance(call, tuple):
+        ordinary = enumerate(_ORDINARY_ARGUMENTS)
+        yield from ((*call[:at], value, *call[at + 1 :]) for at, value in ordinary if call[at] != value)
+        return
     for field, value in _ORDINARY_CALL:
         if getattr(call, field) != value:
             yield dataclasses.replace(call, **{field: value})

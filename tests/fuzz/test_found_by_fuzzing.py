@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.fuzz.oracle import check
 from tests.fuzz.programs import Call, Program
+from tests.fuzz.python_programs import PythonProgram
+from tests.fuzz.test_python import ROUTES
+from tests.fuzz.test_python import check as check_python
 
 TURNED = ("t0 = x.clone()", "t0.t_()")
 SPLIT_THEN_TURNED = ("t0 = fresh(x)", "t0.t_()", "t1 = t0 * 2")
@@ -201,3 +206,63 @@ def test_an_op_that_writes_to_its_argument_is_captured_by_aot_eager(line: str, m
     assert outcome.mismatch is None
     assert outcome.refusal is None
     assert outcome.replayed
+
+
+def plain(rows: tuple[int, ...] = (3,) * 5, index: tuple[str, ...] = ("torch.tensor(-1)",) * 5) -> tuple[Any, ...]:
+    """Calls that differ in their rows and indices alone."""
+    of_all = ("None", "True", "1", "'first'")
+    return tuple((f"rows({n})", f"rows({n})", *of_all, at) for n, at in zip(rows, index, strict=True))
+
+
+def between(statement: str, calls: int = 5) -> tuple[tuple[int, str], ...]:
+    return tuple((call, statement) for call in range(1, calls))
+
+
+NEGATIVE_LATER = plain((5, 7) * 6, ("torch.tensor([0, 1])",) * 5 + ("torch.tensor([-2, -1])",) * 7)
+SWAP = "torch.utils.swap_tensors(model.{}, {})"
+
+FOUND_IN_PYTHON: dict[str, PythonProgram] = {
+    "the data of an argument is replaced": PythonProgram(("x.data = x * 2",), "x", plain()),
+    "an argument takes the storage of another one": PythonProgram(("x.data = y",), "x", plain()),
+    "the data of a buffer is replaced": PythonProgram(
+        ("self.total.data = self.total * 0.5 + x.sum(0)",), "x", plain(), compiler="aot_eager"
+    ),
+    "the data of a parameter is replaced": PythonProgram(
+        ("self.inner.weight.data = self.inner.weight * 0.5",), "self.inner(x)", plain()
+    ),
+    "SGD steps inside": PythonProgram(("self._sgd.step()",), "self.inner(x)", plain()),
+    "Adam steps inside": PythonProgram(("self._adam.step()",), "self.inner(x)", plain()),
+    "a compiled step of SGD between the calls": PythonProgram(
+        (), "self.inner(x)", plain(), between("compiled(model._sgd.step)()")
+    ),
+    "a compiled step of Adam between the calls": PythonProgram(
+        (), "self.inner(x)", plain(), between("compiled(model._adam.step)()")
+    ),
+    "a parameter is swapped after a replay": PythonProgram(
+        (), "self.inner(x)", plain(), ((3, SWAP.format("inner.weight", "nn.Parameter(torch.eye(4))")),)
+    ),
+    "a buffer is swapped after a replay": PythonProgram(
+        (), "x + self.total", plain(), ((3, SWAP.format("total", "torch.ones(4)")),)
+    ),
+    "a parameter and a buffer are swapped after a replay": PythonProgram(
+        (), "self.inner(x) + self.total", plain(), ((3, SWAP.format("inner.bias", "model.total")),)
+    ),
+    "an index from data becomes negative where the size is declared": PythonProgram(
+        ("t0 = x * 2",), "t0[i]", NEGATIVE_LATER, declared=True
+    ),
+    "an index that is written to becomes negative where the size is declared": PythonProgram(
+        ("t0 = x * 2", "t0[i] = 0.25"), "t0", NEGATIVE_LATER, declared=True
+    ),
+    "an index of an argument that is written to becomes negative where the size is declared": PythonProgram(
+        ("x[i] = 0.25",), "x", NEGATIVE_LATER, declared=True
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("program", FOUND_IN_PYTHON.values(), ids=FOUND_IN_PYTHON)
+def test_python_that_once_failed(program: PythonProgram, route: str) -> None:
+    outcome = check_python(program, ROUTES[route])
+    assert outcome.mismatch is None
+    assert outcome.refusal is None
+    assert outcome.calls == len(program.calls)

@@ -1,0 +1,56 @@
+"""Random programs from a seed on: ``python -m tests.fuzz python 5000 --first 100000``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tests.fuzz import test_fuzz, test_padding, test_python
+
+AT_ONCE = 100
+FUZZERS: dict[str, Callable[[Iterable[int]], Any]] = {
+    "python": lambda seeds: test_python.search("torch.compile", seeds),
+    "graphed": lambda seeds: test_python.search("graphed", seeds),
+    "padding": test_padding.search,
+    "graphs": lambda seeds: test_fuzz.search("eager", seeds),
+}
+
+
+def explained(fuzzer: str, tally: Any) -> str:
+    """What is wrong, with each program made small."""
+    if fuzzer == "padding":
+        return "\n".join(tally.wrong)
+    if fuzzer == "graphs":
+        return test_fuzz.explained(tally.failures, "eager")
+    return test_python.explained(tally.failures, "graphed" if fuzzer == "graphed" else "torch.compile")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run programs, say after each hundred what came of them, and end with 1 if any differs from eager."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("fuzzer", choices=FUZZERS)
+    parser.add_argument("count", type=int, help="programs")
+    parser.add_argument("--first", type=int, default=100_000, help="the first seed")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    started, last, wrong = time.monotonic(), options.first + options.count, 0
+    for first in range(options.first, last, AT_ONCE):
+        seeds = range(first, min(first + AT_ONCE, last))
+        tally = FUZZERS[options.fuzzer](seeds)
+        problems = explained(options.fuzzer, tally)
+        wrong += bool(problems)
+        seconds = time.monotonic() - started
+        sys.stdout.write(f"seeds {seeds.start} to {seeds.stop - 1}, {seconds:.0f} s: {tally}\n{problems}")
+        sys.stdout.flush()
+    sys.stdout.write(f"{options.count} programs: {wrong} of the hundreds hold a difference\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
