@@ -273,8 +273,11 @@ class _Run:
             )
         if isinstance(returned, PaddingReason):
             return self._refused(call, wanted, returned)
-        if isinstance(returned, PaddedValue) and all(self._fits(returned, shape) for shape in call.shapes):
-            returned = tuple(returned if isinstance(shape, TensorShape) else None for shape in wanted)
+        if isinstance(returned, PaddedValue) and is_registered(node.op):
+            if any(returned is value for value in tensors):  # its rows depend on the argument's; they are not equal
+                returned = call.carried(PaddedValue(returned.factors), returned)
+            if all(self._fits(returned, shape) for shape in call.shapes):
+                returned = tuple(returned if isinstance(shape, TensorShape) else None for shape in wanted)
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) != len(wanted):
             why = f"its padding rule returned {len(returned)} value(s) for {len(wanted)} results of other sizes"

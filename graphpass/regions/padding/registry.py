@@ -21,11 +21,23 @@ def register_padding_rule(op: Any, rule: PaddingRule) -> None:
     Args:
         op: an overload, a packet (all its overloads), or the qualified name of either: ``mylib::attention``.
         rule: takes an :class:`OpCall`; returns the :class:`PaddedValue` of the result, a tuple of them for several
-            results, or a :class:`PaddingReason` if real entries may depend on padding. An exception in the rule counts
-            as such a reason.
+            results, or a :class:`PaddingReason` if real entries may depend on padding. One of the call's arguments
+            stands for each result of its sizes, and says that row i depends on row i of it alone. An exception in the
+            rule counts as such a reason.
 
     Raises:
         OptionError: ``op`` names no operator, ``rule`` is not callable, or the operator has a rule already.
+
+    Example:
+        An operator that works row by row along all dimensions but the last::
+
+            def scaled(call: OpCall) -> PaddedValue:
+                x = call.tensor("x")
+                call.unpadded(x, [x.rank - 1], "normalises over")
+                return x
+
+
+            register_padding_rule("mylib::scale_rows", scaled)
     """
     name = _qualified(op)
     if not callable(rule):

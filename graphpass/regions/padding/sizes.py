@@ -200,6 +200,7 @@ class Regrouping:
             for at, size in enumerate(of_dim):
                 self._push(size, (dim, at) if sizes.padded(size) else None)
         self._next = 0
+        self._unlike = False
 
     def _push(self, size: Size, place: Place | None) -> None:
         if place is None and self._left and self._left[-1][1] is None:
@@ -223,6 +224,10 @@ class Regrouping:
                 self._next, size = self._next + 1, rest
                 continue
             inner = quotient(factor, size)
+            if inner is None and place is None and self._is_only_unlike(size, factor):
+                of_dim.append((size, None))
+                self._next, size = self._next + 1, 1
+                continue
             if inner is None or (place is not None and not self._splits(size, inner)):
                 return None
             of_dim.append((size, place))
@@ -230,6 +235,16 @@ class Regrouping:
             self._merge_following()
             size = 1
         return of_dim
+
+    def _is_only_unlike(self, size: Size, factor: Size) -> bool:
+        """Whether these unpadded sizes are the one pair of a view that is written in two ways.
+
+        A view keeps the number of entries, so they are equal if all other sizes of the view are used up by factors.
+        """
+        if self._unlike or self._sizes.padded(size) or (isinstance(size, int) and isinstance(factor, int)):
+            return False
+        self._unlike = True
+        return True
 
     def _splits(self, outer: Size, inner: Size) -> bool:
         return self._sizes.ordered and self._sizes.padded(outer) and not self._sizes.padded(inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,3 +164,39 @@ def test_an_expanded_output_is_padded() -> None:
     report = gp.runtime_of(fast).report()
     assert report.problems == ()
     assert any(key.padding for key in report.figures.keys)
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+NOT_FINITE: dict[str, Callable[..., torch.Tensor]] = {
+    "norm": lambda x, m: (unit(x * m) * m).sum(1),
+    "zero by zero": lambda x, m: (x * m / m * m).sum(1),
+    "unknown by zero": lambda x, m: (x / m * m).sum(1),
+    "rsqrt": lambda x, m: (x * m * torch.rsqrt((x * m).square().sum(-1, keepdim=True)) * m).sum(1),
+    "softmax": lambda x, m: (x.masked_fill(m == 0, float("-inf")).softmax(-1) * m).sum(1),
+    "difference of infinities": lambda x, m: ((1 / m - 1 / m) * m * x).sum(1),
+    "after a product": lambda x, m: (unit(x * m @ torch.eye(8)) * m).sum(1),
+    "after a linear layer": lambda x, m: (unit(nn.functional.linear(x * m, torch.eye(8))) * m).sum(1),
+    "after a normalisation": lambda x, m: (unit(nn.functional.layer_norm(x * m, (8,))) * m).sum(1),
+    "deviation": lambda x, m: (x * m / (x * m).std(-1, keepdim=True) * m).sum(1),
+    "contraction": lambda x, m: m.mT @ unit(x * m),
+    "values of attention": lambda x, m: nn.functional.scaled_dot_product_attention(x, x, unit(x * m), m.mT != 0),
+    "median": lambda x, m: (x * m / (x * m).median(-1, keepdim=True).values * m).sum(1),
+}
+"""Programs of x [batch, length, 8] and a mask [batch, length, 1]; padding becomes NaN or infinite, then meets zero."""
+
+
+@pytest.mark.parametrize("program", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_nothing_absorbs_nan(program: Callable[..., torch.Tensor]) -> None:
+    fast = torch.compile(
+        program, backend="cgpass", dynamic=True, options={"compiler": "aot_eager", "padding": {"m": 0}}
+    )
+    with torch.no_grad():
+        for length in (5, 7, 5, 7, 9, 10):
+            x, mask = torch.randn(3, length, 8), torch.ones(3, length, 1)
+            torch.testing.assert_close(fast(x, mask), program(x, mask))
+    padded = [size.is_padded for record in gp.runtime_of(fast).report().figures.callables for size in record.sizes]
+    assert any(padded), "the batch is"
+    assert not all(padded), "the length is not"

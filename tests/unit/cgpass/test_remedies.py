@@ -187,6 +187,78 @@ def test_a_model_of_an_lstm_alone_names_the_setting() -> None:
             gp.runtime_of(fast)
 
 
+class Positions(nn.Module):
+    """Learned positions that are counted from a mask, as in XLM-RoBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 6), nn.Embedding(33, 6)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (self.words(ids) + self.places(mask.cumsum(1) + 1)) * mask[..., None]
+
+
+@pytest.mark.parametrize(("options", "dims"), [({"padding": {"mask": 0}}, {}), ({}, {"dynamic_dims": {"ids": 1}})])
+def test_positions_that_are_counted_are_padded_with_a_check(options: dict[str, Any], dims: dict[str, Any]) -> None:
+    model = Positions().eval()
+    calls = [(torch.randint(50, (2, n)), torch.ones(2, n, dtype=torch.int64)) for n in (5, 6, 7)]
+    fast = compiled(model, dynamic=True, **options)
+    agree(fast, model, calls)
+    remedy = problem(fast, "ids[1] is not padded").remedy
+    assert "padding_check='declared'" in remedy
+    assert ("dynamic_dims={'ids': 1}" in remedy) == bool(dims)
+    torch.compiler.reset()
+    fast = compiled(model, dynamic=True, padding_check="declared", **options, **dims)
+    assert agree(fast, model, calls) == 3
+    assert gp.runtime_of(fast).report().problems == ()
+    assert len(gp.runtime_of(fast).report().figures.keys) == 2, "5 and 6 tokens share a key"
+
+
+LAYER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+NAMES = {"src": {0: "batch", 1: "seq"}, "src_key_padding_mask": {0: "batch", 1: "seq"}}
+
+
+@pytest.mark.parametrize("model", [LAYER, nn.TransformerEncoder(LAYER, 2, enable_nested_tensor=False)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_encoder_layers_of_torch_are_padded(model: nn.Module, masked: bool) -> None:
+    declared = {"dynamic_dims": NAMES, "padding": {"src_key_padding_mask": True}} if masked else {}
+    model = model.eval()
+    fast = compiled(model, dynamic=True, **{"compiler": "aot_eager", **declared})
+    sizes = [(3, 5), (5, 6), (7, 7), (9, 6), (11, 5)]
+    with torch.inference_mode():
+        for batch, length in sizes * 2:
+            x, hidden = torch.randn(batch, length, 16), torch.arange(length) >= torch.randint(2, length + 1, (batch, 1))
+            given = {"src_key_padding_mask": hidden} if masked else {}
+            torch.testing.assert_close(fast(src=x, **given), model(x, **given))
+    record = gp.runtime_of(fast).report().figures.callables[0]
+    padded = [size.field for size in record.sizes if size.is_padded]
+    assert padded == (["batch", "seq"] if masked else ["src[0]"])
+
+
+class Skips(nn.Module):
+    """A skip connection over a layer that halves and one that doubles: one length, written in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.Conv1d(4, 8, 3, 2, padding=1)
+        self.doubles = nn.ConvTranspose1d(8, 4, 4, 2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.doubles(self.halves(x)), x], 1)
+
+
+def test_a_size_that_is_written_in_two_ways_is_one_size() -> None:
+    model = Skips().eval()
+    fast = compiled(model, dynamic=True)
+    with torch.no_grad():
+        for batch, length in [(3, 10), (5, 10), (6, 12), (7, 12), (5, 12), (9, 10)] * 2:
+            x = torch.randn(batch, 4, length)
+            torch.testing.assert_close(fast(x), model(x))
+    report = gp.runtime_of(fast).report()
+    assert {size.field: size.is_padded for size in report.figures.callables[0].sizes} == {"x[0]": True, "x[2]": False}
+    assert not any("correct the padding rule" in found.remedy for found in report.problems)
+
+
 @pytest.mark.parametrize(
     "model", [lambda x: x.flip(0), lambda x: x.sort(0)[0], lambda x: x * x.shape[0]], ids=["flip", "sort", "size"]
 )

@@ -195,7 +195,7 @@ MASKED = [
     ),
     P(
         "labels that are ignored",
-        "b~ s~",
+        "b+ s+",
         lambda x, am: F.cross_entropy(x.mT, torch.where(am > 0, am, -100), reduction="none").sum(1),
     ),
     P(

@@ -6,8 +6,14 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.unit.padding.table import program as P
+
+
+def squares(x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(x, y, reduction="none")
+
 
 ROWS = [
     P("pointwise", "b+ s+", lambda x, y: (x + y).relu() * 2 - x.sigmoid()),
@@ -21,6 +27,17 @@ ROWS = [
     P("rms norm", "b+ s+", lambda x, p: F.rms_norm(x, (8,), p)),
     P("rms norm by hand", "b+ s+", lambda x, p: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * p),
     P("group norm of images", "b+", lambda im: F.group_norm(im, 2)),
+    P("log sigmoid", "b+ s+", lambda x: F.logsigmoid(x)),
+    P("prelu", "b+ s+", lambda x, p: F.prelu(x, p[:1])),
+    P("huber loss of each entry", "b+ s+", lambda x, y: F.huber_loss(x, y, reduction="none")),
+    P("smooth loss of each entry", "b+ s+", lambda x, y: F.smooth_l1_loss(x, y, reduction="none")),
+    P("squared error, averaged", "b- s-", lambda x, y: F.mse_loss(x, y)),
+    P(
+        "squared error under a mask",
+        "b+ s+",
+        lambda x, y, fm: (F.mse_loss(x, y, reduction="none") * fm[..., None]).sum(1),
+    ),
+    P("log sigmoid under a mask, summed", "b+ s-", lambda g, fm: F.logsigmoid(g * fm).sum(1)),
     P("softmax over features", "b+ s+", lambda x: x.softmax(-1)),
     P("log softmax over features", "b+ s+", lambda x: x.log_softmax(-1)),
     P("sum over features", "b+ s+", lambda x: x.sum(-1)),
@@ -77,7 +94,7 @@ ROWS = [
         lambda im, p: torch.cat([p[:4].expand(im.shape[0], 1, 4), im.flatten(2).mT], 1),
     ),
     P("batch norm in evaluation", "b+", lambda v, mean, var: F.batch_norm(v, mean, var)),
-    P("loss of each row", "b~ s~", lambda x, ids: F.cross_entropy(x.mT, ids % 8, reduction="none")),
+    P("loss of each row", "b+ s+", lambda x, ids: F.cross_entropy(x.mT, ids % 8, reduction="none")),
     P("dropout that does nothing", "b+ s+", lambda x: F.dropout(x, 0.5, training=False)),
     P("row of a static buffer", "b+ s+", lambda x, cache: x + cache[3]),
     P("random numbers of a fixed size", "b+", lambda v: v + torch.rand(8, dtype=torch.float64)),

@@ -261,6 +261,18 @@ def test_a_registered_rule_answers_for_its_operator(operator: str) -> None:
         register_padding_rule(operator, rule)
 
 
+def test_an_argument_stands_for_each_result_of_its_sizes() -> None:
+    name = f"padding_test::double_{next(_NUMBERS)}"
+    op = torch.library.custom_op(
+        name, lambda x: (x + 1, x * 2), mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
+    )
+    op.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+    register_padding_rule(name, lambda call: call.tensor("x"))
+    assert Traced(lambda x: _call(name, x)).verdicts() == BOTH
+    # Zeros in the argument's padding are no zeros in the result's.
+    assert Traced(lambda zeros: _call(name, zeros)[0].sum(1)).verdicts() == "batch:PROVED seq:UNPROVED"
+
+
 @pytest.mark.parametrize(
     ("rule", "why"),
     [

@@ -206,7 +206,7 @@ def check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Se
         ours, theirs = value.factors[dim], index.factors[dim]
         if ours == theirs or not call.sizes.any_padded((*ours, *theirs)):
             continue
-        if not theirs and call.sizes.starts_clean(ours):
+        if (not theirs and call.sizes.starts_clean(ours)) or (theirs and call.sizes.unified(ours, theirs) is not None):
             continue
         at_fault = _first_padded(call, (*ours, *theirs))
         why = f"an index of factors {list(theirs)} names entries of {list(ours)}"
