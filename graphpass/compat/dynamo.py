@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ def recompile_reason() -> str:
 
         reason = str(get_metrics_context()._metrics["recompile_reason"] or "").strip()
     except (ImportError, AttributeError, KeyError):
+        return ""
+    if re.match(r"\d+/\d+: (?!Unexpected recompilation)", reason) is None:  # beside another thread Dynamo cannot say
         return ""
     guard, _, comment = reason.partition("\n")[0].partition("#")
     line, _, place = comment.partition(" (HINT")[0].rpartition("#")
