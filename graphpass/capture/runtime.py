@@ -64,7 +64,7 @@ class GraphRuntime:
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
         self._captured_frames: set[int | None] = set()
-        self._retraced_for: dict[str, str] = {}
+        self._retraced_for: str | None = None  # the first reason: one warning stands for all callables
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
         self.sizes_seen = SizesSeen()
@@ -276,10 +276,11 @@ class GraphRuntime:
         is_late = not self.scopes.is_mine() and any(
             wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
-        reason = self._retraced_for.setdefault(name, dynamo.recompile_reason())
+        if self._retraced_for is None:
+            self._retraced_for = dynamo.recompile_reason()
         text = "torch.compile traced its function once more and got the same graph"
-        if reason:
-            text += f" (at first because this did not hold: {reason})"
+        if self._retraced_for:
+            text += f" (the first time because this did not hold: {self._retraced_for})"
         if is_late:
             self.warn(
                 f"{text}: a call in serving is of another kind than in capture",

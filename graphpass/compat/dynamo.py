@@ -57,6 +57,8 @@ def recompile_reason() -> str:
         reason = str(get_metrics_context()._metrics["recompile_reason"] or "").strip()
     except (ImportError, AttributeError, KeyError):
         return ""
+    if re.match(r"\d+/\d+: (?!Unexpected recompilation)", reason) is None:  # beside another thread Dynamo cannot say
+        return ""
     guard, _, comment = reason.partition("\n")[0].partition("#")
     line, _, place = comment.partition(" (HINT")[0].rpartition("#")
     guard, place = guard.partition(": ")[2].strip(), os.path.basename(place.partition(" in ")[0].strip())
