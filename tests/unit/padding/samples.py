@@ -167,6 +167,16 @@ REDUCTIONS = [
     s("_fft_r2c", lambda n: (t(4, n), [0], 0, True)),
 ]
 
+
+def heads(*shape: Any) -> tuple[Any, ...]:
+    return (t(*shape), t(*shape), t(*shape), 4, 2, t(12, 4), t(12), t(4, 4), t(4))
+
+
+def encoder_layer(*shape: Any) -> tuple[Any, ...]:
+    norms = (t(4), t(4), t(4), t(4))
+    return (t(*shape), *heads(*shape)[3:], False, False, 1e-5, *norms, t(8, 4), t(8), t(4, 8), t(4))
+
+
 PRODUCTS = [
     s("mm", lambda n: (t(n, 3), t(3, 4))),
     s("mm", lambda n: (t(2, 3), t(3, n))),
@@ -195,6 +205,13 @@ PRODUCTS = [
     s("_scaled_dot_product_flash_attention_for_cpu", lambda n: (t(n, 1, 3, 4), t(n, 1, 3, 4), t(n, 1, 3, 4))),
     s("_scaled_dot_product_attention_math", lambda n: (t(2, 1, 3, 4), t(2, 1, n, 4), t(2, 1, n, 4), t(2, 1, 1, n))),
     s("_scaled_dot_product_attention_math", lambda n: (t(2, 1, 3, 4), t(2, 1, n, 4), t(2, 1, n, 4), b(2, 1, 1, n))),
+    s("_transformer_encoder_layer_fwd", lambda n: encoder_layer(n, 3, 4)),
+    s("_transformer_encoder_layer_fwd", lambda n: encoder_layer(2, n, 4)),
+    s("_transformer_encoder_layer_fwd", lambda n: (*encoder_layer(2, n, 4), b(n, n), 0)),
+    s("_transformer_encoder_layer_fwd", lambda n: (*encoder_layer(2, n, 4), b(2, n), 1)),
+    s("_transformer_encoder_layer_fwd", lambda n: (*encoder_layer(2, n, 4), b(2, 2, n, n), 2)),
+    s("_native_multi_head_attention", lambda n: (*heads(n, 3, 4), None, True)),
+    s("_native_multi_head_attention", lambda n: (*heads(2, n, 4), b(2, n), True, True, 1)),
     s("scaled_dot_product_attention", lambda n: (t(n, 1, 3, 4), t(n, 1, 3, 4), t(n, 1, 3, 4)), dropout_p=0.5),
     s("scaled_dot_product_attention", lambda n: (t(2, 1, 3, n), t(2, 1, 3, n), t(2, 1, 3, n))),
     s("scaled_dot_product_attention", lambda n: (t(2, 1, 3, 4), t(2, 1, n, 4), t(2, 1, n, 4), b(2, 1, 3, n))),

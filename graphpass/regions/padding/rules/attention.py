@@ -121,12 +121,22 @@ def _self_attention(call: OpCall) -> PaddedValue:
 
 
 def _multi_head(call: OpCall) -> tuple[PaddedValue | None, ...]:
-    """``nn.MultiheadAttention`` in eval mode, whose second result are the weights, or empty."""
+    """``nn.MultiheadAttention`` in eval mode: its second result are the weights [batch, (heads,) queries, keys]."""
     _check_weights(call, "query", "key", "value", "mask")
     attended = _attention(replace(call.with_arguments(attn_mask=_shown(call)), result=call.shapes[0]))
     assert isinstance(attended, PaddedValue)
-    reason = PaddingReason("the weights of attention are not followed")
-    return (attended, *(call.reached(call.fresh(shape), reason) for shape in call.shapes[1:]))
+    weights: list[PaddedValue | None] = []
+    for shape in call.result[1:] if isinstance(call.result, tuple) else ():
+        if isinstance(shape, TensorShape):
+            middle, keys = call.fresh(shape).factors[1:-2], call.tensor("key").factors[1]
+            value = PaddedValue((attended.factors[0], *middle, attended.factors[1], keys))
+            to = {0: 0, 1: value.rank - 2}
+            pads: dict[Place, Pad] = {(to[dim], at): pad for (dim, at), pad in attended.padding}
+            hidden = dict.fromkeys(call.places(value, [value.rank - 1]), 0.0)
+            weights.append(value.with_pads({**pads, **hidden}))
+        else:
+            weights.append(None)
+    return (attended, *weights)
 
 
 def _check_weights(call: OpCall, *but: str) -> None:
