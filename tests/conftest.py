@@ -170,6 +170,15 @@ def no_pool_left_behind(request: pytest.FixtureRequest, clean_compiler: None) ->
     assert not left, f"segments left in private pools (pool, address): {sorted(left)}"
 
 
+@pytest.fixture
+def reset_before_the_count(no_pool_left_behind: None) -> Iterator[None]:
+    """For runtimes that torch.compile makes: their graphs go with Dynamo's code, before segments are counted."""
+    import torch
+
+    yield
+    torch.compiler.reset()
+
+
 def private_segments() -> set[tuple[tuple[int, int], int]]:
     """(pool, address) of every segment that the caching allocator holds for a private pool, after a collection."""
     import torch

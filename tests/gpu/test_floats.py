@@ -11,7 +11,7 @@ import torch
 import graphpass as gp
 from tests.observed import calls_with_graph
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("reset_before_the_count")]
 
 PROGRAMS: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "arithmetic": lambda x, thr: (x * thr - thr) / (thr * 2 + 1) + thr / x,

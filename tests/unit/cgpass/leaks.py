@@ -253,7 +253,9 @@ def agree(
     if isinstance(model, nn.Module):
         model.to(device)
     fast = torch.compile(model, backend="cgpass", options={"compiler": compiler, **program.options})
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "equal_nan": True}
+    # On a GPU the atomic additions of a scatter round in another order in each run.
+    tolerance = TOLERANCE[dtype] * (1 if device == "cpu" else 4)
+    close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
     with torch.no_grad():
         for size in sizes:
             args = [arg.to(device) for arg in program.arguments(size, dtype)]
