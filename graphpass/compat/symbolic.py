@@ -190,11 +190,11 @@ def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
 
 
 def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
-    """The size of each symbol in the call being traced; without the ragged sizes of nested tensors, no numbers."""
+    """The value of each symbol in the call being traced; without the ragged sizes of nested tensors, no numbers."""
     for name in ("backed_var_to_val", "var_to_val"):
         hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
         if hints is not None:
-            return {symbol: hint for symbol, hint in hints.items() if isinstance(hint, (int, sympy.Integer))}
+            return {symbol: hint for symbol, hint in hints.items() if isinstance(hint, (int, float, sympy.Number))}
     return {}
 
 
