@@ -269,7 +269,9 @@ def _by_data(
             members, sizes = groups.setdefault((output.viewed, output.group), ([], []))
             members.append(index)
             sizes += (*output.shape, *output.strides, output.offset)
-            if output.viewed is not None:  # the offset of a view may be a symbol of its own, which hides the input's
+            if (
+                output.viewed is not None and output.viewed in layouts
+            ):  # the offset of a view may be a symbol of its own, which hides the input's
                 sizes += (*layouts[output.viewed].shape, *layouts[output.viewed].strides)
     symbols = {tuple(members): symbols_in(sizes) for members, sizes in groups.values()}
     return {index: own for members, own in symbols.items() if any(map(symbolic.is_unbacked, own)) for index in members}

@@ -28,6 +28,7 @@ from graphpass.options import Settings
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
+from graphpass.regions.symbols import graph_inputs
 from graphpass.report.callables import CallableRecord, CompileSeconds, RegionReason
 
 __all__ = ["backend"]
@@ -60,7 +61,9 @@ def backend(
     """
     if mode is not None:
         raise _no_presets(mode)
-    settings = Settings.of(options).with_names(dynamo.argument_aliases())
+    named = {graph_input.source_name for graph_input in graph_inputs(graph_module.graph)}
+    aliases = {alias: name for alias, name in dynamo.argument_aliases().items() if alias not in named}
+    settings = Settings.of(options).with_names(aliases)
     runtime = settings.runtime or runtime_of_compiler(dynamo.calling_compiler())
     read = [*example_inputs, *attributes_read(graph_module).values()]
     _refuse_subclasses(read)

@@ -184,6 +184,7 @@ def graph_break_after(graph_module: fx.GraphModule) -> GraphBreak | None:
     return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}", hint)
 
 
+_MODULE_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
 ALLOW_RNN = "set torch._dynamo.config.allow_rnn = True before the model is compiled"
 
 
@@ -195,7 +196,8 @@ def untraced_rnn() -> str | None:
     """
     frame, outermost = None if torch._dynamo.config.allow_rnn else inspect.currentframe(), None
     while frame is not None:
-        called = frame.f_locals.get("self")
+        # A frame keeps what f_locals has shown for as long as it runs: frames of callers are not looked into.
+        called = frame.f_locals.get("self") if frame.f_code.co_name in _MODULE_CALLS else None
         if isinstance(called, torch.nn.Module) and not is_dynamo_compiled(called):
             outermost = called
         frame = frame.f_back
