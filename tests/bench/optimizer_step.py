@@ -84,6 +84,7 @@ def _optimizer(kind: str, device: torch.device, smoke: bool, **implementation: A
     optimizer, settings = KINDS[kind]
     on_gpu = {"capturable": True} if device.type == "cuda" and kind != "SGD" else {}
     made: torch.optim.Optimizer = optimizer(model.parameters(), **settings, **on_gpu, **implementation)
+    made.step()  # makes the state, which a graph of reduce-overhead cannot return and keep
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 import graphpass as gp
 from tests.observed import calls_with_graph
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("reset_before_the_count")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
 PROGRAMS: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "arithmetic": lambda x, thr: (x * thr - thr) / (thr * 2 + 1) + thr / x,
@@ -29,10 +29,12 @@ def test_replays_read_the_floats_of_their_call(name: str, compiler: str, dtype: 
     program, runtime = PROGRAMS[name], gp.GraphRuntime()
     options = {"compiler": compiler, "runtime": runtime, "dispatch": "auto"}
     fast = torch.compile(program, backend="cgpass", dynamic=True, options=options)
+    # Inductor rounds to 16 bits once, eager after each operation.
+    close = {"rtol": 1e-2, "atol": 1e-2} if compiler == "inductor" and dtype is not torch.float32 else {}
     with torch.no_grad():
         for step in range(12):
             x, thr = torch.rand(64, 32, device="cuda").add(0.5).to(dtype), 0.1 + 0.07 * step
-            torch.testing.assert_close(fast(x, thr), program(x, thr))
+            torch.testing.assert_close(fast(x, thr), program(x, thr), **close)
     if name != "a result":  # a number that the function returns is read on the host
         assert len(runtime.callables()) == 1
         assert calls_with_graph(runtime) == 11

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.cgpass.test_negative_indices import NUM_CALLS, PROGRAMS, compiled, num_padded, run
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("reset_before_the_count")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import graphpass as gp
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("reset_before_the_count")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
 STEPS = 8
 KINDS = [

@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.cgpass.leaks import BOTH, LEAKS, RIGHT, agree, around, is_padded, refusals
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("reset_before_the_count")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
 FIVE = ("softmax", "batch norm in training", "centred in place", "attention of a query", "relative positions")
 STAY = ("masked attention", "multilayer perceptron", "convolution of each row", "mean pooling with a trash row")
