@@ -27,6 +27,7 @@ def _zero_padding(x: torch.Tensor, num_dims: int) -> torch.Tensor:
             remedy="pass a tensor whose first num_dims dimensions are the tokens, or the requests and their tokens",
         )
     # Trailing dimensions that the mask does not cover have one size in all batches, so they have no padding.
+    # guard: zeroed_padding
     return x.clone().masked_fill_(is_padding.view(*is_padding.shape, *[1] * (x.dim() - covered)), 0)  # keeps the layout
 
 

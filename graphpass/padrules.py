@@ -57,7 +57,7 @@ def padding_parts(buffer: torch.Tensor, real_sizes: Mapping[int, int], rule: Pad
             parts.append((rest, cast(float, rule)))
             buffer = buffer.narrow(dim, 0, real)
         elif real:  # later dimensions overwrite their own padding in this part
-            parts.append((rest, buffer.narrow(dim, real - 1, 1).expand_as(rest)))
+            parts.append((rest, buffer.narrow(dim, real - 1, 1).expand_as(rest)))  # guard: encoder_padding_last
         else:
             parts.append((rest, 0))
     return parts

@@ -45,7 +45,7 @@ class RealSizes:
     def of(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors for a call with these arguments."""
         read = tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places.values()])
-        sizes = self._known.get(read)
+        sizes = self._known.get(read)  # guard: real_size_of_the_call
         if sizes is None:
             if len(self._known) >= _MAX_REMEMBERED:
                 self._known.clear()

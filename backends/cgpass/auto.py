@@ -286,7 +286,7 @@ class AutoDispatcher:
             if call.cuts.views or any(padded.is_written for padded in call.inputs):
                 # This replay overwrites views that an earlier call returned.
                 args = self._runtime.lease.without_stale(args, tuple(self._rules.padded))
-            if call.is_padded and self._due.takes(call):
+            if call.is_padded and self._due.takes(call):  # guard: padding_checked_at_run_time
                 with self._owner.uncounted(call.key.descriptor):
                     self._check(call, context, args)
             filled = call.filled(args)
@@ -294,7 +294,7 @@ class AutoDispatcher:
             cut = call.cuts.apply(self._flat(returned), args, self._runtime.lease.forward_storages)
             for padded in call.inputs:
                 if padded.is_written:
-                    args[padded.position].copy_(padded.real)
+                    args[padded.position].copy_(padded.real)  # guard: padded_copy_back
         finally:
             self._runtime.lease.release()
         call.counts.saw(_volume(call.real), _volume(call.key.sizes))

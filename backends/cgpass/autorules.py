@@ -146,7 +146,7 @@ def _rules_of(
 ) -> AutoRules:
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, graph)
-    never = parts.never_padded()
+    never = parts.never_padded()  # guard: exchanged_memory_padded
     padded, contents_decide = _padded_symbols(graph, names, proof, settings) if never is None else (frozenset(), False)
     positions = {
         position: settings.padding.get(parts.inputs[position].shown, "repeat")
@@ -168,7 +168,7 @@ def _rules_of(
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in graph.layouts if not parts.inputs[p].is_static),
         checks="never" if settings.padding_check == "off" else checks,
-        check_contents="real" if proof.needs_real_contents else "random",
+        check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
         on_fallback=settings.on_fallback,
         is_strict=settings.padding_check == "strict",
         moves=settings.policy.on_moved_input == "copy",
@@ -222,7 +222,7 @@ def _padded_symbols(
     with_data = names.with_data(graph)
     for symbol, field in names.candidates.items():
         verdict = proof.verdicts[field]
-        if field in with_data:
+        if field in with_data:  # guard: sizes_from_data
             continue
         is_declared = field in names.declared
         asks_anyway = settings.padding_check in ("declared", "off")

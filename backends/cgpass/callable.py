@@ -141,7 +141,7 @@ class GraphedCallable:
         args = given if len(given) == len(self._taken) else tuple([given[position] for position in self._taken])
         if self._appended is None:
             return self.call(args)
-        changed = self._appended.changed()
+        changed = self._appended.changed()  # guard: attributes_layout
         args = self._appended.after(args)
         return self.call(args) if changed is None else self._changed(changed, args)
 
@@ -350,6 +350,7 @@ class GraphedCallable:
                     plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
             flat = outputs if self.returns_flat else trees.flatten(outputs)[0]
             pool = lease.forward_storages
+            # guard: piecewise_outputs_cloned
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
             if is_outermost and self._policy.debug and not clones:
                 leaves = lease.watched(leaves, pool, self.name)

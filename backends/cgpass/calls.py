@@ -153,6 +153,7 @@ class CallTable:
         """
         real = self._graph.read(args)
         layout = tuple([args[position] for position in self._layout_numbers])
+        # guard: padded_inputs_share_memory, sizes_of_one_name_differ
         as_is = as_is or self._rules.keys.differs(real) or (self._watches_memory and self._shares_memory(args))
         call = self._calls.get((real, layout, as_is))
         if call is None:

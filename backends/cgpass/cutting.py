@@ -115,9 +115,9 @@ class OutputCuts:
                 for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
                     cut_outputs[cut.index] = tensor
         for view in self.views:
-            cut_outputs[view.index] = view.of(args)
+            cut_outputs[view.index] = view.of(args)  # guard: views_of_the_callers_tensor
         for index, number in self.numbers.items():
-            cut_outputs[index] = number
+            cut_outputs[index] = number  # guard: numbers_of_real_sizes
         return cut_outputs
 
 

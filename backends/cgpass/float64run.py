@@ -59,7 +59,7 @@ class Float64Run:
         given = list(args)
         with torch.no_grad():
             for position in self._written:  # they share no memory, or the call would not be padded
-                given[position] = _wide(args[position].clone())
+                given[position] = _wide(args[position].clone())  # guard: padding_float64_copies
             outputs = trees.flatten(self._run(*given))[0]
         return outputs, {position: given[position] for position in self._written}
 

@@ -81,7 +81,7 @@ class KeyShape:
         elif self.symbolic:
             position, dims = self.symbolic[0]
             size = args[position].shape[dims[0]]
-            if self._fitting.get(descriptor) != size:
+            if self._fitting.get(descriptor) != size:  # guard: key_fits_the_symbol
                 self._check_symbolic(descriptor, args)
                 self._fitting.setdefault(descriptor, size)
 
@@ -93,7 +93,7 @@ class KeyShape:
         for position, dim, name in self.declared:
             expected = padded.get(name)
             found = args[position].shape[dim]
-            if expected is not None and expected != found:
+            if expected is not None and expected != found:  # guard: key_names_the_shape
                 raise ShapeError(
                     f"input {self.names[position]!r} does not have the size its key names",
                     expected=f"{name}={expected} in dimension {dim} (key {descriptor})",

@@ -67,7 +67,7 @@ class PaddedInput:
             fill_by_function(self.buffer, value, self.rule, name=f"input {self.position}")
         else:
             self.real.copy_(value)
-            fill_parts(self._parts)
+            fill_parts(self._parts)  # guard: padding_filled_in_every_call
 
 
 @dataclass(slots=True)

@@ -147,6 +147,7 @@ class PaddedCall:
             padded.fill(self.args[padded.position])
             if magnitude is not None and padded.position not in self.declared:
                 others.fill(padded, magnitude)
+        # guard: padding_check_undone
         with restoring([tensor for _, tensor in self.written], self.generators, self.device):
             outputs = self.replay()
             entries = real_entries(self.cuts, outputs)
@@ -201,8 +202,9 @@ def check_padding(call: PaddedCall) -> PaddingCheck:
     with restoring((), call.generators, call.device):  # random contents come from the default generator
         expected, control = call.observed(None), call.observed(None)
         spreads = [_spread(one, other) for (_, one), (_, other) in zip(expected, control, strict=True)]
+        # guard: padding_that_is_not_finite
         fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(call, expected)
-        if fault is not None or call.in_float64 is None:
+        if fault is not None or call.in_float64 is None:  # guard: padding_against_no_padding
             return PaddingCheck(fault, any(spreads))
         fault = _fault_of_amounts(call, call.in_float64, dict(expected))
         return PaddingCheck(fault, any(spreads), tuple(sorted(call.in_float64.run.in_own_type)))
@@ -211,7 +213,7 @@ def check_padding(call: PaddedCall) -> PaddingCheck:
 def _fault_of_contents(
     call: PaddedCall, expected: Sequence[tuple[str, torch.Tensor]], spreads: Sequence[float]
 ) -> str | None:
-    for magnitude in (_small, _large):
+    for magnitude in (_small, _large):  # guard: padding_of_large_values
         try:
             found = call.observed(magnitude)
         except (GraphpassError, torch.AcceleratorError, torch.OutOfMemoryError):
@@ -289,7 +291,7 @@ def _is_rounding(found: Sequence[torch.Tensor], expected: torch.Tensor, rounding
     if any(_spread(one, expected) > rounding * _largest(expected, one != expected) for one in found):
         return False
     less, more = (_wide(one).sub(_wide(expected)).nan_to_num(0.0, 0.0, 0.0).norm() for one in found)
-    return bool(more <= _GROWTH_ALLOWED * less)
+    return bool(more <= _GROWTH_ALLOWED * less)  # guard: padding_in_own_type
 
 
 def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
@@ -356,7 +358,7 @@ class _OtherContents:
             if index is None:
                 index = torch.arange(size, device=self._device)
                 index[real:] = torch.randint(real, (size - real,), generator=self._generator, device=self._device)
-                self._indices[real, size] = index
+                self._indices[real, size] = index  # guard: padding_integer_slices
             buffer.copy_(buffer.index_select(dim, index))
 
 

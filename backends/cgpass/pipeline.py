@@ -168,7 +168,7 @@ class _Traced:
         side_effects = sideeffects.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
         taken = _drop_unread_inputs(whole)
-        attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))
+        attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         sizes = count_from_start(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
         return cls(whole, floats, taken, appended, ends_early, side_effects, key)

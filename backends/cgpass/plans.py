@@ -182,6 +182,7 @@ class ReplayPlans:
         """The plan of a key that is valid for these arguments; None if there is none."""
         leaves, now = list(args), self._runtime.lease.generation
         plans = self._plans.get(descriptor, ())
+        # guard: plans_of_dead_graphs
         return next((plan for generation, plan in plans if generation == now and plan.serves(leaves)), None)
 
     def add(
@@ -221,7 +222,7 @@ class ReplayPlans:
             staging = entry.plan.staging
             is_handed = any(region.inputs[position] not in arguments for position in staging.positions)
             depends = is_handed and (bool(staging.pattern) or (staging.mutates and len(staging.positions) > 1))
-            if depends or not looked_up.isdisjoint(region.inputs):
+            if depends or not looked_up.isdisjoint(region.inputs):  # guard: plan_shares_written
                 looked_up.update(region.outputs)
                 continue
             planned[region.name] = PlannedReplay(

@@ -109,14 +109,15 @@ class CapturePermit:
         ]
         own = [captured for captured in peers if captured.owner_ids == owner_ids]
         moved = sorted({p for captured in own or peers for p in captured.statics.moved(call.leaves)})
+        # guard: moved_input_refused
         if moved and not is_open and (self.policy.on_moved_input == "error" or not is_lazy):
             raise self._moved(peers[0], call, moved[0])
-        if not is_open and not is_lazy:
+        if not is_open and not is_lazy:  # guard: capture_closed
             raise self._not_captured(descriptor)
         scope = self.runtime.scopes.current()
         is_automatic = scope is not None and scope.is_automatic
         if is_lazy:
-            self._refuse_lazy_capture_across_ranks(context)
+            self._refuse_lazy_capture_across_ranks(context)  # guard: lazy_capture_across_ranks
             self.runtime.warn(
                 "captured while serving, as lazy_capture allows; a capture takes much longer than a replay",
                 "capture the key inside `with runtime.capturing():`",
@@ -144,7 +145,7 @@ class CapturePermit:
                 f"{_UPDATE}, or capture again before serving: precapture()",
                 at=at,
             )
-        return call.static - keeps_moving
+        return call.static - keeps_moving  # guard: replaced_inputs_copied
 
     def _baked_of_moved(
         self, descriptor: BatchDescriptor, call: Call, moved: Sequence[int], *, num_peers: int, num_own: int
@@ -152,14 +153,14 @@ class CapturePermit:
         """Positions that the next graph of a key may bake in, after static inputs have moved."""
         at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in moved[:3])})"
         inside = call.inside_static().intersection(moved)
-        if num_own < MAX_STATIC_SETS:
+        if num_own < MAX_STATIC_SETS:  # guard: max_static_sets
             text = "static inputs moved, so their key was captured once more"
             if num_own and self._is_serving():
                 self.runtime.warn(text, _INDEX if inside else _REFILL, at=at)
             else:  # another instance of the module, or a capture that the caller asked for
                 self.runtime.note(text, at=f"{at}, set {num_peers + 1}")
             return call.static
-        if inside:
+        if inside:  # guard: moves_inside_static
             raise StaticInputError(
                 f"{call.names[min(inside)]!r} of {self.region} keeps moving inside a static input",
                 expected=f"at most {MAX_STATIC_SETS} offsets in it: a copy would hide that the two share memory",

@@ -100,6 +100,7 @@ class InputChecks:
         """
         for position, value in self.constants:
             found = leaves[position]
+            # guard: constant_types, constants
             if found is not value and (type(found) is not type(value) or found != value):
                 raise CaptureError(
                     f"argument {self.names[position]} of {self.name} is baked into the graph of {self.key}",
@@ -110,7 +111,7 @@ class InputChecks:
         if self.layouts:
             self._check_layouts(leaves)
         for position, strides in self.viewed_strides:
-            if leaves[position].stride() != strides:
+            if leaves[position].stride() != strides:  # guard: viewed_strides
                 raise ShapeError(
                     f"input {self.names[position]} of {self.name} has other strides than at capture",
                     expected=str(strides),
@@ -118,7 +119,7 @@ class InputChecks:
                     remedy="pass it in the same layout: an output is a view of it",
                 )
         for position, address in self.pool_inputs:
-            if leaves[position].data_ptr() != address:
+            if leaves[position].data_ptr() != address:  # guard: pool_input_address
                 raise StaticInputError(
                     f"input {self.names[position]} of {self.name} has another address than at capture",
                     expected=f"pool memory at {address:#x}, written earlier in the forward",
@@ -131,6 +132,7 @@ class InputChecks:
         if self.verified.has_layouts is not None and self.verified.has_layouts(*tensors):
             return
         for (position, static), found in zip(self.layouts, tensors, strict=True):
+            # guard: static_layout
             if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
                 raise ShapeError(
                     f"static input {self.names[position]} of {self.name} has another layout than at capture",

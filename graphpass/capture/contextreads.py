@@ -73,7 +73,7 @@ class ContextReads:
         ):
             return
         for path, address, tensor in zip(self.paths, self.addresses, now, strict=True):
-            if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() != address:
+            if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() != address:  # guard: context_addresses
                 raise StaticInputError(
                     f"{_shown(path)} of the forward context was read by the graph of {name} at capture",
                     expected=f"the tensor at {address or 0:#x}",

@@ -62,7 +62,7 @@ class CudaDevice(GraphDevice):
         self.open()
         graph = torch.cuda.CUDAGraph(keep_graph=self._keeps_recordings)
         for generator in generators:
-            graph.register_generator_state(generator)
+            graph.register_generator_state(generator)  # guard: cuda_generator_registered
         with self._on_recording_stream(generators):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -103,7 +103,7 @@ class CudaDevice(GraphDevice):
             return
         stream = torch.cuda.current_stream(self.device)
         if self._last_stream is not None:
-            stream.wait_stream(self._last_stream)
+            stream.wait_stream(self._last_stream)  # guard: cuda_stream_order
         self._last_current, self._last_stream = current, stream
 
     @override
@@ -144,7 +144,7 @@ class CudaDevice(GraphDevice):
             caller.wait_stream(stream)
             if self._pool is None:  # retired
                 self._drop_stream()
-                self._take_out_of_capture(generators)
+                self._take_out_of_capture(generators)  # guard: cuda_random_after_failure
             raise
         caller.wait_stream(stream)
 

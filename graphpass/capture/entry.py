@@ -56,6 +56,7 @@ class GraphEntry:
 
     def reads_pool_at(self, leaves: Sequence[Any]) -> bool:
         """Whether all inputs in pool memory have their addresses at capture."""
+        # guard: pool_input_moved
         return all(leaves[position].data_ptr() == address for position, address in self.plan.checks.pool_inputs)
 
 

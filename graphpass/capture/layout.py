@@ -44,7 +44,7 @@ def distinct_elements(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
             tensor = tensor.narrow(dim, 0, 1)
     reach = 0
     for stride, size in sorted((d, s) for s, d in zip(tensor.shape, tensor.stride(), strict=True) if s > 1):
-        if stride <= reach:
+        if stride <= reach:  # guard: self_overlap
             raise ShapeError(
                 f"{name} overlaps itself in memory",
                 expected="a layout in which each element has a distinct address, or expanded dimensions",

@@ -114,6 +114,7 @@ class OutputPlan:
 
     def for_caller(self, built: Sequence[Any], *, clone: bool) -> list[Any]:
         """``built`` with pool outputs cloned, or as new tensor objects, which the caller may reshape in place."""
+        # guard: cloned_outputs
         return _clone_groups(list(built), self._clone_groups) if clone else own_objects(built, self.pool_storages)
 
     def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
@@ -151,7 +152,7 @@ def view_of(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], 
 def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
     """``outputs`` with a new tensor object for each in pool memory, which the caller may reshape in place."""
     fresh = {
-        id(output): output.detach()
+        id(output): output.detach()  # guard: own_objects
         for output in outputs
         if isinstance(output, torch.Tensor) and storage_id(output) in pool_storages
     }
@@ -173,7 +174,7 @@ def _groups_by_storage(outputs: Sequence[Any], storages: Collection[int]) -> tup
     groups: dict[int, list[int]] = {}
     for index, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and storage_id(output) in storages:
-            groups.setdefault(storage_id(output), []).append(index)
+            groups.setdefault(storage_id(output), []).append(index)  # guard: outputs_that_share
     return tuple(map(tuple, groups.values()))
 
 

@@ -47,7 +47,7 @@ class PoolTurn:
         """
         thread = threading.get_ident()
         if self._thread == thread:
-            if self._context is not context:
+            if self._context is not context:  # guard: pool_busy
                 raise PoolBusyError(
                     f"{who} started a forward inside another forward of the same pool",
                     expected="one forward at a time in a pool",
@@ -121,7 +121,7 @@ class PoolLease:
         """
         other = PoolLease(self._notes, device=self.device, keeps_recordings=True)
         other.turn, other._generations, other.shows_stale = self.turn, self._generations, self.shows_stale
-        other.entries_dropped()
+        other.entries_dropped()  # guard: throwaway_generation
         return other
 
     @property
@@ -199,10 +199,10 @@ class PoolLease:
             pool_outputs: the outputs in pool memory.
         """
         if self._forward is not self._written_by:
-            self.make_stale(self._written)
+            self.make_stale(self._written)  # guard: stale_outputs
             self._written.clear()
             for name in self._views.next_forward():
-                self._warn_of_held(name)
+                self._warn_of_held(name)  # guard: held_views_named
             self._written_by = self._forward
         self.forward_storages |= pool_storages
         self._written.extend(pool_outputs)
@@ -231,7 +231,7 @@ class PoolLease:
             for position, leaf in zip(
                 positions, clone_pool_tensors([leaves[p] for p in positions], stale), strict=True
             ):
-                found[position] = leaf
+                found[position] = leaf  # guard: stale_arguments
         return found
 
     def entries_dropped(self) -> None:

@@ -62,7 +62,7 @@ class ProcessMemory:
         """Whether every graph pool with memory in it belongs to graphpass."""
         with self._lock:
             others = {pool for stream, pool in self._segments() if stream not in self._streams}
-            return others <= {_DEFAULT_POOL, *self.pools()}
+            return others <= {_DEFAULT_POOL, *self.pools()}  # guard: others_pools
 
     def pools(self) -> frozenset[PoolId]:
         """The pools that count as graphpass's own."""

@@ -115,10 +115,10 @@ class Recorder:
             return self._recorded(device, inside, context, tally)
         except BaseException as error:
             try:
-                self._explain(error, inside, context)
+                self._explain(error, inside, context)  # guard: failed_capture_is_typed
                 raise
             finally:
-                self.arena.restore(held)
+                self.arena.restore(held)  # guard: failed_capture_bytes
 
     def _recorded(
         self, device: GraphDevice, inside: RegionCalls, context: ForwardContext, tally: RunningCounts
@@ -144,22 +144,23 @@ class Recorder:
                 device.warm_up(body)
                 tally.warmed += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
-                existed = _storages(body.returned)
+                existed = _storages(body.returned)  # guard: memory_reached_by_itself
             if scope is not None and scope.prepare is not None:
                 scope.prepare()
             with restoring(mutated, generators, device.device):
                 log.is_open = not self.policy.debug
                 graph, recorded = (
+                    # guard: debug_runs_eagerly
                     _eager(self.name, body, surroundings) if self.policy.debug else device.record(body, generators)
                 )
                 log.is_open = False
             outputs = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
             built = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
-            if not self.policy.debug:
+            if not self.policy.debug:  # guard: tape_frozen_results
                 device.refuse_frozen(built.pool_outputs)
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
-        self.runtime.lease.make_stale(built.pool_outputs)
+        self.runtime.lease.make_stale(built.pool_outputs)  # guard: recorded_result_is_stale
         tally.captured_in(time.perf_counter() - start_s, body.launch_s)
         _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
         tracing.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
@@ -232,7 +233,7 @@ class Recorder:
             leaf = self.call.leaves[position]
             if position not in lent:
                 yield position, leaf.detach()
-            elif position not in self.call.module_owned or not dynamo.guards_module_layouts():
+            elif position not in self.call.module_owned or not dynamo.guards_module_layouts():  # guard: module_layouts
                 yield position, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
     def _graph_inputs(self, staging: Staging) -> list[Any]:
@@ -261,7 +262,7 @@ class Recorder:
         num_bytes = f"(pool {self.runtime.pool_bytes()} bytes, buffers {self.runtime.buffer_bytes()} bytes)"
         found = f"{refused.problem}: {refused.found}" if refused else f"{type(error).__name__}: {error}"
         raise CaptureError(
-            ", ".join([*problem, place] if place else problem),
+            ", ".join([*problem, place] if place else problem),  # guard: failure_names_the_op
             expected=refused.expected if refused else "a region that can be captured",
             found=f"{found} {num_bytes}",
             remedy=self._remedy(
@@ -301,10 +302,10 @@ class Recorder:
                 )
             if position in static:
                 continue
-            if storage_id(leaf) in baked_storages:
+            if storage_id(leaf) in baked_storages:  # guard: inside_static_at_capture
                 # It aliases a static input: a copy would not see writes to that input.
                 static.add(position)
-            elif storage_id(leaf) in pool_storages:
+            elif storage_id(leaf) in pool_storages:  # guard: fresh_eager_results
                 pool.append((position, leaf.data_ptr()))
             else:
                 staged.append(position)
@@ -314,7 +315,7 @@ class Recorder:
         leaves, mutated = self.call.leaves, self.call.mutated
         declared = {storage_id(leaves[p]) for p in mutated}
         for position, (old, new) in enumerate(zip(before, after, strict=True)):
-            if old != new and storage_id(leaves[position]) not in declared:
+            if old != new and storage_id(leaves[position]) not in declared:  # guard: undeclared_mutation
                 raise CaptureError(
                     f"{self.name} writes to its input {self.call.names[position]!r}",
                     expected="every input that the region writes to, listed in mutated_inputs",
@@ -369,7 +370,7 @@ def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, contex
     seen = replace(
         context,
         attn_metadata=None if mode is CUDAGraphMode.PIECEWISE else context.attn_metadata,
-        num_tokens=None if context.num_tokens is None else descriptor.num_tokens,
+        num_tokens=None if context.num_tokens is None else descriptor.num_tokens,  # guard: count_of_the_key
         capture=inside,
     )
     with entered(log.watched(seen, of=context)), torch.no_grad(), without_cached_casts():

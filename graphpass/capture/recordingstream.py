@@ -32,7 +32,7 @@ class RecordingStream:
         PROCESS_MEMORY.add_stream(self._address)
         self._first: torch.cuda.CUDAGraph | None = None
         """The graph that allocated the workspaces; while it lives, the pool is in use and torch does not free it."""
-        self.stream = torch.cuda.ExternalStream(self._address, device=device)
+        self.stream = torch.cuda.ExternalStream(self._address, device=device)  # guard: cuda_blas_workspace
 
     @property
     def _address(self) -> int:
@@ -64,7 +64,7 @@ class RecordingStream:
         """
         if self._first is not None:
             self._first.reset()
-        if PROCESS_MEMORY.owns_every_pool():
+        if PROCESS_MEMORY.owns_every_pool():  # guard: cuda_others_workspaces
             memory.drop_blas_workspaces()
             checked(driver().cuStreamDestroy_v2(self._handle), "give a stream back")
             PROCESS_MEMORY.remove_stream(self._address)

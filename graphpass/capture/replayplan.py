@@ -100,8 +100,8 @@ class ReplayPlan:
         statics = self.statics
         return (
             statics.matches(args)
-            and alias_pattern(args, self.dynamic_positions) == self.pattern
-            and not self._is_inside_static(args)
+            and alias_pattern(args, self.dynamic_positions) == self.pattern  # guard: alias_pattern
+            and not self._is_inside_static(args)  # guard: staged_inside_static
         )
 
     def _is_inside_static(self, args: Sequence[Any]) -> bool:
@@ -119,7 +119,7 @@ class ReplayPlan:
         """
         self.staging.check(args)  # first: a size that differs is also a number that differs
         self.checks.check(args)
-        self.reads.check(context, self.name)
+        self.reads.check(context, self.name)  # guard: context_reads
 
     def run(self, args: Sequence[Any], lease: PoolLease) -> Any:
         """Copy inputs, count, replay and copy back what the graphs wrote to inputs.
@@ -148,7 +148,7 @@ def launch_of(graph: Graph, staging: Staging, outputs: OutputPlan) -> Callable[[
         def launch(leaves: Sequence[Any]) -> list[Any]:
             with without_grad():
                 replay()
-                staging.copy_back(leaves)
+                staging.copy_back(leaves)  # guard: copy_back
                 return outputs.build(leaves)
 
         return launch

@@ -29,13 +29,13 @@ def restoring(
     finally:
         with torch.no_grad():
             for tensor, copy in zip(mutated, saved, strict=True):
-                tensor.copy_(copy)
+                tensor.copy_(copy)  # guard: warm_up_restored
         for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            generator.set_state(state)  # guard: generators_restored
         if device.type == "cuda":
             torch.cuda.set_rng_state(default, device)
         else:
-            torch.set_rng_state(default)
+            torch.set_rng_state(default)  # guard: rng_restored
 
 
 def default_random_state(device: torch.device) -> torch.Tensor:

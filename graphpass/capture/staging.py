@@ -79,6 +79,7 @@ def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPatte
     for index, (storage, position) in enumerate(zip(storages, positions, strict=True)):
         group = groups.setdefault(storage, index) if storage else index
         offset = extent(leaves[position])[0] - first_byte[storage] if storage else 0
+        # guard: alias_pattern_strides
         pattern.append((group, offset, leaves[position].stride() if storages.count(storage) > 1 else ()))
     return tuple(pattern)
 
@@ -172,6 +173,7 @@ class Staging:
         """
         for position, buffer, name in zip(self.positions, self.buffers, self._names, strict=True):
             leaf = leaves[position]
+            # guard: staged_dtype, staged_shape
             if leaf.shape != buffer.shape or leaf.dtype != buffer.dtype or leaf.device != buffer.device:
                 raise ShapeError(
                     f"input {name} does not fit the buffer of this key",
@@ -181,7 +183,7 @@ class Staging:
                     "that was captured with inputs of another size is captured again after runtime.close()",
                 )
         for index in self._expanded:
-            if leaves[self.positions[index]].stride() != self.buffers[index].stride():
+            if leaves[self.positions[index]].stride() != self.buffers[index].stride():  # guard: expanded_strides
                 raise ShapeError(
                     f"input {self._names[index]} is not expanded as it was at capture",
                     expected=f"strides {self.buffers[index].stride()}",
@@ -214,7 +216,7 @@ def _buffers_in_layout(
         offset + (extent(leaves[position])[0] - offset) % WIDEST_ELEMENT_BYTES
         for position, (_, offset, _) in zip(positions, pattern, strict=False)
     ] or [0] * len(positions)
-    groups = [group for group, *_ in pattern] or list(range(len(positions)))
+    groups = [group for group, *_ in pattern] or list(range(len(positions)))  # guard: shared_buffers
     for position, group, offset in zip(positions, groups, offsets, strict=True):
         first, last = extent(leaves[position])
         spans[group] = max(spans.get(group, 0), offset + last - first)

@@ -84,12 +84,12 @@ class _Tape(operators.TorchDispatchMode):
         _refuse_collectives(func)
         if operators.runs_python_kernel(func, "CPU"):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
-            with self.recording():
+            with self.recording():  # guard: tape_kernel_host_reads
                 return operators.call_kernel(func, "CPU", args, kwargs)
         name = operators.schema_name(func)
         if name == _LIFT and args[0].untyped_storage().resizable():  # torch's own memory, not that of a NumPy array
             # Eager code makes the tensor anew in every call, so each replay fills a tensor of the tape with its data.
-            func = torch.ops.aten.clone.default
+            func = torch.ops.aten.clone.default  # guard: tape_lifted_data
         frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
         before = _storages((args, kwargs))
         result = func(*args, **kwargs)
@@ -145,7 +145,7 @@ class _Tape(operators.TorchDispatchMode):
             self.__enter__()  # type: ignore[no-untyped-call]
             self._announced = None
         within = {storage_id(leaf) for leaf in announced[0]} if len(announced) == 1 else set()
-        if not within.issuperset(map(storage_id, _tensors(result))):
+        if not within.issuperset(map(storage_id, _tensors(result))):  # guard: tape_compiled_within
             raise CaptureError(
                 "a compiled callable cannot be captured on the CPU tape",
                 expected="one graph of the cgpass backend that makes all of its results",
@@ -159,7 +159,7 @@ class _Tape(operators.TorchDispatchMode):
         announced, self._announced = self._announced, None
         assert announced is not None
         with self.recording():
-            result = self.call(runnable, args, kwargs)
+            result = self.call(runnable, args, kwargs)  # guard: tape_opaque_within
         announced.append(_tensors(result))
         self._announced = announced
         return result
@@ -309,7 +309,7 @@ def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], 
     for position, leaf in enumerate(trees.flatten(result)[0]):
         if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
             # An alias: a later ``t_()`` turns the result itself, and not the memory that a replay fills.
-            fresh.append((position, distinct_elements(leaf.detach(), name="a result")))
+            fresh.append((position, distinct_elements(leaf.detach(), name="a result")))  # guard: results_reshaped_later
     return tuple(fresh)
 
 
@@ -330,7 +330,7 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...], kwargs: Mapping[
         reads_host = masks and (name == "aten::index" or args[2].numel() != 1 or (len(args) > 3 and args[3]))
     if name == "aten::repeat_interleave":
         reads_host = kwargs.get("output_size") is None
-    if reads_host:
+    if reads_host:  # guard: tape_refuses_host_reads
         raise _refusal(name)
 
 

@@ -31,7 +31,7 @@ def replay_settings() -> Iterator[None]:
 def without_cached_casts() -> Iterator[None]:
     """Turn off autocast's cache of cast weights: a graph would read the cached casts instead of the weights."""
     was_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(False)  # guard: autocast_cache
     try:
         yield
     finally:

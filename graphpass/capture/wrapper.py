@@ -214,7 +214,7 @@ class CUDAGraphWrapper:
 
         Returns a function that drops everything captured in the meantime and restores them.
         """
-        held, self._captured = self._captured, _Captured()
+        held, self._captured = self._captured, _Captured()  # guard: throwaway_graphs_kept
 
         def put_back() -> None:
             self.close()
@@ -223,8 +223,8 @@ class CUDAGraphWrapper:
         return put_back
 
     def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any, *, clone: bool | None = None) -> Any:
-        self._refuse_grad(leaves)
-        refuse_transforms(self.name, leaves)
+        self._refuse_grad(leaves)  # guard: grad_mode
+        refuse_transforms(self.name, leaves)  # guard: transforms_refused
         descriptor = context.batch_descriptor
         assert descriptor is not None
         lease = self._runtime.lease
@@ -246,7 +246,7 @@ class CUDAGraphWrapper:
             plan = entry.plan
             plan.check(leaves, context)
             clones = self._policy.clones_outputs if clone is None else clone
-            if plan.staging.mutates or entry.outputs.viewed_positions:
+            if plan.staging.mutates or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
                 leaves = lease.without_stale(leaves, plan.staging.positions)
             expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
             lease.forward_entries.append(entry)
@@ -352,6 +352,7 @@ class _Watched:
     def drop(self, position: int, _dead: Any) -> None:
         """Drop the entry, because the storage of the input at ``position`` was freed."""
         wrapper, entries = self._owner(), self._table()
+        # guard: dead_parameters
         entry = entries.drop(self._descriptor, self._entry_id) if wrapper is not None and entries is not None else None
         if wrapper is None or entry is None:
             return

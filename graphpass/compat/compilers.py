@@ -37,6 +37,7 @@ def inductor(
             show(aten)
         return compile_fx_inner(aten, inputs, **settings)
 
+    # guard: results_folded_into_inputs
     off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
     with aot_config.patch(enable_autograd_cache=False) if show is not None else contextlib.nullcontext():
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]

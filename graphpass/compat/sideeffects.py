@@ -40,6 +40,7 @@ def side_effects_of_compilation() -> tuple[SideEffect, ...]:
         effects = output.side_effects
         objects = {id(item): item for item in effects.keepalive}
         owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
+        # guard: side_effects_of_own_objects
         changed = [v for v, item in owners.items() if effects.is_modified(v) and not _is_made_here(v)]
         found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
     except AttributeError:  # another torch release, whose record has another structure

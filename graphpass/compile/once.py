@@ -93,7 +93,7 @@ class RegionCompiler:
             wanted = _ranges_of(structure, size_ranges)
             key = (structure.key, *wanted)
             artifact = self._known.get(key)
-            if artifact is None or not _assume(structure, artifact):
+            if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
                 artifact = self._known[key] = _Compilation(region, structure, facts, wanted, chosen, trace).run()
                 num_new += artifact.num_artifacts()
             if trace is not None:

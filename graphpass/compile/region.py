@@ -43,7 +43,7 @@ class WrittenInputs:
         """Whether a written input has gaps or overlaps another input."""
         with symbolic.quiet_shapes(symbolic.fake_mode_of(args)):
             dense = all(memory.is_dense(args[position]) for position in self.written)
-        return not dense or self.overlap(args)
+        return not dense or self.overlap(args)  # guard: written_inputs_with_gaps
 
     def overlap(self, args: Sequence[Any]) -> bool:
         """Whether a written input is in a storage in which inputs overlap."""
@@ -65,6 +65,7 @@ def _any_overlap(tensors: list[torch.Tensor]) -> bool:
     one takes for disjoint.
     """
     with symbolic.quiet_shapes(symbolic.fake_mode_of(tensors)):
+        # guard: rows_of_a_matrix
         return memory.any_overlap(tensors) or any(itertools.starmap(_may_meet, itertools.combinations(tensors, 2)))
 
 
@@ -151,6 +152,7 @@ class CompiledRegion:
 
     def __call__(self, *args: Any) -> Any:
         """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
+        # guard: written_inputs_overlap
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled(*args)
         if self.size_position is None:

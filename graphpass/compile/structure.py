@@ -166,10 +166,11 @@ class _Reader:
         if not isinstance(value, torch.Tensor):
             return self._constant(value)
         flags = (value.is_conj(), value.is_neg(), value.requires_grad, isinstance(value, torch.nn.Parameter))
-        place = (value.dtype, value.layout, value.device, type(value), flags)
+        place = (value.dtype, value.layout, value.device, type(value), flags)  # guard: structural_dtype
         shape = tuple(map(self._size, value.shape))
         if value.layout is not torch.strided:
             return (*place, shape)
+        # guard: structural_strides
         return (*place, shape, tuple(map(self._size, value.stride())), self._size(value.storage_offset()))
 
     def _size(self, size: Any) -> Any:
@@ -195,7 +196,7 @@ class _Reader:
             and not (isinstance(renamed, sympy.Ne) and not renamed.free_symbols <= self._symbols.keys())
         )
         unbacked = tuple(_Itself(symbol) for symbol in self._symbols if symbolic.is_unbacked(symbol))
-        return (ranges, facts, unbacked)
+        return (ranges, facts, unbacked)  # guard: structural_symbols
 
     def _other_name(self, fact: sympy.Basic) -> tuple[sympy.Symbol, sympy.Symbol] | None:
         """(symbol from outside the region, equal symbol of the region) if the fact is their equality, else None.

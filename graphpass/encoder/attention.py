@@ -58,6 +58,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         dtype: dtype of the tensors.
         head_dim: width of a head; it need not be a multiple of 8, heads are padded.
     """
+    # guard: encoder_kernel_tried
     return operators.flash_obstacle(device, dtype, head_dim) or _fault_of_kernel(device, dtype, head_dim)
 
 
@@ -102,7 +103,7 @@ def packed_attention(
         return torch.where(is_packed, _flash(query, key, value, pieces, scale), 0.0)
     # Keys and values of padding rows are zeroed, because a NaN times a weight of zero is a NaN. Padding rows attend to
     # each other, because a softmax over no entries is a NaN.
-    key, value = (torch.where(is_packed, tensor, 0.0) for tensor in (key, value))
+    key, value = (torch.where(is_packed, tensor, 0.0) for tensor in (key, value))  # guard: encoder_nan_padding
     piece = torch.searchsorted(pieces.query_bounds, rows, right=True) - 1
     sequence = torch.where(is_packed.view(-1), pieces.key_starts[piece], -1)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
@@ -212,7 +213,7 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
     """
     register_with_hugging_face()
     weight = next(module.parameters())
-    shared = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]
+    shared = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]  # guard: encoder_shared_hooks
     own = copy.deepcopy(module, memo={id(value): value for value in shared})
     for config in _configs(own):
         config._attn_implementation = name

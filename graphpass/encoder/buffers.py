@@ -121,7 +121,7 @@ class EncoderBuffers(PaddedBuffers):
                 # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
                 target.copy_(value, non_blocking=not value.is_pinned())
         copy_each(targets, sources)
-        for buffer in partly:
+        for buffer in partly:  # guard: encoder_padding_rows
             buffer.fill_padding(rows)
 
 

@@ -124,7 +124,7 @@ class EncoderLadder:
             with graphs.runtime.capturing():
                 budgets, failed = self._capture_keys(graphs, fits)
             captured = list(budgets)
-            planner = self.planner(captured, self._costs(graphs, captured))
+            planner = self.planner(captured, self._costs(graphs, captured))  # guard: encoder_failed_budget
             state = ModelState.of_object(self.model)
             graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
         except BaseException:
@@ -192,7 +192,7 @@ class EncoderLadder:
                 failed.clear()
 
             pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
-            left_out = capture_within(most, pool, (), list(keys), fits)
+            left_out = capture_within(most, pool, (), list(keys), fits)  # guard: encoder_pool_bound
         too_much = NoGraph(
             f"the pool would be larger than max_pool_bytes={most}",
             "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",

@@ -91,7 +91,7 @@ class EncoderGraphs:
         """
         values = self._model.prepare_encoder_cudagraph_replay_buffers(items, key)
         # An earlier replay on another stream may still read the buffers.
-        self.runtime.lease.order_after_last_forward()
+        self.runtime.lease.order_after_last_forward()  # guard: cuda_encoder_follows
         self.buffers.fill(key, values)
         return self.run(key)
 

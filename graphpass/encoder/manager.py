@@ -240,10 +240,11 @@ class EncoderCudaGraphManager:
         for batch, outputs in self._runs(items, specs):
             found = self._postprocessed(outputs, [specs[item] for item in batch.items])
             lent = set() if batch.key is None else {storage_id(output) for output in outputs}
-            for item, result in zip(batch.items, found, strict=True):
-                results[item] = _owned(result, lent)
+            for item, result in zip(batch.items, found, strict=True):  # guard: encoder_request_order
+                results[item] = _owned(result, lent)  # guard: encoder_outputs_cloned
         without_tokens = [item for item in range(len(specs)) if item not in results]
         if without_tokens:  # under autocast the encoder's dtype is that of the other items' outputs
+            # guard: encoder_empty_dtype
             empty = tuple(torch.empty_like(output[:0]) for output in outputs) or self._empty_outputs()
             found = self._postprocessed(empty, [specs[item] for item in without_tokens])
             results |= zip(without_tokens, found, strict=True)
@@ -281,7 +282,7 @@ class EncoderCudaGraphManager:
 
         Items without tokens run nowhere and are in no batch.
         """
-        filled = tuple(item for item, spec in enumerate(specs) if spec.output_tokens)
+        filled = tuple(item for item, spec in enumerate(specs) if spec.output_tokens)  # guard: encoder_empty_items
         if not filled:
             return
         self._follow_weights()
@@ -297,6 +298,7 @@ class EncoderCudaGraphManager:
     def _follow_weights(self) -> None:
         """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
         captured = self._captured
+        # guard: encoder_recapture_setting, encoder_weights
         if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
             reported.new_weights(self.runtime)
             self._drop_graphs()
@@ -312,7 +314,7 @@ class EncoderCudaGraphManager:
         if self._captured is None:
             return self._eager_planner
         setting = self._captured.state.setting_changed()
-        if setting is None:
+        if setting is None:  # guard: encoder_settings
             return self._captured.planner
         self._counts.under_another(setting)
         reported.another_setting(self.runtime, setting)

@@ -183,7 +183,7 @@ def keys_of(
         budgets = fine_budgets(
             minimum, maximum, max_graphs=options.max_graphs // len(combinations), multiple=config.token_multiple
         )
-    _refuse_more_items(options.max_items_per_batch, budgets, -1, minimum)
+    _refuse_more_items(options.max_items_per_batch, budgets, -1, minimum)  # guard: encoder_items_clamped
     most_items = options.max_items_per_batch or config.max_items or _USUAL_ITEMS
     most_frames = _frames_of(options, config)
     keys = []

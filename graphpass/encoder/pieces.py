@@ -65,7 +65,7 @@ def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
     end = lengths.sum()
     found = (
         np.append(key_starts + number * PIECE_LENGTH, [end, end]),
-        np.append(key_starts, [end, end]),
+        np.append(key_starts, [end, end]),  # guard: encoder_piece_keys
         np.append(np.repeat(lengths, counts), 0),
     )
     return Pieces(*(part.astype(np.int32) for part in found))

@@ -145,7 +145,7 @@ class _Column:
         places: npt.NDArray[np.intp] = np.searchsorted(self.limits[0], sums[0])
         for limits, totals in zip(self.limits[1:], sums[1:], strict=True):
             np.maximum(places, np.searchsorted(limits, totals), out=places)
-        if len(peaks):
+        if len(peaks):  # guard: encoder_limit_axis
             places[(peaks > self.bounds).any(axis=0)] = self.limits.shape[1]
         return places
 
@@ -287,8 +287,10 @@ def plan_cheaply(
     calls = _EagerCalls(
         sizes[0], np.zeros(sizes.shape[1]) if surcharges is None else surcharges, eager, max_eager_tokens
     )
+    # guard: encoder_greedy_plan
     cuts = (_cheapest_ends(ordered, table, calls), _greedy_ends(table.farthest(ordered.sizes, ordered.peaks)))
     plans = [_priced(ordered, ends, table, calls) for ends in cuts]
+    # guard: encoder_eager_plan
     plans.append(calls.plan([(item,) for item in (*ordered.items.tolist(), *ordered.unfit.tolist())]))
     return min(plans, key=lambda plan: plan[0])[1]
 
@@ -330,6 +332,7 @@ _Plan = tuple[float, list[PlannedBatch]]
 def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, calls: _EagerCalls) -> _Plan:
     """The plan of the batches of items that end at ``ends``, each as the cheaper of replay and eager call."""
     costs, rungs = table.cheapest(*_totals(ordered.sizes, ordered.peaks, ends))
+    # guard: encoder_cheaper_eagerly
     replays = costs <= calls.costs(ordered.items, np.concatenate(([0], ends[:-1]))[: len(ends)], ends)
     groups = _groups(ordered.items.tolist(), ends)
     alone = [group for group, is_replayed in zip(groups, replays, strict=True) if not is_replayed]
@@ -545,7 +548,7 @@ class BatchPlanner:
             return plan_greedily(table, self._tables[group], peaks)
         surcharge, surcharges = self._costs.surcharges.get(group), None
         if surcharge is not None:
-            surcharges = surcharge(table[1], np.array([spec.frames for spec in specs]))
+            surcharges = surcharge(table[1], np.array([spec.frames for spec in specs]))  # guard: encoder_item_costs
         eager = self._costs.eager[group]
         return plan_cheaply(table, self._tables[group], eager, self._max_eager_tokens, peaks, surcharges)
 
@@ -556,8 +559,9 @@ class BatchPlanner:
         return [group_of(self._config, spec.path, spec.axes) for spec in specs]
 
     def _rung(self, key: EncoderGraphKey) -> Rung:
+        # guard: encoder_limit_items, encoder_limit_patches
         limits: tuple[int, ...] = (key.tokens, key.patches, key.items)
         if key.frames is not None:
-            limits = (*limits, key.frames)
+            limits = (*limits, key.frames)  # guard: encoder_limit_frames
         bounds = tuple(bisect_left(bounds, cast("int", key.axes[place][1])) for place, bounds in self._bounds)
         return Rung(key, limits, 0.0 if self._costs is None else self._costs.replay[key], bounds)

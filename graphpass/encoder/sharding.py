@@ -143,7 +143,7 @@ def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None
     """
     fingerprints = rows.exchange([fingerprint])
     others = [rank for rank, (of_rank,) in enumerate(fingerprints) if of_rank != fingerprint]
-    if others:
+    if others:  # guard: encoder_rank_items
         raise AgreementError(
             "the ranks encode other items",
             expected="the same items in every rank's call",
@@ -200,7 +200,7 @@ def _rows_in_order(balance: ItemShares, tokens: Sequence[int], longest: int) -> 
     first_row = [0] * len(tokens)
     for rank in range(len(balance.counts)):
         at = rank * longest
-        for item in balance.share(rank):
+        for item in balance.share(rank):  # guard: encoder_gathered_order
             first_row[item] = at
             at += tokens[item]
     return [row for item, count in enumerate(tokens) for row in range(first_row[item], first_row[item] + count)]

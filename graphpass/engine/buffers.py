@@ -168,7 +168,7 @@ class StepBuffers(PaddedBuffers):
         filled = self._filled[field]
         if field == "num_tokens":
             self._is_padding[min(size, filled) : max(size, filled)].fill_(size < filled)
-        if size < filled:
+        if size < filled:  # guard: manager_padding
             for name, spec in self._specs.items():
                 for dim, its_field in spec.dims().items():
                     if its_field == field and name not in self._computed:

@@ -58,6 +58,7 @@ class CapturedStep:
         """
         if self.plan is None or self.model is None:
             return True
+        # guard: manager_dead_graphs
         return self.model.serves(modules) and generation == self.generation and self.plan.serves(self.args)
 
 
@@ -112,8 +113,9 @@ class KeyCapturer:
             scope.prepare = scope.keep_results = None
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
-        self._learner.check_graphs(scope.reached, inputs)
+        self._learner.check_graphs(scope.reached, inputs)  # guard: manager_mixing_of_sizes
         # The graph for this size may have side effects in Python that the graph of the first run did not have.
+        # guard: manager_side_effects_of_sizes
         is_direct = is_direct and not any(call.callable.side_effects for call in scope.reached)
         through_dynamo = CapturedStep(inputs, [], None, 0, False, None)
         step = self._past_dynamo(scope, inputs, result) if is_direct else through_dynamo

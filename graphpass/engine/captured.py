@@ -76,7 +76,7 @@ class CapturedLadder:
         with (
             replay_settings(),
             self._inputs.restoring(),
-            self._learner.restoring_state(),
+            self._learner.restoring_state(),  # guard: manager_state
             self._runtime.capturing(by_calls=False),
         ):
             self.left_out = self._capture_in_order(max_bytes, fits)
@@ -113,8 +113,8 @@ class CapturedLadder:
         with replay_settings():
             self._learner.results()
             keys, known = self._all(), self._estimate
-            if self._on_some_rank(known is None or known.keys != tuple(keys)):
-                with self._inputs.restoring():
+            if self._on_some_rank(known is None or known.keys != tuple(keys)):  # guard: estimates_of_the_ladder
+                with self._inputs.restoring():  # guard: throwaway_buffers_kept
                     known = estimated(
                         keys_by_group(keys),
                         self._runtime,

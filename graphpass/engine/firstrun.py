@@ -98,6 +98,7 @@ class FirstRun:
         if not self.reached:
             raise nothing_reached(f"{self.inputs.sizes['num_tokens']} tokens")
         refuse_side_effects(self.side_effects, self._state)
+        # guard: manager_kept_between_graphs
         refuse_stored_tensors(self._state, {id(tensor) for tensor in self._buffers()})
 
     @property
@@ -114,6 +115,7 @@ class FirstRun:
         """The recipe that cuts and builds results with the structure of this run's result."""
         buffers = by_tensor(self.inputs.buffers)
         recipe = learn_recipe(self.result, self.reached, buffers, padded=self.inputs.sizes, written=self._written)
+        # guard: manager_several_graphs_state
         return recipe if len(self.reached) == 1 else recipe.with_state(self._buffers(), self._generators())
 
     def _first_entry(self) -> EnteredCallable | None:

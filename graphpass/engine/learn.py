@@ -155,8 +155,8 @@ class ModelLearner:
         symbols = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
         for number, (call, of_graph) in enumerate(zip(reached, symbols, strict=True)):
             callable_ = call.callable
-            if callable_ not in self._checked:
-                if number:
+            if callable_ not in self._checked:  # guard: manager_mixing_later_graphs
+                if number:  # guard: manager_mixing_between_graphs
                     refuse_tensors_between(callable_, of_graph, PythonState.of(self._model.modules))
                 refuse_mixing(callable_, of_graph, declared, self._model.unpassed())
                 self._checked.add(callable_)
@@ -232,7 +232,7 @@ class ModelLearner:
             return NoGraph(sources, "return tensors of one graph alone: no graph break, no object made in forward")
         if self._model.settings.policy.compare:
             return NoGraph("compare=True", "leave compare out where speed matters: it runs each replay beside eager")
-        if side_effects:
+        if side_effects:  # guard: manager_side_effects
             return NoGraph(f"the model {side_effects[0].text}", "keep that state in a buffer, or return it")
         if self._model.state_of(args) is None:
             why = "it reads tensors that are neither arguments, parameters nor buffers"

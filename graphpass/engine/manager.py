@@ -192,7 +192,7 @@ class CudaGraphManager:
                 has run.
         """
         transform = transforms.active_transform()
-        if transform is not None:
+        if transform is not None:  # guard: manager_transforms
             raise inside_transform(transform)
         with self._turn:
             if self._ranks is None:
@@ -294,7 +294,7 @@ class CudaGraphManager:
             return self._run(step, Batch(0), sizes, decision)
         attention = self._compiled.parts.example(step.descriptor, self.dispatcher.uniform_decode_query_len)
         self.runtime.lease.order_after_last_forward()
-        with replay_settings(), self._learner.restoring_state(is_step=True):
+        with replay_settings(), self._learner.restoring_state(is_step=True):  # guard: ranks_idle_state
             return self._run(step, Batch(0, attention=attention), sizes, decision)
 
     def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:

@@ -36,7 +36,7 @@ def refuse_mixing(
     Raises:
         CaptureError: an op mixes them, or the graph fixes a size; the error names op and line.
     """
-    if symbols.fixed:
+    if symbols.fixed:  # guard: manager_mixing_fixed
         fixed = " and ".join(symbols.fixed)
         raise CaptureError(
             f"the model fixes {fixed}, so it cannot be proved that tokens and requests stay apart",
@@ -45,10 +45,10 @@ def refuse_mixing(
             remedy="do not branch or loop on sizes in Python, or move that code into an op with a padding rule "
             "(graphpass.regions.register_padding_rule)",
         )
-    for field in dict.fromkeys(symbols.fields.values()):
+    for field in dict.fromkeys(symbols.fields.values()):  # guard: manager_mixing_of_requests
         of_field = {symbol: name for symbol, name in symbols.fields.items() if name == field}
         findings = mixing_of(callable_.partition, callable_.traces, of_field, declared)
-        if findings:
+        if findings:  # guard: manager_mixing
             raise _mixes(callable_.partition, _WHAT[field], findings, unpassed)
 
 

@@ -118,7 +118,7 @@ class CompiledModel:
         Returns:
             The attention metadata; None without attention.
         """
-        self.inputs.blank()
+        self.inputs.blank()  # guard: manager_blank_capture
         self.inputs.fill(None, inputs.sizes, inputs.buffers)
         if self.parts.hooks is not None:
             self.parts.hooks.sync_prev_onload()

@@ -76,7 +76,7 @@ class PythonState:
         for container, items in self.copies.values():
             if not _same(_items_of(container), items):
                 _refill(container, items)
-        random.setstate(self.numbers)
+        random.setstate(self.numbers)  # guard: manager_python_random
 
 
 _CONTAINERS = (dict, list, set, collections.deque)
@@ -128,9 +128,9 @@ def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: Python
             part of the model's modules.
     """
     for effect in effects:
-        if effect.keeps_tensor:
+        if effect.keeps_tensor:  # guard: manager_kept_tensors
             raise _keeps_tensor(f"a forward that {effect.text}")
-        if effect.owner is not None and not state.holds(effect.owner):
+        if effect.owner is not None and not state.holds(effect.owner):  # guard: manager_state_elsewhere
             raise CaptureError(
                 "the model changes Python state that cannot be restored after a capture",
                 expected="changes only to attributes of the model's modules, and to lists, dicts and sets in them",

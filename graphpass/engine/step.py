@@ -105,7 +105,7 @@ class StepRunner:
             model.runtime.lease.order_after_last_forward()
             model.inputs.fill(batch.inputs, sizes, inputs.buffers)
             metadata = parts.metadata(batch.attention, None, CUDAGraphMode.NONE)
-            observer = self._learner.checking_graphs(inputs)
+            observer = self._learner.checking_graphs(inputs)  # guard: manager_mixing_in_steps
             context = parts.context(
                 metadata, inputs, CUDAGraphMode.NONE, unpadded, batch.num_tokens, across_dp, observer=observer
             )

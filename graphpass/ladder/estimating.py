@@ -114,6 +114,7 @@ class _Measurement:
             taken = max(self._meter.driver_bytes() - before, 0)
             if taken and (not grown or taken > grown[-1][1]):
                 grown.append((num_copies, taken))
+            # guard: estimate_driver
             if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
                 break
             num_copies += 1

@@ -62,7 +62,7 @@ def capture_within(
             retries += 1
             # These keys fitted before the key that did not. If they do not fit again, retry with half of them.
             again = captured if retries <= _FULL_RETRIES else captured[: len(captured) // 2]
-            rest = [*again, *(rest if retries == 1 else ())]
+            rest = [*again, *(rest if retries == 1 else ())]  # guard: memory_limit_bounded
         captured, wanted = [], rest
 
 
@@ -78,7 +78,7 @@ def _fill(
         if exceeds(model.after(pool.num_bytes(), captured, key)):
             continue
         pool.capture(key)
-        if exceeds(pool.num_bytes()):
+        if exceeds(pool.num_bytes()):  # guard: memory_limit_kept
             return key
         captured.append(key)
     return None

@@ -220,7 +220,7 @@ class ModelState:
             children = nnmodules.child_dict(module)
             slots += [(children, name, child) for name, child in children.items()]
         found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
-        if missing != found:
+        if missing != found:  # guard: tensors_kept_elsewhere
             return None
         return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), None)
 
@@ -232,7 +232,7 @@ class ModelState:
             model: a module, or an object with modules among its attributes, at most four attributes or container items
                 deep.
         """
-        roots = _roots_within(model, _DEPTH, set())
+        roots = _roots_within(model, _DEPTH, set())  # guard: encoder_weights_within
         modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
         slots = DictSlots.of(
             (owner, name, value)
@@ -265,10 +265,10 @@ class ModelState:
             CaptureError: a setting has changed since the capture.
             ShapeError: a captured tensor has a new layout.
         """
-        self.ambient.refuse_change(modules)
-        if not self.slots.in_place():
+        self.ambient.refuse_change(modules)  # guard: manager_ambient
+        if not self.slots.in_place():  # guard: manager_weights
             return False
-        self.layouts.refuse_change()
+        self.layouts.refuse_change()  # guard: manager_layouts
         return True
 
 

@@ -158,7 +158,7 @@ class WeightOffloader(ForwardHooks):
         Raises:
             OffloadError: a parameter is not at the address of its slot.
         """
-        if not memory.data_ptrs_equal(self._weights, self._addresses, self._positions):
+        if not memory.data_ptrs_equal(self._weights, self._addresses, self._positions):  # guard: offload_moved
             self._refuse_moved()
         self._rotation.come_home()
 
@@ -297,7 +297,7 @@ class WeightOffloader(ForwardHooks):
             self._copies.finish()
             for place, value in values.items():
                 place.view(self._host[index]).copy_(value.detach())
-            self._rotation.is_home = False
+            self._rotation.is_home = False  # guard: offload_new_weights
 
     def _refuse_moved(self) -> NoReturn:
         raise OffloadError(

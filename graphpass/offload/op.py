@@ -49,4 +49,4 @@ def _changes_weights(layer: int) -> None:
 
 torch.library.register_fake(ONLOAD, _changes_weights)
 # A compiler that does not split at the op would otherwise drop it, because it has no results.
-operators.keep_in_order(ONLOAD)
+operators.keep_in_order(ONLOAD)  # guard: offload_order_of_compilers

@@ -272,13 +272,13 @@ class SlotRotation:
         self._copies.follow_last()
         if self._next == len(self._host):
             self.end()
-        if self._next or not self.is_home:
+        if self._next or not self.is_home:  # guard: offload_home_again
             self._copies.settle()
             for slot in range(self._num_slots - 1):
                 self._slots[slot].copy_(self._host[slot], non_blocking=True)
             self._next, self.is_home = 0, True
             self._in_flight.clear()
-        self._wait_for_all()
+        self._wait_for_all()  # guard: offload_sync_before_capture
 
     def begin(self, index: int) -> None:
         """Begin layer ``index``: start the copy into the slot of the layer before, and wait for this layer's weights.
@@ -295,13 +295,13 @@ class SlotRotation:
             )
         if index == 0 and self._next == len(self._host):
             self.end()
-        if index != self._next:
+        if index != self._next:  # guard: offload_turns
             raise self._out_of_turn(f"layer {index}")
         if index:
             self._refill((index - 1) % self._num_slots, index - 1 + self._num_slots)
         else:
             self._launch(self._num_slots - 1, self._num_slots - 1)
-        self._wait(index % self._num_slots)
+        self._wait(index % self._num_slots)  # guard: offload_waits
         self._next = index + 1
 
     def join(self) -> None:

@@ -212,7 +212,7 @@ class AgreedSteps:
         if len(set(fingerprints)) > 1:
             of_ranks = self._agreement.exchange_objects((self._described, self._captured))
             _refuse_differences([described for described, _ in of_ranks])
-            captured = frozenset.intersection(*(keys for _, keys in of_ranks))
+            captured = frozenset.intersection(*(keys for _, keys in of_ranks))  # guard: ranks_common_keys
         self._common = self._dispatcher.with_captured(captured)
         self._settled = fingerprints
 

@@ -52,6 +52,7 @@ class RankRows:
         except BaseException as error:
             if not isinstance(error, AgreementError) or self._num_exchanges == num_exchanges:
                 with contextlib.suppress(AgreementError):
+                    # guard: encoder_rank_fails
                     self._exchanged([1, *[0] * self._width], f"{type(error).__name__}: {error}")
             raise
 

@@ -185,7 +185,7 @@ class _DispatchLog(operators.TorchDispatchMode):
         self.overloads.append(func)
         for target in (t for value in _written_arguments(func, args, kwargs) for t in tensors_in(value)):
             self.written |= storages_of(target)
-            if _takes_over(func, args, kwargs, target):
+            if _takes_over(func, args, kwargs, target):  # guard: exchange_by_metadata
                 self.exchanged.add(id(target))
         return func(*args, **kwargs)
 

@@ -323,11 +323,11 @@ def foreign_device(node: fx.Node) -> SplitReason | None:
 DEFAULT_RULES: tuple[SplitRule, ...] = (
     unsafe_tag,
     host_read,
-    control_flow,
+    control_flow,  # guard: control_flow_splits
     data_dependent_shape,
     host_scalar,
-    beyond_input,
-    kept_memory,
+    beyond_input,  # guard: read_by_storage
+    kept_memory,  # guard: exchanged_memory
     nested_tensor,
     foreign_device,
 )

@@ -155,7 +155,7 @@ class CausalLM:
     ) -> None:
         own = {field.name: options.pop(field.name) for field in fields(CausalLMConfig) if field.name in options}
         self.config = CausalLMConfig(**own)
-        refuse_stateful(model)
+        refuse_stateful(model)  # guard: stateful_models
         self._served = ServedModel(model)
         with self._served.changed():
             self.manager = self._manager_of(model, adapters, compiler, options)
@@ -242,8 +242,8 @@ class CausalLM:
         :meth:`capture` and :meth:`generate` can be called again. Until then :attr:`manager` refuses to run the model,
         because it has its former attention.
         """
-        self.manager.close()
-        self._served.give_back()
+        self.manager.close()  # guard: served_model_manager_closed
+        self._served.give_back()  # guard: served_model_given_back
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
@@ -252,7 +252,7 @@ class CausalLM:
         try:
             yield
         except BaseException:
-            if self.manager.needs_capture() and not self.manager.stats().keys:
+            if self.manager.needs_capture() and not self.manager.stats().keys:  # guard: served_model_after_failure
                 self.close()
             raise
 

@@ -38,7 +38,7 @@ def expert_linear_by_row(call: OpCall) -> PaddedValue:
     """Padding rule of ``expert_linear``: a row depends on its input and on the numbers of its token's experts."""
     x, experts, weight, bias = call.tensor("x"), call.tensor("experts"), call.tensor("weight"), call.argument("bias")
     for tensor in (weight, bias):
-        if isinstance(tensor, PaddedValue):
+        if isinstance(tensor, PaddedValue):  # guard: expert_rows
             call.unpadded(tensor, range(tensor.rank), "multiplies by weights along")
     for tensor in (x, experts):
         call.unpadded(tensor, range(1, tensor.rank), "multiplies matrices over")

@@ -42,7 +42,7 @@ def fix_frequencies(model: torch.nn.Module, max_seq_len: int) -> None:
     ]
     for name, module, layer_type, kind in changing:
         longest, setting = _longest_fixed(module, layer_type, kind)
-        if max_seq_len > longest:
+        if max_seq_len > longest:  # guard: rope_longest
             raise OptionError(
                 f"the rotary frequencies of this model change once a text is longer than {longest} tokens",
                 expected=f"max_seq_len of at most {longest}, the model's {setting}: a longer text would change the "
@@ -92,6 +92,6 @@ def _fix(module: Any, layer_type: str | None, kind: str) -> None:
         return
     buffer = _prefixed(layer_type, "inv_freq")
     # A copy: the buffer may be the tensor of the frequencies for long texts, which transformers keeps.
-    original = getattr(module, _prefixed(layer_type, "original_inv_freq"))
+    original = getattr(module, _prefixed(layer_type, "original_inv_freq"))  # guard: rope_original
     setattr(module, buffer, original.to(getattr(module, buffer).device, copy=True))
     module.rope_type = _FIXED[kind] if layer_type is None else {**module.rope_type, layer_type: _FIXED[kind]}

@@ -123,6 +123,7 @@ class _Slot:
         is_latest = self.changes[-1] is change
         self.changes.remove(change)
         if is_latest and _attributes(self.module).get(self.name) is change.own:
+            # guard: served_model_users
             setattr(self.module, self.name, self.changes[-1].own if self.changes else self.former)
 
 
@@ -164,7 +165,7 @@ def _own_configs(model: torch.nn.Module) -> list[_Change]:
         if slot.copy is not None and (value is slot.former or value is slot.copy):
             copies |= {id(slot.former): slot.copy, id(slot.copy): slot.copy}
     for slot in slots:
-        slot.copy = copy.deepcopy(getattr(slot.module, slot.name), copies)
+        slot.copy = copy.deepcopy(getattr(slot.module, slot.name), copies)  # guard: served_model_own_configs
     return [_Change(slot, slot.copy) for slot in slots]
 
 

@@ -1,45 +1,59 @@
-"""Mutations: each patch here takes one guard out of graphpass, and the tests it names must fail then.
+"""Mutations: each takes one guard out of graphpass, and the tests it names must fail then.
 
-A patch is a unified diff below three kinds of header lines::
+A comment ``# guard: NAME`` marks the line that holds a guard, and ``guards.toml`` says what becomes of the line::
 
-    Guarantee: 7.2
-    Removes: the comparison of a static input's address with the captured one.
-    Test: tests/unit/capture/test_addresses.py::test_each_set_of_static_inputs_has_its_graph
+    [static_addresses]
+    guarantee = "7.2"
+    removes = "the comparison of a static input's address with the captured one"
+    replace = "address != found"
+    by = "False"
+    tests = ["tests/unit/capture/test_addresses.py::test_each_set_of_static_inputs_has_its_graph"]
 
-``Guarantee`` is a section of the specification; ``Test`` may come several times, and one failure among them is enough.
-``Device: cuda`` marks a guard that only a GPU can show. Hunks are found by their text and not by their line numbers,
-so that edits elsewhere in a file leave a patch valid; a hunk whose text is not there exactly once is an error.
+``guarantee`` is a section of the specification; one failure among the tests is enough; ``device = "cuda"`` marks a
+guard that only a GPU can show. Without ``replace``, the statement that begins on the marked line is dropped; within a
+statement, the line. A mark on a line of its own is about the next line.
+
+A guard of several lines has a patch instead: a unified diff below the header lines ``Guarantee``, ``Removes``, ``Test``
+and ``Device``. Hunks are found by their text and not by their line numbers.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ROOT", "Mutation", "MutationError", "functions_of", "mutations"]
+__all__ = ["ROOT", "Mutation", "MutationError", "functions_of", "marks", "mutations"]
 
 ROOT = Path(__file__).parent.parent.parent
+SOURCES = ("graphpass", "backends")
+_HERE = Path(__file__).parent
 _HEADER = re.compile(r"^(Guarantee|Removes|Test|Device): (.+)$")
+_MARK = re.compile(r"\s*# guard: (\w+(?:, \w+)*)$")
+
+Edit = Callable[[str], str]
 
 
 class MutationError(Exception):
-    """A patch that cannot be read, or that does not apply."""
+    """A mutation that cannot be read, or that does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One patch.
+    """One guard and how it is taken out.
 
     Attributes:
-        name: the file's name without ending.
+        name: the mark's or the patch's.
         guarantee: section of the specification that demands the guard.
         removes: what is taken out, in a sentence.
         tests: node ids, of which at least one must fail.
         needs_cuda: whether only a GPU shows the difference.
-        hunks: (path below the root, text before, text after).
+        edits: (path below the root, what becomes of its text).
     """
 
     name: str
@@ -47,10 +61,32 @@ class Mutation:
     removes: str
     tests: tuple[str, ...]
     needs_cuda: bool
-    hunks: tuple[tuple[str, str, str], ...]
+    edits: tuple[tuple[str, Edit], ...]
 
     @classmethod
-    def read(cls, path: Path) -> Mutation:
+    def of_mark(cls, name: str, entry: dict[str, Any], path: str | None) -> Mutation:
+        """The mutation of a table's entry, whose mark is in the file at ``path``.
+
+        Raises:
+            MutationError: a key is missing or unknown, or no line is marked.
+        """
+        keys = {"guarantee", "removes", "tests"}
+        if not keys <= entry.keys() <= keys | {"replace", "by", "device"} or ("by" in entry and "replace" not in entry):
+            raise MutationError(f"{name}: has {', '.join(entry)}; needs guarantee, removes, tests; may replace by")
+        if path is None:
+            raise MutationError(f"{name}: no line is marked `# guard: {name}`")
+        edit = partial(without_marked, name, entry.get("replace"), entry.get("by", ""))
+        return cls(
+            name=name,
+            guarantee=entry["guarantee"],
+            removes=entry["removes"],
+            tests=tuple(entry["tests"]),
+            needs_cuda=entry.get("device") == "cuda",
+            edits=((path, edit),),
+        )
+
+    @classmethod
+    def of_patch(cls, path: Path) -> Mutation:
         """The mutation in a patch file.
 
         Raises:
@@ -63,8 +99,8 @@ class Mutation:
             if match is None:
                 raise MutationError(f"{path.name}: header line {line!r} is none of Guarantee, Removes, Test, Device")
             found.setdefault(match[1], []).append(match[2])
-        hunks = tuple(_hunks((separator + diff).lstrip("\n").splitlines()))
-        if not hunks or not {"Guarantee", "Removes", "Test"} <= found.keys():
+        edits = tuple(_hunks((separator + diff).lstrip("\n").splitlines()))
+        if not edits or not {"Guarantee", "Removes", "Test"} <= found.keys():
             raise MutationError(f"{path.name}: needs Guarantee, Removes, Test and a unified diff")
         return cls(
             name=path.stem,
@@ -72,38 +108,63 @@ class Mutation:
             removes=" ".join(found["Removes"]),
             tests=tuple(found["Test"]),
             needs_cuda=found.get("Device") == ["cuda"],
-            hunks=hunks,
+            edits=edits,
         )
 
     def mutated(self, root: Path) -> dict[Path, str]:
         """{file: its text with the guard taken out}; writes nothing.
 
         Raises:
-            MutationError: the text before a hunk is not there exactly once.
+            MutationError: the guard is not in the file exactly once.
         """
         texts: dict[Path, str] = {}
-        for name, before, after in self.hunks:
+        for name, edit in self.edits:
             path = root / name
             if path not in texts and not path.is_file():
                 raise MutationError(f"{self.name}: no file {name}")
-            # A hunk holds whole lines, so it is looked for behind the end of a line.
-            text = texts.get(path) or "\n" + path.read_text(encoding="utf-8")
-            # Neighbours share a line's end, so each place is looked for by itself.
-            times = len(re.findall(f"(?={re.escape(chr(10) + before)})", text))
-            if times != 1:
-                raise MutationError(f"{self.name}: {times} places in {name} read like this, not one:\n{before}")
-            texts[path] = text.replace("\n" + before, "\n" + after)
-        return {path: text[1:] for path, text in texts.items()}
+            try:
+                texts[path] = edit(texts.get(path) or path.read_text(encoding="utf-8"))
+            except MutationError as error:
+                raise MutationError(f"{self.name}: {name}: {error}") from error
+        return texts
 
 
-def _hunks(lines: list[str]) -> Iterator[tuple[str, str, str]]:
+def without_marked(name: str, replaced: str | None, by: str, text: str) -> str:
+    """``text`` with ``by`` for ``replaced`` on the line marked ``name``, or without its statement if that is None.
+
+    Raises:
+        MutationError: the line is not there once, or does not contain ``replaced`` once.
+    """
+    lines = text.splitlines(keepends=True)
+    marked = [number for number, line in enumerate(lines) if name in _names_on(line)]
+    if len(marked) != 1:
+        raise MutationError(f"{len(marked)} lines are marked, not one")
+    at = marked[0] + bool(re.fullmatch(_MARK, lines[marked[0]].rstrip("\n")))
+    if replaced is not None:
+        code = _MARK.sub("", lines[at].rstrip("\n"))
+        if code.count(replaced) != 1:
+            raise MutationError(f"the marked line does not contain {replaced!r} once: {code.strip()}")
+        return "".join([*lines[:at], code.replace(replaced, by) + "\n", *lines[at + 1 :]])
+    begun = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt) and n.lineno == at + 1]
+    if begun:
+        indent = lines[at][: begun[0].col_offset]
+        return "".join([*lines[:at], f"{indent}pass\n", *lines[begun[0].end_lineno :]])
+    return "".join([*lines[:at], *lines[at + 1 :]])
+
+
+def _names_on(line: str) -> list[str]:
+    match = _MARK.search(line.rstrip("\n"))
+    return match[1].split(", ") if match else []
+
+
+def _hunks(lines: list[str]) -> Iterator[tuple[str, Edit]]:
     path = ""
     before: list[str] = []
     after: list[str] = []
     for line in [*lines, "@@"]:
         if line.startswith(("@@", "--- ", "+++ ")):
             if before or after:
-                yield path, "".join(before), "".join(after)
+                yield path, partial(_exchanged, "".join(before), "".join(after))
             before, after = [], []
             if line.startswith("+++ "):
                 path = line.removeprefix("+++ ").removeprefix("b/").split("\t")[0]
@@ -114,17 +175,45 @@ def _hunks(lines: list[str]) -> Iterator[tuple[str, str, str]]:
                 after.append(line[1:] + "\n")
 
 
+def _exchanged(before: str, after: str, text: str) -> str:
+    # A hunk holds whole lines, so it is looked for after the end of a line. Neighbours share a line's end.
+    times = len(re.findall(f"(?={re.escape(chr(10) + before)})", "\n" + text))
+    if times != 1:
+        raise MutationError(f"{times} places read like this, not one:\n{before}")
+    return ("\n" + text).replace("\n" + before, "\n" + after)[1:]
+
+
+def marks(root: Path = ROOT) -> dict[str, str]:
+    """{name of each mark in the sources: path of its file below the root}."""
+    files = [path for folder in SOURCES for path in sorted((root / folder).rglob("*.py"))]
+    return {
+        name: str(path.relative_to(root))
+        for path in files
+        for line in path.read_text(encoding="utf-8").splitlines()
+        for name in _names_on(line)
+    }
+
+
 def mutations(*names: str) -> list[Mutation]:
     """All mutations, or those with these names.
 
     Raises:
-        MutationError: there is none of such a name.
+        MutationError: there is none of such a name, a mark is not in the table, or an entry has no mark.
     """
-    found = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.patch"))}
+    entries = tomllib.loads((_HERE / "guards.toml").read_text(encoding="utf-8"))
+    marked = marks()
+    untold = marked.keys() - entries.keys()
+    if untold:
+        raise MutationError(f"guards.toml does not have {', '.join(sorted(untold))}")
+    found = {path.stem: Mutation.of_patch(path) for path in _HERE.glob("*.patch")}
+    twice = found.keys() & entries.keys()
+    if twice:
+        raise MutationError(f"{', '.join(sorted(twice))}: a mark and a patch")
+    found |= {name: Mutation.of_mark(name, entry, marked.get(name)) for name, entry in entries.items()}
     unknown = [name for name in names if name.removesuffix(".patch") not in found]
     if unknown:
-        raise MutationError(f"no mutation is named {', '.join(unknown)}; there are {', '.join(found)}")
-    return [Mutation.read(found[name.removesuffix(".patch")]) for name in names or found]
+        raise MutationError(f"no mutation is named {', '.join(unknown)}; there are {', '.join(sorted(found))}")
+    return [found[name.removesuffix(".patch")] for name in names or sorted(found)]
 
 
 def functions_of(path: Path) -> set[str]:

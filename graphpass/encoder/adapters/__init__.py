@@ -45,7 +45,7 @@ def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
     """
     for kind in type(tower).__mro__:
         if kind.__name__ in _ADAPTERS:
-            refuse_changed(tower, kind)
+            refuse_changed(tower, kind)  # guard: encoder_tower_changed
             return _ADAPTERS[kind.__name__](tower, **options)
     if isinstance(tower, SupportsEncoderCudaGraph) and not options:
         return tower

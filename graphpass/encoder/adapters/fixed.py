@@ -180,7 +180,7 @@ class FixedSizeAdapter(ABC):
         blocks.follow()
         # Embeddings of a single image have transposed strides, but blocks are compiled for one layout.
         rows = hidden.contiguous()
-        if blocks.compute_rows_alone():
+        if blocks.compute_rows_alone():  # guard: encoder_images_apart
             # All images are one row, because a batch of one image would be compiled separately.
             rows = rows.view(1, -1, hidden.shape[-1])
             for layer in range(len(blocks)):

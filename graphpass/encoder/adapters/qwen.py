@@ -65,6 +65,7 @@ class GridItems:
             named["image_grid_thw"] = named.pop("grid_thw")
         pairs = [(named.get(pixels), named.get(grids)) for pixels, grids in _KINDS]
         found = [(pixels, grids) for pixels, grids in pairs if pixels is not None and grids is not None]
+        # guard: encoder_grids_of_all
         if not found or "grid_thw" in named or any((pixels is None) != (grids is None) for pixels, grids in pairs):
             raise _unfit(
                 "pixel_values with image_grid_thw (or grid_thw), pixel_values_videos with video_grid_thw, or both",
@@ -402,7 +403,7 @@ def _block_arguments(
     are also bounds of the sequences, with additional empty sequences.
     """
     return {
-        "cu_seqlens": pieces.key_starts if bounds is None else bounds,
+        "cu_seqlens": pieces.key_starts if bounds is None else bounds,  # guard: encoder_bounds_of_sequences
         "max_seqlen": len(position_embeddings[0]),
         "query_bounds": pieces.query_bounds,
         "key_starts": pieces.key_starts,

@@ -173,7 +173,7 @@ class BatchTables:
         for name, parts in words.items():
             end, following = start + found[name], start + sizes[name]
             np.concatenate(parts, out=on_host[start:end])
-            on_host[end:following] = on_host[end - 1] if name in self._going_on else 0
+            on_host[end:following] = on_host[end - 1] if name in self._going_on else 0  # guard: encoder_padded_tables
             start = following
         on_device = flat.to(device, non_blocking=True).split(list(sizes.values()))
         return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}

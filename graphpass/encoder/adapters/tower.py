@@ -99,7 +99,8 @@ class Blocks(SharesWeights):
 
     def follow(self) -> None:
         """Copy the blocks again if the tower changed. Called once in a forward, before the first block."""
-        is_same = self._stock is self._copied and len(self._stock) == len(self._blocks)
+        is_same = self._stock is self._copied and len(self._stock) == len(self._blocks)  # guard: encoder_blocks_list
+        # guard: encoder_blocks_train
         if not (is_same and self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
 
@@ -200,6 +201,7 @@ def _product(
 ) -> torch.Tensor | None:
     """The convolution of [patches, *kernel] as [patches, width, 1, 1, 1]; None if it is not a matrix product."""
     paddings = [padding] if isinstance(padding, int | str) else padding
+    # guard: encoder_whole_patches
     if input.shape[1:] != weight.shape[1:] or groups != 1 or any(side not in (0, "valid") for side in paddings):
         return None
     if dilation not in (1, (1, 1, 1)):  # the kernel reads inputs beyond its shape

@@ -222,11 +222,11 @@ class _Run:
         if outside is not None:
             values = self._refused(call, wanted, outside)
         if tensors and not any(isinstance(shape, TensorShape) for shape in wanted):
-            self._read_by_host(call, own, values, tensors)
+            self._read_by_host(call, own, values, tensors)  # guard: proof_host_reads
             return own, ()
         results = tuple(
             replace(
-                value.with_findings(findings),
+                value.with_findings(findings),  # guard: proof_earlier_findings
                 sign=sign_of(call, value, at) if at < len(own) else Sign.UNKNOWN,
                 new_fields=new_fields(call, tensors, value),
                 by_position=self._by_position(node, call, value),
@@ -262,6 +262,7 @@ class _Run:
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
         if rule is None:
+            # guard: proof_operators_without_a_rule
             return self._refused(call, wanted, PaddingReason("it has no padding rule", remedy=REGISTER_RULE))
         try:
             returned = rule(call)
@@ -275,7 +276,7 @@ class _Run:
             return self._refused(call, wanted, returned)
         if isinstance(returned, PaddedValue) and is_registered(node.op):
             if any(returned is value for value in tensors):  # its rows depend on the argument's; they are not equal
-                returned = call.carried(PaddedValue(returned.factors), returned)
+                returned = call.carried(PaddedValue(returned.factors), returned)  # guard: proof_rows_by_a_rule
             if all(self._fits(returned, shape) for shape in call.shapes):
                 returned = tuple(returned if isinstance(shape, TensorShape) else None for shape in wanted)
         returned = returned if isinstance(returned, tuple) else (returned,)

@@ -41,6 +41,7 @@ def mixing_of(
         One finding for each operator and line; empty if all entries are independent.
     """
     trusted = frozenset(trusted)
+    # guard: manager_mixing_counts
     findings = [*_mixed(parts, graphs, symbols, trusted), *_counted(parts, graphs, symbols, trusted)]
     first: dict[tuple[str, str], PaddingFinding] = {}
     for finding in findings:
@@ -60,7 +61,7 @@ def _mixed(
         places = sizes.places(value)
         by_data = not places and not target.startswith("written")
         findings += [f.reaching(target) for f in value.findings if not (by_data and f.is_by_contents)]
-        findings += [f.reaching(target) for f in value.by_position]
+        findings += [f.reaching(target) for f in value.by_position]  # guard: manager_mixing_positions
         if len(places) > 1:
             along = [value.factors[dim][at] for dim, at in places]
             findings += _along_several(symbols, f"its entries stand along {along}", target)

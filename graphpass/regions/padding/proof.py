@@ -101,10 +101,10 @@ def findings_of_results(
         if isinstance(output, PaddedValue):
             target = f"output {position}"
             findings += [finding.reaching(target) for finding in output.findings]
-            findings += _padding_inside(output, sizes, target)
+            findings += _padding_inside(output, sizes, target)  # guard: proof_padding_inside_a_result
     for position, value in run.written.items():
         target = targets[position]
-        findings += [finding.reaching(target) for finding in value.findings]
+        findings += [finding.reaching(target) for finding in value.findings]  # guard: proof_written_inputs
         for ours, theirs in zip(into[position].factors, value.factors, strict=True):
             if sizes.unified(ours, theirs) != ours:
                 findings += _cut_wrongly(sizes, theirs or ours, f"entries {list(theirs)} go to {list(ours)}", target)
@@ -151,7 +151,7 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
         accepted = []
         for verdict in (Verdict.PROVED, Verdict.RUNTIME):
             for field in (field for field in order if field not in accepted):
-                _, findings_of_attempt = attempt(padded([*accepted, field]))
+                _, findings_of_attempt = attempt(padded([*accepted, field]))  # guard: proof_fields_alone
                 if _worst(findings_of_attempt) in (Verdict.PROVED, verdict):
                     accepted.append(field)
                     verdicts[field] = verdict

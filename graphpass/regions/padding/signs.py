@@ -60,7 +60,7 @@ def sign_of(call: OpCall, value: PaddedValue, at: int) -> Sign:
 
 def _by_operator(call: OpCall, at: int) -> bool:
     if call.name == FROM_START:
-        return _known(call, "self") or call.tensor("length").sign is Sign.REAL_SIZE
+        return _known(call, "self") or call.tensor("length").sign is Sign.REAL_SIZE  # guard: proof_index_from_elsewhere
     if not call.op.startswith(("aten.", "prims.")):
         return False
     if call.name in _NEVER_NEGATIVE or (call.name in _WITH_PLACES and at == 1):

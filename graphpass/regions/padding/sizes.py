@@ -247,6 +247,7 @@ class Regrouping:
         return True
 
     def _splits(self, outer: Size, inner: Size) -> bool:
+        # guard: proof_split_size
         return self._sizes.ordered and self._sizes.padded(outer) and not self._sizes.padded(inner)
 
     def _merge_following(self) -> None:

@@ -100,7 +100,7 @@ def _check_replaceable(name: str, module: Any) -> None:
         OptionError: see above; the error names the implementation and the module.
     """
     implementation = module.config._experts_implementation
-    if implementation not in (*_REPLACED, HUGGING_FACE_NAME):
+    if implementation not in (*_REPLACED, HUGGING_FACE_NAME):  # guard: expert_implementation
         raise OptionError(
             f"the experts implementation {implementation!r} is not known to keep the tokens of a batch apart",
             expected=f"one of {', '.join(map(str, _REPLACED))}, which {HUGGING_FACE_NAME!r} replaces",
@@ -124,7 +124,7 @@ def _try_out(name: str, module: Any) -> None:
         _set_implementation(module.config, HUGGING_FACE_NAME)
         own: torch.Tensor = module.forward(x, experts, weights)
         bound = _TRIAL_ERROR * float(expected.abs().nan_to_num(0.0, 0.0).max())
-        if torch.allclose(own, expected, rtol=_TRIAL_ERROR, atol=bound, equal_nan=True):
+        if torch.allclose(own, expected, rtol=_TRIAL_ERROR, atol=bound, equal_nan=True):  # guard: expert_trial
             return
         found = f"a difference of {float((own - expected).abs().max()):.3g}"
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

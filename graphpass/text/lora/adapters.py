@@ -152,7 +152,7 @@ class LoraAdapters:
             OptionError: the adapter is not loaded, or an open request uses it.
         """
         slot = self.slot_of(name)
-        if any(name in steps.in_use() for steps in self._steps):
+        if any(name in steps.in_use() for steps in self._steps):  # guard: lora_in_use
             raise OptionError(
                 f"adapter {name!r} is in use",
                 expected="an adapter that no open request of a Generation uses",

@@ -117,6 +117,7 @@ def _add_lora(
         computed = torch.arange(max_loras, device=slots.device)
     low = x.reshape(num_tokens, -1) @ lora_a.view(count * rank, -1).t()
     # Fill instead of multiply by zero: the result of another adapter may be infinite.
+    # guard: lora_filled, lora_own_tokens
     low.view(num_tokens, count, rank).masked_fill_((slots.unsqueeze(1) != computed).unsqueeze(2), 0.0)
     out.view(num_tokens, -1).addmm_(low, lora_b.view(count * rank, -1))
 
@@ -134,7 +135,7 @@ def _num_active(otherwise: int) -> int:
     context = current_context()
     if context is None or context.batch_descriptor is None:
         return otherwise
-    return context.batch_descriptor.num_active_loras
+    return context.batch_descriptor.num_active_loras  # guard: lora_count_of_the_key
 
 
 def _check_rows(x: torch.Tensor, slots: torch.Tensor) -> None:

@@ -85,10 +85,11 @@ def paged_attention_of_layer(
     )
     is_causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     asked = {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal=False": not is_causal}
+    # guard: paged_unknown_arguments
     unknown = {name: argument is not None for name, argument in kwargs.items() if name not in _HARMLESS}
     refuse_unserved(
         module,
-        {**asked, **unknown, "attn_temperature_tuning": scales_by_row(module)},
+        {**asked, **unknown, "attn_temperature_tuning": scales_by_row(module)},  # guard: paged_scale_by_row
         what="paged attention",
         expected="causal attention, with or without a sliding window, chunks, a soft cap or sinks",
         remedy="use PagedAttention.for_model(model, ...); leave masks and dropout out (model.eval()); other attention "

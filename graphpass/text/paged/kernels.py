@@ -62,7 +62,7 @@ def masked_attention(
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scores.scale)
     dtype = torch.promote_types(query.dtype, torch.float32)
     products = torch.matmul(query.to(dtype), keys.to(dtype).transpose(-1, -2)) * scores.scale
-    if scores.softcap:
+    if scores.softcap:  # guard: paged_softcap
         products = torch.tanh(products / scores.softcap) * scores.softcap
     products = products + bias
     if scores.sinks is not None:
@@ -183,7 +183,7 @@ def _page_obstacle(cache: PagedKVCache, max_seq_len: int) -> str | None:
     if cache.page_size < max_seq_len:
         return f"a page has {cache.page_size} positions, a sequence up to {max_seq_len}: its keys are apart"
     faults = [fault_in_place(cache.device, cache.dtype, layer.head_dim) for layer in cache.layers if layer is not None]
-    return next((fault for fault in faults if fault is not None), None)
+    return next((fault for fault in faults if fault is not None), None)  # guard: paged_kernel_tried
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class BatchedKeys:
         slots = torch.add(numbers[:page_size], tables.block_tables.unsqueeze(-1), alpha=page_size).view(
             num_reqs, length
         )
-        slots.mul_(positions < tables.seq_lens.unsqueeze(1))
+        slots.mul_(positions < tables.seq_lens.unsqueeze(1))  # guard: paged_null_page
         torch.add(slots, metadata.fixed.value_offsets, out=self.slots)
         places = numbers[: self.bias.shape[2]]
         # Unused requests see the null page: a softmax over nothing would be NaN.
@@ -194,6 +194,7 @@ class KeysInPlace:
         are undefined.
         """
         tables = metadata.tables
+        # guard: paged_unused_in_place
         bounds = tables.query_start_loc if metadata.query_len is None else self.query_bounds
         sequences = operators.PackedSequences(
             bounds, self.starts, tables.seq_lens, metadata.max_query_len, self.max_seq_len

@@ -47,7 +47,7 @@ class LayerMask:
         seen = keys <= queries
         if self.window:
             seen = seen & (keys > queries - self.window)
-        if self.chunk:
+        if self.chunk:  # guard: paged_chunks
             seen = seen & (keys >= queries - queries % self.chunk)
         return seen
 

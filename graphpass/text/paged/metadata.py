@@ -192,7 +192,7 @@ class PagedMetadata(PagedStep):
         if self.first_layer == call.layer:
             self.keys.prepare(self)
         query = call.query[:num_tokens]
-        if layer.query_scale is not None:
+        if layer.query_scale is not None:  # guard: paged_position_scale
             query = (query * layer.query_scale.of(self.tables.positions).view(-1, 1, 1)).to(query.dtype)
         attended = self.keys.attend(self, memory, query, call.scores, self.fixed.mask_of[call.layer])
         real = call.out[:num_tokens]

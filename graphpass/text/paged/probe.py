@@ -136,7 +136,7 @@ class _Probe(PagedStep):
     def attend(self, call: AttentionCall) -> None:
         """Describe the layer; the result of attention is zero."""
         name = type(self._module).__name__
-        if call.layer in self.layers:
+        if call.layer in self.layers:  # guard: paged_layer_twice
             raise OptionError(
                 f"{name} runs attention twice as layer {call.layer}",
                 expected="one call for each layer_idx in a forward: keys and values are stored by layer",
@@ -249,7 +249,7 @@ def _mask_like(rule: _Rule, positions: torch.Tensor) -> LayerMask | None:
     for row in _compared_rows(len(positions), mask.window or mask.chunk):
         query = positions[row : row + 1]
         if not torch.equal(_visible(rule, query, positions), mask.visible(query.unsqueeze(1), positions)):
-            return None
+            return None  # guard: paged_mask_of_model
     return mask
 
 

@@ -31,11 +31,11 @@ __all__ = ["RULES"]
 def _attention(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
     call.no_padded_numbers()
-    if call.argument("dropout_p", default=0.0) != 0.0:
+    if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
         draws(call)
     query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
     for tensor in (query, key, value):
-        call.unpadded(tensor, [tensor.rank - 1], "attends with features over")
+        call.unpadded(tensor, [tensor.rank - 1], "attends with features over")  # guard: proof_attention_features
     mask = call.argument("attn_mask", "attn_bias")
     batches = _batches(call, query, key, value, mask if isinstance(mask, PaddedValue) else None)
     keys = call.unify(key.factors[-2], value.factors[-2])
@@ -89,7 +89,7 @@ def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -
 def _check_finite(call: OpCall, tensor: PaddedValue) -> None:
     """Refuse keys and values whose padding is not finite: a weight of zero times infinity is NaN."""
     for place in call.places(tensor, [tensor.rank - 2]):
-        if not is_finite(tensor.pad_at(place)):
+        if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
             raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
 
 
@@ -99,6 +99,7 @@ def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> 
     if isinstance(mask, PaddedValue) and mask.factors[-1] == keys:
         places = call.places(mask, [mask.rank - 1])
         pad = mask.pad_at(places[0]) if len(places) == 1 else None
+        # guard: proof_attention_bool_mask, proof_attention_mask
         hides = pad is False if mask.dtype is torch.bool else is_low(pad)
         if hides:
             call.assumptions.update([ALL_FINITE, VISIBLE_ENTRY, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
@@ -110,6 +111,7 @@ def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: object) -> 
     if call.argument("is_causal", default=False) and queries == keys and call.sizes.starts_clean(keys):
         call.assumptions.add(ALL_FINITE)
         return
+    # guard: proof_attention_without_mask
     raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
 
 

@@ -30,12 +30,12 @@ def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedVa
     if not call.sizes.any_padded(ours) and not call.sizes.any_padded(theirs):
         return False
     places = call.places(first, [first_dim]), call.places(second, [second_dim])
-    if ours != theirs or len(places[0]) != 1:
+    if ours != theirs or len(places[0]) != 1:  # guard: proof_contracted_factors
         at_fault = next(size for size in (*ours, *theirs) if call.padded(size))
         raise call.refuse(f"sums products over dimensions of factors {list(ours)} and {list(theirs)}", at_fault)
     pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
     for zero, other in (pads, pads[::-1]):
-        if _is_zero(zero) and is_finite(other):
+        if _is_zero(zero) and is_finite(other):  # guard: proof_masked_sum_of_products, proof_nan_in_products
             if other is None:
                 call.assumptions.add(ALL_FINITE)
             return True
@@ -74,6 +74,7 @@ def product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedV
     for dim, at in call.places(PaddedValue(tuple(factors))):
         operands = zip((first, second), sources[dim], strict=True)
         held = [value.pad_at((own, at)) for value, own in operands if own >= 0 and value.factors[own] == factors[dim]]
+        # guard: proof_rows_of_a_product
         pads[dim, at] = blurred(*held) if summed_padding else _product_pad(call, *held)
     return PaddedValue(tuple(factors)).with_pads(pads)
 
@@ -103,7 +104,7 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: PaddedValue) -> PaddedVa
         ours, theirs = matrix.pad_at(place), added.pad_at(place)
         varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
         pads[place] = blurred(ours, theirs) if varies else blurred(ours)
-        if _is_zero(ours) and _is_zero(theirs):
+        if _is_zero(ours) and _is_zero(theirs):  # guard: proof_bias_of_zero_rows
             pads[place] = 0
     return result.with_pads(pads)
 

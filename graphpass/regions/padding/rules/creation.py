@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 
 def _filled(call: OpCall, fill: object) -> PaddedValue:
-    if call.padded(fill):
+    if call.padded(fill):  # guard: proof_filled_with_a_size
         raise call.refuse(f"the padded size {fill} is a number in it", fill)
     constant: Pad | None = None
     if isinstance(fill, (bool, int, float)):
@@ -52,9 +52,10 @@ def _empty(call: OpCall) -> PaddedValue:
 def _arange(call: OpCall) -> PaddedValue:
     start, step = call.argument("start", default=0), call.argument("step", default=1)
     for number in (start, step):
-        if call.padded(number):
+        if call.padded(number):  # guard: proof_range_from_a_size
             raise call.refuse(f"the padded size {number} is where its numbers start or how they step", number)
     value = call.fresh()
+    # guard: proof_range_in_steps
     whole = type(start) is int and type(step) is int and step == 1 and value.factors != ((),)
     return replace(value, index=IndexAlong(0, 0, start)) if whole else value
 

@@ -34,9 +34,10 @@ def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
     if not call.sizes.ordered:
         return is_whole(index, of_dim)
     if index.constant is not None:
+        # guard: proof_picked_by_data
         return type(index.constant) is int and index.constant >= 0 and call.sizes.is_prefix(of_dim)
     if index.index is None or len(of_dim) > 1:
-        return False
+        return False  # guard: proof_picked_unknown
     along = index.factors[index.index.dim][index.index.factor]
     left = as_size(product(of_dim) - along - index.index.offset)
     return index.index.offset >= 0 and isinstance(left, int) and left >= 0
@@ -56,14 +57,14 @@ def by_contents(call: OpCall, what: str, size: Size) -> PaddingReason:
 
 def by_index(call: OpCall, what: str, size: Size, *indices: PaddedValue) -> PaddingReason:
     """The reason for an operator in which a negative index counts from the padded end of a dimension."""
-    if any(index.sign is Sign.UNKNOWN for index in indices):
+    if any(index.sign is Sign.UNKNOWN for index in indices):  # guard: proof_negative_index
         return PaddingReason(f"{what}, and a negative index counts from its end", size=size, remedy=COUNT_FROM_START)
     return by_contents(call, what, size)
 
 
 def check_order(call: OpCall, of_dim: Factors) -> None:
     """Refuse data that names entries of a dimension which stand at other indices in a padded run."""
-    if call.sizes.ordered and not call.sizes.is_prefix(of_dim):
+    if call.sizes.ordered and not call.sizes.is_prefix(of_dim):  # guard: proof_index_into_flattened
         inside = _first_padded(call, of_dim[1:])
         why = f"data names entries of {list(of_dim)}, which stand at other indices in a padded run"
         raise call.refuse(why, inside, "index each size by itself: `x[i, j]` in place of `x.flatten(0, 1)[k]`")

@@ -29,7 +29,7 @@ def _over_features(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]
 
 def _normalised(call: OpCall, value: PaddedValue) -> PaddedValue:
     """The normalised value. Rows of equal entries have a variance of zero, so without an epsilon they become NaN."""
-    result = call.carried(PaddedValue(value.factors), value)
+    result = call.carried(PaddedValue(value.factors), value)  # guard: proof_computed_zeros
     if call.argument("eps") == 0:
         result = result.with_pads({place: Approximate.NOT_FINITE for place, _ in result.padding})
     return result
@@ -80,7 +80,7 @@ def _over_batch(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     for shape in results[1:]:
         is_statistic = isinstance(shape, TensorShape) and call.fresh(shape).factors != ((0,),)
         values.append(of_channels if is_statistic else call.fresh(shape) if isinstance(shape, TensorShape) else None)
-    if _trains(call):
+    if _trains(call):  # guard: proof_training_statistics
         for place in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
             size = value.factors[place[0]][place[1]]
             reason = PaddingReason(f"its statistics run over the padded dimension {place[0]}", size=size)
@@ -94,7 +94,7 @@ def _trains(call: OpCall) -> bool:
         return True
     if call.name.endswith(("_no_update", "_no_training")):
         return False
-    return call.argument("training", "train", default=True) is not False
+    return call.argument("training", "train", default=True) is not False  # guard: proof_named_training
 
 
 RULES: dict[str, PaddingRule] = {

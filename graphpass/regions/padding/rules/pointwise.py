@@ -35,7 +35,7 @@ __all__ = ["RULES", "broadcast", "cast", "entry_by_entry"]
 
 def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     """A pointwise operator: the operands' factors must agree; the padding of the result is computed from theirs."""
-    call.no_padded_numbers()
+    call.no_padded_numbers()  # guard: proof_size_as_number
     tensors = {name: value for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
     rank = len(call.shapes[0].sizes)
     factors = _common_factors(call, list(tensors.values()), rank)
@@ -140,10 +140,10 @@ def _chosen(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
     else:
         first, second = _operand(call, pads, "value"), _operand(call, pads, "self")
     if is_number(condition):
-        return first if condition else second
+        return first if condition else second  # guard: proof_chosen_branch
     if first != second:  # infinities where data says so: as in real rows, which a mask fills alike
         first, second = (None if is_number(pad) and not is_finite(pad) else pad for pad in (first, second))
-    return either(first, second)
+    return either(first, second)  # guard: proof_unknown_condition, proof_unknown_mask
 
 
 def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
@@ -154,9 +154,9 @@ def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
     if name in ("mul", "div", "true_divide"):
         return _zero_times(call, first, second, name == "mul")
     if name in ("logical_and", "bitwise_and", "__and__"):
-        return _logical(call, first, second, absorbing=False)
+        return _logical(call, first, second, absorbing=False)  # guard: proof_conjunction
     if name in ("logical_or", "bitwise_or", "__or__"):
-        return _logical(call, first, second, absorbing=True)
+        return _logical(call, first, second, absorbing=True)  # guard: proof_disjunction
     if name in ("add", "sub"):
         return _lowered(call, first, second, both=name == "add")
     if name in ("exp", "exp2") and first is Approximate.MASKED:
@@ -171,10 +171,11 @@ _NEVER_ZERO = (Approximate.MASKED, Approximate.POSITIVE)
 
 def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
     zero, other = (first, second) if is_number(first) and first == 0 else (second, first)
-    if not is_number(zero) or zero != 0 or (not is_product and zero is not first):
+    if not is_number(zero) or zero != 0 or (not is_product and zero is not first):  # guard: proof_zero_divisor
         return None
     if other is None:
         call.assumptions.add(ALL_FINITE)
+    # guard: proof_nan_is_kept
     elif is_number(other) or not is_finite(other) or not (is_product or other in _NEVER_ZERO):
         return None
     return 0
@@ -190,11 +191,12 @@ def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: 
 def _lowered(call: OpCall, first: Pad | None, second: Pad | None, *, both: bool) -> Pad | None:
     """Scores plus a mask: a very low entry stays very low unless a known number raises it."""
     low, other = (first, second) if is_low(first) else (second, first)
+    # guard: proof_subtracted_mask
     if call.argument("alpha", default=1) != 1 or not is_low(low) or (not both and low is not first):
         return None
     if is_number(other):
         sinks = other <= 0 if both else other >= 0  # type: ignore[operator]
-        return Approximate.MASKED if low is Approximate.MASKED and sinks else None
+        return Approximate.MASKED if low is Approximate.MASKED and sinks else None  # guard: proof_raised_mask
     if not is_finite(other) or (other is Approximate.MASKED and not both):
         return None
     if low == -math.inf:
@@ -266,12 +268,12 @@ def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[P
     if first.index is None or second.index is None or first.index[:2] == second.index[:2]:
         return {}
     a, b = first.index, second.index
-    if first.factors[a.dim][a.factor] != second.factors[b.dim][b.factor]:
+    if first.factors[a.dim][a.factor] != second.factors[b.dim][b.factor]:  # guard: proof_index_sizes
         return {}
     pads: dict[Place, Pad] = {}
-    for larger, smaller, name in ((a, b, call.name), (b, a, _MIRRORED[call.name])):
+    for larger, smaller, name in ((a, b, call.name), (b, a, _MIRRORED[call.name])):  # guard: proof_index_order
         decided, answer = _COMPARISONS[name]
-        if decided(1 + larger.offset - smaller.offset):
+        if decided(1 + larger.offset - smaller.offset):  # guard: proof_index_offsets
             pads[larger.dim, larger.factor] = answer
     return pads
 

@@ -14,7 +14,7 @@ def draws(call: OpCall) -> None:
     """Add a finding if the number of random numbers that the call draws depends on padding."""
     tensors = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]
     padded = any(call.padded(size) for shape in call.shapes for size in shape.sizes)
-    if padded or any(call.places(value) for value in tensors):
+    if padded or any(call.places(value) for value in tensors):  # guard: proof_drawn_numbers
         findings = call.findings_for(PaddingReason("it draws random numbers for padded entries"))
         call.everywhere.update(finding.reaching("random numbers") for finding in findings)
 

@@ -45,7 +45,7 @@ def _is_one(pad: Pad) -> bool:
 
 
 def _is_least(pad: Pad) -> bool:
-    return pad is False or pad == -math.inf
+    return pad is False or pad == -math.inf  # guard: proof_low_maximum
 
 
 def _is_greatest(pad: Pad) -> bool:
@@ -93,8 +93,8 @@ def require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int]) -> li
     neutral = _NEUTRAL.get(call.name)
     for place in places:
         pad = value.pad_at(place)
-        known = neutral is not None and pad is not None and neutral(pad)
-        if known and len(places) > 1 and value.constant is None:
+        known = neutral is not None and pad is not None and neutral(pad)  # guard: proof_any_padding_is_neutral
+        if known and len(places) > 1 and value.constant is None:  # guard: proof_two_padded_factors
             sizes = tuple(value.factors[dim][at] for dim, at in places)
             raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
         if not known:
@@ -122,6 +122,7 @@ def _reduction(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     # Entries with two indices in padding are unknown: beside padded sums, only what is not finite stays.
     of_rows = blurred if places else functools.partial(_of_rows, call.name)
     known = {place: of_rows(pad) for place, pad in value.padding if place[0] not in dims}
+    # guard: proof_reduced_padding
     known = {place: pad for place, pad in known.items() if not places or not is_finite(pad)}
     rest = without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
     if isinstance(call.result, tuple):
@@ -181,6 +182,7 @@ def _softmax(call: OpCall) -> PaddedValue:
         pad = value.pad_at(place)
         if place not in pads and pad is not None:
             hidden = call.name == "_safe_softmax" and pad == -math.inf
+            # guard: proof_hidden_rows
             pads[place] = Approximate.NONNEGATIVE if hidden or is_finite(pad) else Approximate.NOT_FINITE
             if "log_" in call.name:
                 pads[place] = blurred(pads[place])
@@ -192,7 +194,7 @@ def _scan(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     value = call.tensor("self")
     call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
-    if value.rank and not call.sizes.starts_clean(value.factors[dim]):
+    if value.rank and not call.sizes.starts_clean(value.factors[dim]):  # guard: proof_scan_inside
         of_dim = value.factors[dim]
         raise call.refuse(f"{call.name} along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
     result = call.carried(PaddedValue(value.factors))
@@ -207,7 +209,7 @@ def _sorted(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     """Sorting along an unpadded dimension, independently for each row."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dim", default=-1), value.rank)
-    call.unpadded(value, [dim] if value.rank else [], f"{call.name} over")
+    call.unpadded(value, [dim] if value.rank else [], f"{call.name} over")  # guard: proof_sorted_padding
     call.no_padded_numbers()
     results = [
         call.carried(

@@ -16,7 +16,7 @@ def _within(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     value = call.tensor("self", "input", "a")
     call.no_padded_numbers()
     dims = _dims(call, value)
-    call.unpadded(value, dims, f"{call.name.strip('_')} over")
+    call.unpadded(value, dims, f"{call.name.strip('_')} over")  # guard: proof_turned_padding
     results = call.result if isinstance(call.result, tuple) else (call.result,)
     values = tuple(_of_shape(call, value, dims, shape) if isinstance(shape, TensorShape) else None for shape in results)
     return values if isinstance(call.result, tuple) else values[0]  # type: ignore[return-value]

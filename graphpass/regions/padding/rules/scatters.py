@@ -40,6 +40,7 @@ def _scatter(call: OpCall) -> PaddedValue:
     source = call.argument("src", "value")
     if isinstance(source, PaddedValue) and source.rank:
         check_aligned(call, source, index, range(index.rank))
+    # guard: proof_scattered_by_data
     size = _first_padded(call, value.factors[dim], index.factors[dim]) if value.rank else None
     if size is None:
         return _written(call, value)
@@ -62,7 +63,7 @@ def _index_add(call: OpCall) -> PaddedValue:
         if source.factors[dim] != listed and call.sizes.any_padded((*source.factors[dim], *listed)):
             raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
     of_dim: Factors = value.factors[dim] if value.rank else ()
-    size = _first_padded(call, of_dim, listed)
+    size = _first_padded(call, of_dim, listed)  # guard: proof_added_by_data
     result = PaddedValue(tuple(factors))
     if size is None:
         return result
@@ -99,7 +100,7 @@ def _index_put(call: OpCall) -> PaddedValue:
     at_fault += [
         size for dim, index in hit.items() if not is_whole(index, value.factors[dim]) for size in value.factors[dim]
     ]
-    size = _first_padded(call, tuple(at_fault))
+    size = _first_padded(call, tuple(at_fault))  # guard: proof_put_by_data
     if size is None:
         return _written(call, value)
     for dim in hit:

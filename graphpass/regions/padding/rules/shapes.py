@@ -150,7 +150,7 @@ def _repeat(call: OpCall) -> PaddedValue:
             else:
                 whole[-1] = product((whole[-1], size))
             to[dim - offset, at] = (dim, len(whole) - 1)
-        result.append(tuple(whole))
+        result.append(tuple(whole))  # guard: proof_repeated_order
     pads = {to[place]: pad for place, pad in value.padding}
     return replace(PaddedValue(tuple(result)).with_pads(pads), constant=value.constant)
 
@@ -168,7 +168,7 @@ def _triangle(call: OpCall) -> PaddedValue:
     pads: dict[Place, Pad | None] = {}
     for place in call.places(value):
         pad = value.pad_at(place)
-        beyond = {row: -1, col: 1}.get(place[0]) if square else None
+        beyond = {row: -1, col: 1}.get(place[0]) if square else None  # guard: proof_triangle_side
         if beyond is not None and _drops(call.name, diagonal, beyond):
             pads[place] = 0
         elif beyond is not None and _keeps(call.name, diagonal, beyond):
@@ -181,6 +181,7 @@ def _triangle(call: OpCall) -> PaddedValue:
 def _drops(name: str, diagonal: int, beyond: int) -> bool:
     """Whether a triangle drops every entry whose column minus row is at least 1, or at most -1."""
     return (
+        # guard: proof_triangle_diagonal
         diagonal <= 0 if (name, beyond) == ("tril", 1) else diagonal >= 0 if (name, beyond) == ("triu", -1) else False
     )
 

@@ -32,9 +32,10 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
     padded = call.sizes.any_padded(of_dim)
     if call.padded(start) or call.padded(step):
         raise call.refuse(f"a slice of dimension {dim} starts or steps by a padded size", start)
+    # guard: proof_slice_from_the_end
     if padded and not (isinstance(start, int) and start >= 0 and isinstance(step, int) and step >= 1):
         raise call.refuse(f"a slice counts the padded dimension {dim} from its end", of_dim[0])
-    if not call.sizes.starts_clean(of_dim):
+    if not call.sizes.starts_clean(of_dim):  # guard: proof_slice_inside
         raise call.refuse(f"a slice moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
     factors: list[Factors] = list(value.factors)
     factors[dim] = call.sizes.merged([size])
@@ -44,6 +45,7 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
         # Entry i of the slice is entry start + i, so it equals its index plus a larger offset.
         shifts = isinstance(start, int) and step == 1 and len(of_dim) == 1 and len(factors[dim]) == 1
         index = index._replace(factor=0, offset=index.offset + start) if shifts else None
+    # guard: proof_shortened_padding
     if value.constant is None and isinstance(start, int) and step == 1 and padded and size == as_size(whole - start):
         pads[dim, 0] = value.pad_at((dim, 0))  # type: ignore[assignment]
     known = {place: pad for place, pad in pads.items() if pad is not None}
@@ -60,9 +62,9 @@ def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedVa
     if call.padded(index):
         raise call.refuse(f"the padded size {index} is an index", index)
     if call.sizes.any_padded(of_dim):
-        if not isinstance(index, int) or index < 0:
+        if not isinstance(index, int) or index < 0:  # guard: proof_entry_from_the_end
             raise call.refuse(f"entry {index} of the padded dimension {dim} is counted from its end", of_dim[0])
-        if not call.sizes.starts_clean(of_dim):
+        if not call.sizes.starts_clean(of_dim):  # guard: proof_entry_inside
             raise call.refuse(f"one entry of the padded dimension {dim} of {list(of_dim)}", product(of_dim))
     return without_dims(value, [dim], keepdim=False)
 
@@ -115,7 +117,7 @@ def _cat(call: OpCall) -> PaddedValue:
     call.no_padded_numbers("tensors")
     for part in parts[:-1]:
         for place in call.places(part, [dim]):
-            raise call.refuse_place(part, place, "puts entries behind")
+            raise call.refuse_place(part, place, "puts entries behind")  # guard: proof_joined_behind
     last = parts[-1]
     if len(parts) > 1 and not call.sizes.starts_clean(last.factors[dim]):
         moved = last.factors[dim]
@@ -181,6 +183,7 @@ def _check_behind(call: OpCall, value: PaddedValue, dim: int, right: Any, fill: 
     if not call.sizes.starts_clean(of_dim):
         raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
     pad = value.pad_at((dim, 0))
+    # guard: proof_filled_behind
     if not (isinstance(right, int) and right <= 0) and (not is_number(pad) or pad != fill):
         raise call.refuse(f"puts {fill} behind the padding of dimension {dim}", of_dim[0])
 
@@ -223,7 +226,7 @@ def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: 
     if not (call.sizes.starts_clean(of_dim) and call.sizes.starts_clean(source.factors[dim])):
         raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
     to_the_end = step == 1 and padded and sympy.expand(product(of_dim) - start - length) == 0
-    if not to_the_end and (moving or call.padded(end)):
+    if not to_the_end and (moving or call.padded(end)):  # guard: proof_replaced_slice
         raise call.refuse(f"writes padding to dimension {dim}, or ends at a padded size", length)
 
 

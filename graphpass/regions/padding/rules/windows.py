@@ -20,7 +20,7 @@ def _convolution(call: OpCall) -> PaddedValue:
         if isinstance(other, PaddedValue):
             call.unpadded(other, range(other.rank), f"has a {name} with")
     batch = 1 if value.rank == weight.rank else 0
-    call.unpadded(value, range(batch, value.rank), "moves a window over")
+    call.unpadded(value, range(batch, value.rank), "moves a window over")  # guard: proof_convolved_padding
     return call.carried(PaddedValue((*value.factors[:batch], *call.fresh().factors[batch:])), value)
 
 
@@ -34,7 +34,7 @@ def _pool(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     if not 1 <= positions <= value.rank:
         raise call.refuse("its window is not known")
     rows = value.rank - positions
-    call.unpadded(value, range(rows, value.rank), "moves a window over")
+    call.unpadded(value, range(rows, value.rank), "moves a window over")  # guard: proof_pooled_padding
     results = tuple(
         call.carried(PaddedValue((*value.factors[:rows], *call.fresh(shape).factors[rows:])))
         if isinstance(shape, TensorShape)
