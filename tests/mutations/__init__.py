@@ -140,16 +140,18 @@ def without_marked(name: str, replaced: str | None, by: str, text: str) -> str:
     if len(marked) != 1:
         raise MutationError(f"{len(marked)} lines are marked, not one")
     at = marked[0] + bool(re.fullmatch(_MARK, lines[marked[0]].rstrip("\n")))
+    line = lines[at].rstrip("\n")
+    code = _MARK.sub("", line)
+    mark, end = line[len(code) :], at + 1  # the mark stays, for tests that read the table
     if replaced is not None:
-        code = _MARK.sub("", lines[at].rstrip("\n"))
         if code.count(replaced) != 1:
             raise MutationError(f"the marked line does not contain {replaced!r} once: {code.strip()}")
-        return "".join([*lines[:at], code.replace(replaced, by) + "\n", *lines[at + 1 :]])
-    begun = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt) and n.lineno == at + 1]
-    if begun:
-        indent = lines[at][: begun[0].col_offset]
-        return "".join([*lines[:at], f"{indent}pass\n", *lines[begun[0].end_lineno :]])
-    return "".join([*lines[:at], *lines[at + 1 :]])
+        code = code.replace(replaced, by)
+    else:
+        begun = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt) and n.lineno == at + 1]
+        code = "".join([code[: n.col_offset] + "pass" for n in begun])
+        end = max((n.end_lineno or end for n in begun), default=end)
+    return "".join([*lines[:at], f"{code}{mark}\n", *lines[end:]])
 
 
 def _names_on(line: str) -> list[str]:

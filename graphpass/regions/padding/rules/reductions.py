@@ -119,11 +119,9 @@ def _reduction(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     rank = len(call.shapes[0].sizes)
     if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
         raise call.refuse_place(value, places[0], f"the index of {call.name} over")
-    # Entries with two indices in padding are unknown: beside padded sums, only what is not finite stays.
-    of_rows = blurred if places else functools.partial(_of_rows, call.name)
+    # Entries with two indices in padding are unknown: beside padded sums, only whether it is finite stays.
+    of_rows = blurred if places else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
     known = {place: of_rows(pad) for place, pad in value.padding if place[0] not in dims}
-    # guard: proof_reduced_padding
-    known = {place: pad for place, pad in known.items() if not places or not is_finite(pad)}
     rest = without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
     if isinstance(call.result, tuple):
         return tuple(
