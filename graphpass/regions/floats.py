@@ -193,6 +193,7 @@ class _Rewriting:
         """Replace ``node`` by the last of the new nodes if that has a result of the same kind, else drop them."""
         is_same = bool(_kind(value_of(made[-1])) == _kind(value_of(node)))  # guard: floats_keep_types
         if is_same:
+            made[-1].meta["example_value"] = value_of(node)  # guard: floats_keep_storages
             node.replace_all_uses_with(made[-1])
         for unused in [node] if is_same else reversed(made):
             self._graph.erase_node(unused)

@@ -183,3 +183,18 @@ def test_padding_is_proved_beside_a_float(rt: GraphRuntime) -> None:
             torch.testing.assert_close(fast(x, thr), (layer(x) * thr).clamp(-thr, 1.0))
     (record,) = rt.callables()
     assert {size.field: size.is_padded for size in record.sizes} == {"x[0]": True}
+
+
+def test_results_that_share_memory_share_it_beside_a_float(rt: GraphRuntime) -> None:
+    options = cgpass.options(runtime=rt, compiler="eager", dispatch="auto")
+
+    def program(x: torch.Tensor, number: float) -> tuple[torch.Tensor, torch.Tensor]:
+        moved = x + number
+        return moved, moved[1:]
+
+    fast = torch.compile(program, backend="cgpass", dynamic=True, options=options)
+    for rows, number in zip([7, 8, 7, 8, 7, 8], VALUES, strict=False):
+        whole, part = fast(torch.randn(rows), number)
+        whole.fill_(5.0)
+        assert part.tolist() == [5.0] * (rows - 1)
+    assert sum(count.replayed for count in rt.counts().values()) > 0
