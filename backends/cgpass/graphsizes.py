@@ -239,14 +239,16 @@ def _outputs(
     for index, (name, value) in enumerate(parts.output_values()):
         if isinstance(value, torch.Tensor) and not nnmodules.inner_tensors(value):
             storage = memory.storage_id(value)
+            viewed = _viewed(parts, inputs, name, homes.get(storage, []))
             found.append(
                 OutputTensor(
                     shape=tuple(map(simplified, value.shape)),
                     strides=tuple(map(simplified, value.stride())),
                     offset=simplified(value.storage_offset()),
                     group=groups.setdefault(storage, index),
-                    viewed=_viewed(parts, inputs, name, homes.get(storage, [])),
-                    is_input=name in inputs,
+                    viewed=viewed,
+                    # What an operator returns after it wrote to an input is that input.
+                    is_input=viewed is not None and parts.inputs[viewed].value is value,  # guard: written_inputs
                 )
             )
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -276,3 +276,27 @@ def test_autograd_and_graphs_from_one_compile(rt: GraphRuntime, at_key: Run, tal
     with torch.no_grad():
         torch.testing.assert_close(at_key(compiled, "FULL", 4, x, capture=rt), model(x))
     assert tally(rt, "FULL") == {("g1.full", 4): (1, 1)}
+
+
+def test_a_written_parameter_that_is_assigned_stays_that_parameter(rt: GraphRuntime) -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Parameter(torch.zeros(6))
+
+        def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            self.total += x[rows][0]
+            return x
+
+    module = Summed()
+    parameter = module.total
+    options = {"compiler": "eager", "runtime": rt, "dispatch": "auto"}
+    compiled = torch.compile(module, backend="cgpass", options=options)
+    with torch.no_grad():
+        for rows in ([0], [1, 0], [0, 1, 2], [1, 2, 0], [2, 2], [2, 1]):
+            before = parameter.clone()
+            x = torch.randn(3, 6)
+            compiled(x, torch.tensor(rows))
+            assert module.total is parameter
+            torch.testing.assert_close(parameter, before + x[rows[0]])
+    assert sum(count.replayed for count in rt.counts().values()) > 0
