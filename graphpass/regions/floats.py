@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -262,7 +263,7 @@ class _Rewriting:
 
 
 def _name(placeholder: fx.Node) -> str:
-    return (dynamo.source_text(placeholder) or placeholder.name).removeprefix("L['").removesuffix("']")
+    return re.sub(r"^L\['(\w+)'\]", r"\1", dynamo.source_text(placeholder) or placeholder.name)
 
 
 def _kind(value: Any) -> Any:
