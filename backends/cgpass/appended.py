@@ -7,6 +7,7 @@ with the same names, address guards and undo of a capture. The real sizes of pad
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class AppendedInputs:
 def attributes_read(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """{path: tensor} of the tensor attributes that a graph reads; without subgraphs of higher-order operators."""
     paths = dict.fromkeys(str(node.target) for node in graph_module.graph.find_nodes(op="get_attr"))
-    values = {path: _attribute(graph_module, path) for path in paths}
+    values = {path: operator.attrgetter(path)(graph_module) for path in paths}
     return {path: value for path, value in values.items() if isinstance(value, torch.Tensor)}
 
 
@@ -121,12 +122,6 @@ def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> f
         placeholder = graph.placeholder(name)
     placeholder.meta = dict(meta)
     return placeholder
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -218,9 +218,7 @@ class _Walk:
             self._visit_call(node)
 
     def _visit_attribute(self, node: fx.Node) -> None:
-        attribute: Any = owner_of(node)
-        for name in str(node.target).split("."):
-            attribute = getattr(attribute, name)
+        attribute = operator.attrgetter(str(node.target))(owner_of(node))
         if isinstance(attribute, torch.Tensor) and not _has_value(node):
             node.meta["example_value"] = symbolic.fakify(self.fake_mode, attribute)
 

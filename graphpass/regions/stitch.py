@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -157,10 +158,7 @@ class _Writer:
         if is_rebuilt_output(node):
             return f"{self._constant(node.target)}({', '.join(map(self._expression, node.args))})"
         if node.op == "get_attr":
-            attribute: Any = self._gm
-            for name in str(node.target).split("."):
-                attribute = getattr(attribute, name)
-            return self._constant(attribute)
+            return self._constant(operator.attrgetter(str(node.target))(self._gm))
         return self._variables[node.name]
 
     def _constant(self, value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,15 @@ import torch
 from torch import nn, optim
 
 import graphpass as gp
+from tests.optimizer_events import (
+    Event,
+    data_is_replaced,
+    lr_is_refilled,
+    nothing,
+    parameters,
+    state_is_loaded,
+    state_of,
+)
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
@@ -33,11 +41,6 @@ KINDS = [
     ),
     pytest.param(optim.Adagrad, {}, id="Adagrad"),
 ]
-Event = Callable[[int, optim.Optimizer], None]
-
-
-def nothing(number: int, optimizer: optim.Optimizer) -> None:
-    """No event between the steps."""
 
 
 def weights() -> list[nn.Parameter]:
@@ -48,15 +51,13 @@ def weights() -> list[nn.Parameter]:
 def trained(step: Callable[[], Any], optimizer: optim.Optimizer, event: Event = nothing) -> list[torch.Tensor]:
     """Parameters and state after several steps with new gradient tensors."""
     generator = torch.Generator("cuda").manual_seed(2)
-    parameters = optimizer.param_groups[0]["params"]
     for number in range(STEPS):
         event(number, optimizer)
         optimizer.zero_grad(set_to_none=True)
-        for p in parameters:
+        for p in parameters(optimizer):
             p.grad = torch.randn(p.shape, generator=generator, device="cuda")
         step()
-    state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
-    return [t.detach().clone().cpu() for t in (*parameters, *state)]
+    return [tensor.cpu() for tensor in state_of(optimizer)]
 
 
 def agrees(
@@ -107,35 +108,6 @@ def test_state_on_the_cpu_runs_and_agrees() -> None:
     step = torch.compile(optimizers[0].step, backend="cgpass", options={"compiler": "eager"})
     found, expected = trained(step, optimizers[0]), trained(optimizers[1].step, optimizers[1])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def lr_is_refilled() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-
-    return event
-
-
-def state_is_loaded() -> Event:
-    saved: list[dict[str, Any]] = []
-
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number == 2:
-            saved.append(copy.deepcopy(optimizer.state_dict()))
-        if number == 5:
-            optimizer.load_state_dict(saved.pop())
-
-    return event
-
-
-def data_is_replaced() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            for p in optimizer.param_groups[0]["params"]:
-                p.data = p.data * 0.5
-
-    return event
 
 
 @pytest.mark.parametrize(

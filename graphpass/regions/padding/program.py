@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,7 +126,7 @@ class _Reader:
         result = self._shape_of(node.meta.get("val"))
         target = node.target
         if node.op == "get_attr":
-            attribute = functools.reduce(getattr, str(target).split("."), self._module)
+            attribute = operator.attrgetter(str(target))(self._module)
             sign = ("is_nonnegative", _is_nonnegative(attribute))
             return AtenNode(CONSTANT, (sign,), self._shape_of(attribute), where)
         if target is operator.getitem:

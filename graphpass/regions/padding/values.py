@@ -198,6 +198,11 @@ def is_number(pad: Pad | None) -> bool:
     return pad is not None and not isinstance(pad, Approximate)
 
 
+def is_zero(pad: Pad | None) -> bool:
+    """Whether ``pad`` is exactly zero, or False."""
+    return is_number(pad) and pad == 0
+
+
 def is_finite(pad: Pad | None) -> bool:
     """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
     return pad is not Approximate.NOT_FINITE and not (isinstance(pad, float) and math.isinf(pad))

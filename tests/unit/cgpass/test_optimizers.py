@@ -6,7 +6,6 @@ the decompositions of a compiled optimizer may round differently from the optimi
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +17,15 @@ from torch import nn, optim
 
 import graphpass as gp
 from graphpass.errors import OptionError, ShapeError
+from tests.optimizer_events import (
+    Event,
+    data_is_replaced,
+    lr_is_refilled,
+    nothing,
+    parameters,
+    state_is_loaded,
+    state_of,
+)
 
 STEPS = 8
 FLOATING = [
@@ -45,21 +53,6 @@ WITHOUT_GRAPH = [
     pytest.param(optim.SparseAdam, {}, id="SparseAdam"),
     pytest.param(optim.LBFGS, {}, id="LBFGS"),
 ]
-Event = Callable[[int, optim.Optimizer], None]
-
-
-def nothing(number: int, optimizer: optim.Optimizer) -> None:
-    """No event between the steps."""
-
-
-def parameters(optimizer: optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def state_of(optimizer: optim.Optimizer) -> list[torch.Tensor]:
-    """Copies of the parameters and of the optimizer's tensors."""
-    state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
-    return [t.detach().clone() for t in (*parameters(optimizer), *state)]
 
 
 def weights(count: int = 3) -> list[nn.Parameter]:
@@ -175,35 +168,6 @@ def lr_halves() -> Event:
     def event(number: int, optimizer: optim.Optimizer) -> None:
         if number in (3, 5):
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
-
-    return event
-
-
-def lr_is_refilled() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-
-    return event
-
-
-def state_is_loaded() -> Event:
-    saved: list[dict[str, Any]] = []
-
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number == 2:
-            saved.append(copy.deepcopy(optimizer.state_dict()))
-        if number == 5:
-            optimizer.load_state_dict(saved.pop())
-
-    return event
-
-
-def data_is_replaced() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            for p in parameters(optimizer):
-                p.data = p.data * 0.5
 
     return event
 

@@ -14,7 +14,7 @@ from graphpass.regions.padding.values import (
     Place,
     blurred,
     is_finite,
-    is_number,
+    is_zero,
 )
 
 __all__ = ["RULES"]
@@ -35,20 +35,16 @@ def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedVa
         raise call.refuse(f"sums products over dimensions of factors {list(ours)} and {list(theirs)}", at_fault)
     pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
     for zero, other in (pads, pads[::-1]):
-        if _is_zero(zero) and is_finite(other):  # guard: proof_masked_sum_of_products, proof_nan_in_products
+        if is_zero(zero) and is_finite(other):  # guard: proof_masked_sum_of_products, proof_nan_in_products
             if other is None:
                 call.assumptions.add(ALL_FINITE)
             return True
     raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
 
 
-def _is_zero(pad: Pad | None) -> bool:
-    return is_number(pad) and pad == 0
-
-
 def _product_pad(call: OpCall, *factors: Pad | None) -> Pad | None:
     """The padding of a product whose factors hold ``factors`` there: zero if one is zero and all are finite."""
-    if all(map(is_finite, factors)) and any(map(_is_zero, factors)):
+    if all(map(is_finite, factors)) and any(map(is_zero, factors)):
         call.assumptions.add(ALL_FINITE)
         return 0
     return blurred(*factors)
@@ -104,7 +100,7 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: PaddedValue) -> PaddedVa
         ours, theirs = matrix.pad_at(place), added.pad_at(place)
         varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
         pads[place] = blurred(ours, theirs) if varies else blurred(ours)
-        if _is_zero(ours) and _is_zero(theirs):  # guard: proof_bias_of_zero_rows
+        if is_zero(ours) and is_zero(theirs):  # guard: proof_bias_of_zero_rows
             pads[place] = 0
     return result.with_pads(pads)
 

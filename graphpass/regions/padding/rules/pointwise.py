@@ -28,6 +28,7 @@ from graphpass.regions.padding.values import (
     is_finite,
     is_low,
     is_number,
+    is_zero,
 )
 
 __all__ = ["RULES", "broadcast", "cast", "entry_by_entry"]
@@ -170,8 +171,8 @@ _NEVER_ZERO = (Approximate.MASKED, Approximate.POSITIVE)
 
 
 def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
-    zero, other = (first, second) if is_number(first) and first == 0 else (second, first)
-    if not is_number(zero) or zero != 0 or (not is_product and zero is not first):  # guard: proof_zero_divisor
+    zero, other = (first, second) if is_zero(first) else (second, first)
+    if not is_zero(zero) or (not is_product and zero is not first):  # guard: proof_zero_divisor
         return None
     if other is None:
         call.assumptions.add(ALL_FINITE)
@@ -184,7 +185,7 @@ def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product:
 def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: bool) -> Pad | None:
     truths = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]
     if call.name.startswith("bitwise") and any(value.dtype is not torch.bool for value in truths):
-        return 0 if not absorbing and any(is_number(pad) and pad == 0 for pad in (first, second)) else None
+        return 0 if not absorbing and (is_zero(first) or is_zero(second)) else None
     return absorbing if any(is_number(pad) and bool(pad) is absorbing for pad in (first, second)) else None
 
 

@@ -23,6 +23,7 @@ from graphpass.regions.padding.values import (
     is_finite,
     is_low,
     is_number,
+    is_zero,
 )
 
 __all__ = ["RULES", "reduced_dims", "require_neutral"]
@@ -30,10 +31,6 @@ __all__ = ["RULES", "reduced_dims", "require_neutral"]
 Neutral = Callable[[Pad], bool]
 
 _SUMS = f"compute it from sums {DECLARE_MASK}"
-
-
-def _is_zero(pad: Pad) -> bool:
-    return is_number(pad) and pad == 0
 
 
 def _is_true(pad: Pad) -> bool:
@@ -53,10 +50,10 @@ def _is_greatest(pad: Pad) -> bool:
 
 
 _NEUTRAL: dict[str, Neutral] = {
-    "sum": _is_zero,
-    "nansum": _is_zero,
-    "any": _is_zero,
-    "count_nonzero": _is_zero,
+    "sum": is_zero,
+    "nansum": is_zero,
+    "any": is_zero,
+    "count_nonzero": is_zero,
     "all": _is_true,
     "prod": _is_one,
     "amax": _is_least,
@@ -70,8 +67,8 @@ _NEUTRAL: dict[str, Neutral] = {
     "softmax": is_low,
     "log_softmax": is_low,
     "prepare_softmax_online": _is_least,
-    "linalg_vector_norm": _is_zero,
-    "norm": _is_zero,
+    "linalg_vector_norm": is_zero,
+    "norm": is_zero,
 }
 
 
@@ -141,7 +138,7 @@ def _of_rows(name: str, pad: Pad) -> Pad | None:
         return pad
     if not is_finite(pad):
         return Approximate.NOT_FINITE
-    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and _is_zero(pad):
+    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and is_zero(pad):
         return 0
     above = pad is Approximate.POSITIVE or (is_number(pad) and float(pad) > 0)  # type: ignore[arg-type]
     if (above and name in ("sum", "nansum")) or ("norm" in name and (above or is_number(pad))):
@@ -199,7 +196,7 @@ def _scan(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
     pads = {place: pad for place, pad in result.padding if place[0] != dim or not is_finite(pad)}
     if isinstance(call.result, tuple):
         return tuple(result.with_pads(pads) for _ in call.result)
-    zero = {place: 0 for place, pad in value.padding if place[0] != dim and _is_zero(pad)}
+    zero = {place: 0 for place, pad in value.padding if place[0] != dim and is_zero(pad)}
     return result.with_pads({**pads, **zero} if call.name == "cumsum" else pads)
 
 
