@@ -36,18 +36,12 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_numpy_docstring = False
 
 # Names of graphpass and cgpass have to resolve; other projects' pages are not fetched, so theirs are not looked up.
 nitpicky = True
-nitpick_ignore_regex = [
-    (r"py:.*", r"^(?!graphpass\.|cgpass\.).*"),
-    # Type variables, and names in signatures of private attributes.
-    (r"py:class", r"graphpass\.capture\.runtime\._(Wrapper|Owned)"),
-    (r"py:class", r"graphpass\.compat\.sideeffects\.SideEffect|graphpass\.regions\.stitch\.Stitching"),
-    (r"py:class", r"graphpass\.capture\.replayplan\.ReplayPlan"),
-]
-
+nitpick_ignore_regex = [(r"py:.*", r"^(?!graphpass\.|cgpass\.).*")]
 
 PUBLIC_MODULES = (
     "graphpass",
@@ -69,16 +63,27 @@ PUBLIC_HOMES = {name: module for module in PUBLIC_MODULES for name in importlib.
 
 
 def find_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: TextElement) -> Element | None:
-    """Resolve ``graphpass.<module>.Name`` to the module that users import it from, where the API page documents it."""
-    target = str(node.get("reftarget", ""))
-    name = target.rpartition(".")[2]
-    if node.get("refdomain") != "py" or name not in PUBLIC_HOMES:
+    """Resolve ``graphpass.<module>.Name`` to the module that users import it from, where the API page documents it.
+
+    A name that users do not import, as in the signature of a protocol, stays text if it exists.
+    """
+    module, _, name = str(node.get("reftarget", "")).rpartition(".")
+    if node.get("refdomain") != "py":
         return None
-    domain = env.domains["py"]
-    public = f"{PUBLIC_HOMES[name]}.{name}"
-    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, contnode)
+    if name in PUBLIC_HOMES:
+        public = f"{PUBLIC_HOMES[name]}.{name}"
+        return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, contnode)
+    behind = sys.modules.get(module)
+    return contnode if hasattr(behind, name) else None
+
+
+def describe_field(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Keep napoleon from reading a field's description up to its first colon as a type."""
+    if what in ("attribute", "property") and lines and ":" in lines[0]:
+        lines[0] = f": {lines[0]}"
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the resolver."""
+    """Connect the resolver, and the description of fields before napoleon (whose priority is 500)."""
     app.connect("missing-reference", find_public_name)
+    app.connect("autodoc-process-docstring", describe_field, priority=400)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.walks import WALKS
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "graphpass").rglob("*.py"), *(ROOT / "backends" / "cgpass").rglob("*.py")])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -418,7 +420,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_the_measures_of_the_house_are_printed() -> None:
-    """`python -m pytest -rP -k measures tests/test_house.py`; `python -m tests.bench.walks` counts files entered."""
+    """`python -m pytest -rP -k measures tests/test_house.py`."""
     texts = [source.read_text(encoding="utf-8") for source in SOURCES]
     tests = [source for source in TESTS if "bench" not in source.relative_to(ROOT / "tests").parts]
     pages = [page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts]
@@ -436,6 +438,14 @@ def test_the_measures_of_the_house_are_printed() -> None:
     assert lines_of_code('"""x"""\nimport ast\n\n__all__ = ["f"]\n# why\ndef f():\n    """y"""\n    return ast\n') == 2
 
 
+@pytest.mark.parametrize("name", WALKS)
+def test_the_files_that_a_walk_enters_are_printed(name: str) -> None:
+    """A walk follows one call: a compile, a replay, a batch; `python -m tests.bench.walks` lists its files in order."""
+    entered = WALKS[name]()
+    print(f"{name}: {len(entered)} files")
+    assert entered
+
+
 def test_each_guarantee_is_linked_to_tests_that_exist() -> None:
     page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
     links = re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", page)
@@ -451,12 +461,3 @@ def test_each_note_is_cited_by_the_code_and_each_citation_has_a_note() -> None:
     notes = set(re.findall(r"^## Note \[(.+)\]$", (ROOT / "docs/design/notes.md").read_text(encoding="utf-8"), re.M))
     cited = {name for source in SOURCES for name in re.findall(r"Note\s+\[(.+?)\]", source.read_text(encoding="utf-8"))}
     assert notes == cited
-
-
-@pytest.mark.parametrize("folder", ["capture", "engine", "regions/padding"])
-def test_the_tree_page_lists_each_file(folder: str) -> None:
-    page = (ROOT / "docs/design/tree.md").read_text(encoding="utf-8")
-    section = page.partition(f"\n## {folder}\n")[2].partition("\n## ")[0]
-    listed = [name for row in re.findall(r"^\| (.+?) \|", section, re.M) for name in re.findall(r"`(\w+\.py)`", row)]
-    files = {path.name for path in (ROOT / "graphpass" / folder).glob("*.py")} - {"__init__.py"}
-    assert sorted(listed) == sorted(files)

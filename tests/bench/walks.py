@@ -1,4 +1,4 @@
-"""The files that one call enters, in order: ``python -m tests.bench.walks [walk ...]``, listed in docs/design/walks.md.
+"""The files that one call enters, in order: ``python -m tests.bench.walks [walk ...]``.
 
 A walk starts with the first call of a function of graphpass or cgpass, and ends when that function returns. It needs no
 GPU. Not counted: ``compat``, whose functions wrap single calls of torch; the tape, which only replaces the device;
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -44,31 +43,12 @@ def counts(file: str, function: str) -> bool:
     return not (special or last.startswith("<") or f"{file} {last}".startswith(LEFT_OUT))
 
 
-@dataclass
-class Walk:
-    """Files in the order in which they were entered, with the function called, and the turns back.
+def walk_of(call: Callable[[], object]) -> dict[str, str]:
+    """{file: the function that enters it} of a call.
 
-    A turn back is the first call of a function from another file, if the walk has entered the function's file before: a
-    reader who follows the call goes back to a file that they have left.
+    Only the first function of graphpass or cgpass that the call reaches counts, and what that one calls.
     """
-
-    files: dict[str, str] = field(default_factory=dict)
-    turns_back: list[tuple[str, str]] = field(default_factory=list)
-    called: set[tuple[str, str]] = field(default_factory=set)
-
-    def enter(self, file: str, function: str, caller: str | None) -> None:
-        if (file, function) in self.called:
-            return
-        self.called.add((file, function))
-        if file not in self.files:
-            self.files[file] = function
-        elif file != caller:
-            self.turns_back.append((file, function))
-
-
-def walk_of(call: Callable[[], object]) -> Walk:
-    """Follow ``call``: only the first function of graphpass or cgpass that it reaches, and what that calls."""
-    walk = Walk()
+    entered: dict[str, str] = {}
     entry: list[FrameType] = []
 
     def follow(frame: FrameType, event: str, _: object) -> None:
@@ -78,17 +58,14 @@ def walk_of(call: Callable[[], object]) -> Walk:
         if event != "call" or file is None or not counts(file, frame.f_code.co_qualname):
             return
         entry[:] = entry or [frame]
-        caller = frame.f_back
-        while caller is not None and file_of(caller) is None:
-            caller = caller.f_back
-        walk.enter(file, frame.f_code.co_qualname, file_of(caller) if caller is not None else None)
+        entered.setdefault(file, frame.f_code.co_qualname)
 
     sys.setprofile(follow)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return walk
+    return entered
 
 
 class Net(nn.Module):
@@ -103,7 +80,7 @@ class Net(nn.Module):
         return out
 
 
-def compile_net() -> Walk:
+def compile_net() -> dict[str, str]:
     fast = torch.compile(
         Net().eval(), backend="cgpass", options={"splitting_ops": ["aten::gelu"], "compiler": "aot_eager"}
     )
@@ -111,7 +88,7 @@ def compile_net() -> Walk:
         return walk_of(lambda: fast(torch.randn(4, WIDTH)))
 
 
-def full_replay() -> Walk:
+def full_replay() -> dict[str, str]:
     key = BatchDescriptor(8, num_reqs=8, uniform=True)
     runtime = graphpass.GraphRuntime()
     options = {"mode": "FULL", "compiler": "aot_eager", "runtime": runtime}
@@ -127,7 +104,7 @@ def full_replay() -> Walk:
         return walk_of(lambda: fast(x))
 
 
-def one_argument() -> Walk:
+def one_argument() -> dict[str, str]:
     fast = torch.compile(Net().eval(), backend="cgpass", options={"mode": "FULL", "compiler": "aot_eager"})
     with torch.no_grad():
         for size in [5, 6, 7, 8] * 4:
@@ -135,7 +112,7 @@ def one_argument() -> Walk:
         return walk_of(lambda: fast(torch.randn(5, WIDTH)))
 
 
-def engine_batch() -> Walk:
+def engine_batch() -> dict[str, str]:
     dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=8)
     manager = CudaGraphManager(
         Net().eval(), dispatcher, [InputSpec("x", (8, WIDTH), torch.float32)], compiler="aot_eager"
@@ -147,7 +124,7 @@ def engine_batch() -> Walk:
     return walk_of(lambda: manager.run(batch))
 
 
-def generate_step() -> Walk:
+def generate_step() -> dict[str, str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from graphpass.text import CausalLM
@@ -174,7 +151,7 @@ def generate_step() -> Walk:
         return walk_of(generation.step)
 
 
-def pixel_buffer() -> Walk:
+def pixel_buffer() -> dict[str, str]:
     from graphpass import EncoderCudaGraphManager, EncoderOptions
     from tests.e2e.hugging_face import CPU
     from tests.e2e.towers import TOWERS
@@ -193,7 +170,7 @@ def pixel_buffer() -> Walk:
         return walk_of(lambda: manager.execute(images))
 
 
-WALKS: dict[str, Callable[[], Walk]] = {
+WALKS: dict[str, Callable[[], dict[str, str]]] = {
     "compile": compile_net,
     "replay": full_replay,
     "one_argument": one_argument,
@@ -205,12 +182,10 @@ WALKS: dict[str, Callable[[], Walk]] = {
 
 def main() -> None:
     for name in sys.argv[1:] or WALKS:
-        walk = WALKS[name]()
-        print(f"\n## {name}: {len(walk.files)} files, {len(walk.turns_back)} turns back\n")
-        for place, (file, function) in enumerate(walk.files.items(), 1):
+        entered = WALKS[name]()
+        print(f"\n## {name}: {len(entered)} files\n")
+        for place, (file, function) in enumerate(entered.items(), 1):
             print(f"{place}. `{file}`: `{function}`")
-        for file, function in walk.turns_back:
-            print(f"   back to `{file}`: `{function}`")
 
 
 if __name__ == "__main__":
