@@ -17,13 +17,14 @@ import torch
 from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
 from graphpass.compat import dynamo, transforms, trees
-from graphpass.errors import CaptureError, GraphpassError, NoGraph, compiles_late
+from graphpass.errors import CaptureError, GraphpassError, compiles_late
+from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
 
 __all__ = ["CompiledModel"]
 
 
-_AT_LIMIT = NoGraph("Dynamo is at its recompile limit and runs the model as it is", SEE_WHAT_DIFFERS)
+_AT_LIMIT = Reason("Dynamo is at its recompile limit and runs the model as it is", SEE_WHAT_DIFFERS)
 
 
 class CompiledModel:

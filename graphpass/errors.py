@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 __all__ = [
     "AgreementError",
@@ -52,47 +51,6 @@ class GraphpassError(Exception):
 
 def _rebuild(kind: type[GraphpassError], problem: str, expected: str, found: str, remedy: str) -> GraphpassError:
     return kind(problem, expected=expected, found=found, remedy=remedy)
-
-
-@dataclass(frozen=True, slots=True)
-class NoGraph:
-    """Why something runs without a graph.
-
-    Attributes:
-        why: the reason, in one clause without sizes: calls of other sizes may have it, too.
-        remedy: what works against it in this situation.
-        is_expected: nobody loses anything by it, so it is counted without a warning.
-        sizes: the sizes that it is about, by key field; empty if it does not depend on sizes.
-    """
-
-    why: str
-    remedy: str
-    is_expected: bool = False
-    sizes: tuple[tuple[str, int], ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.why} ({named_sizes(self.sizes)})" if self.sizes else self.why
-
-
-def named_sizes(sizes: Iterable[tuple[str, int]]) -> str:
-    """Sizes of key fields as text: ``batch=8 seq=64``."""
-    return " ".join(f"{field}={size}" for field, size in sizes)
-
-
-def why_failed(error: BaseException, *, otherwise: str) -> NoGraph:
-    """Why a capture that raised ``error`` has no graph, without the key, the sizes and the memory in use.
-
-    Args:
-        error: the error of the capture.
-        otherwise: the remedy if the error states none.
-    """
-    where = error.where if isinstance(error, CaptureError) else ""
-    cause = error.__cause__ if where and error.__cause__ is not None else error
-    found = f"{type(cause).__name__}: {cause}"
-    if isinstance(cause, GraphpassError):
-        found = f"{cause.problem}: {cause.found}"
-    remedy = error.remedy if isinstance(error, GraphpassError) else otherwise
-    return NoGraph(f"the capture failed {where}: {found}" if where else f"the capture failed: {found}", remedy)
 
 
 class OptionError(GraphpassError, ValueError):

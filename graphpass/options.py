@@ -13,7 +13,8 @@ from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.checks import is_integer, one_of
 from graphpass.compile import COMPILERS
-from graphpass.errors import CaptureError, NoGraph, OptionError
+from graphpass.errors import CaptureError, OptionError
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule, checked_rule
 
@@ -178,7 +179,7 @@ class Fallbacks:
         is_silent = self._on_fallback == "silent"
         self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
 
-    def report_never_full(self, reason: NoGraph) -> None:
+    def report_never_full(self, reason: Reason) -> None:
         """Report that ``FULL`` was requested for a model that cannot be captured as a whole.
 
         Args:

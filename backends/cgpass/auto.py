@@ -36,8 +36,9 @@ from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
-from graphpass.errors import CaptureError, MismatchError, NoGraph, StaticInputError, named_sizes
+from graphpass.errors import CaptureError, MismatchError, StaticInputError
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason, named_sizes
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.split import Partition
 
@@ -212,7 +213,7 @@ class AutoDispatcher:
 
     # -- without a graph ----------------------------------------------------------------------------------------------
 
-    def _plain(self, reason: NoGraph, args: Sequence[Any]) -> Any:
+    def _plain(self, reason: Reason, args: Sequence[Any]) -> Any:
         """Run without a graph, count the call under ``reason``, and report the reason the first time."""
         refused_calls = self._refused.get(reason.why)
         if refused_calls is None:
@@ -223,12 +224,12 @@ class AutoDispatcher:
             raise refused(self._owner.name, reason, "padding_check is 'strict'", "set padding_check='prove'")
         return self._owner.run_plain(args)
 
-    def _warn(self, reason: NoGraph) -> None:
+    def _warn(self, reason: Reason) -> None:
         at = " ".join(filter(None, (self._owner.name, named_sizes(reason.sizes))))
         text, is_silent = f"runs without a graph: {reason.why}", self._rules.on_fallback == "silent"
         self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
 
-    def _fall_back(self, reason: NoGraph, args: Sequence[Any]) -> Any:
+    def _fall_back(self, reason: Reason, args: Sequence[Any]) -> Any:
         """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` may make it an error."""
         if self._rules.on_fallback == "error":
             raise refused(self._owner.name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
@@ -319,7 +320,7 @@ class AutoDispatcher:
         keys = self._rules.keys
         if not call.key.is_declared and keys.num_graphs >= keys.max_graphs:
             why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
-            raise NoGraphNowError(NoGraph(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
+            raise NoGraphNowError(Reason(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
         with self._permission(call.key) as allowed:
             outputs = self._owner.run_key(context, args, clone=clone)
         if allowed:

@@ -12,7 +12,8 @@ from cgpass.graphsizes import GraphSizes, sizes_of, symbols_in
 from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import KeyField, RecurringKeys
-from graphpass.errors import CaptureError, NoGraph
+from graphpass.errors import CaptureError
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof, Verdict
@@ -178,29 +179,29 @@ def _rules_of(
     )
 
 
-def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, NoGraph | None]:
+def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, Reason | None]:
     modes, not_whole = settings.undirected_modes(), parts.never_full()
     if CUDAGraphMode.FULL in modes and not_whole is None:
         return CUDAGraphMode.FULL, None
     if CUDAGraphMode.PIECEWISE in modes:
         return CUDAGraphMode.PIECEWISE, None
     if not modes or not_whole is None:  # the user asked for no graphs
-        return CUDAGraphMode.NONE, NoGraph(f"mode {settings.mode}", "", is_expected=True)
+        return CUDAGraphMode.NONE, Reason(f"mode {settings.mode}", "", is_expected=True)
     why = f"mode {settings.mode}, and the graph cannot be captured whole: {not_whole}"
     pieces = "set mode='FULL_AND_PIECEWISE': the regions around it get graphs"
-    return CUDAGraphMode.NONE, NoGraph(why, f"{pieces}, or {not_whole.remedy}" if not_whole.remedy else pieces)
+    return CUDAGraphMode.NONE, Reason(why, f"{pieces}, or {not_whole.remedy}" if not_whole.remedy else pieces)
 
 
-def _never_captured(parts: Partition, graph: GraphSizes) -> NoGraph | None:
+def _never_captured(parts: Partition, graph: GraphSizes) -> Reason | None:
     if graph.unread:
         why = f"sizes that cannot be read from an input: {', '.join(sorted(map(str, graph.unread)))}"
-        return NoGraph(why, "pass the tensor that has this size as an argument of the model")
+        return Reason(why, "pass the tensor that has this size as an argument of the model")
     if _calls(parts, "c10d") or _calls(parts, "torch.distributed"):
         why = "collectives: the ranks have to agree on a key"
-        return NoGraph(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
+        return Reason(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
     if not any(region.kind == "captured" for region in parts.regions):
         cannot = parts.never_full()
-        return NoGraph("nothing to capture", "", is_expected=True) if cannot is None else cannot
+        return Reason("nothing to capture", "", is_expected=True) if cannot is None else cannot
     return None
 
 
@@ -239,7 +240,7 @@ def _unproved(
     padded: frozenset[sympy.Symbol],
     proof: PaddingProof,
     settings: Settings,
-    never: NoGraph | None,
+    never: Reason | None,
 ) -> tuple[tuple[str, str, str], ...]:
     """(key field, text, remedy) of each size that is not padded, or that is padded without proof and without a check.
 

@@ -16,8 +16,8 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.records import CallCounts
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
-from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule
 
@@ -61,7 +61,7 @@ class AutoRules:
     is_strict: bool
     moves: bool
     reads_padding: bool
-    off: NoGraph | None
+    off: Reason | None
     unproved: tuple[tuple[str, str, str], ...]
 
 

@@ -13,8 +13,9 @@ from torch import fx
 
 from graphpass.compile import SizeRanges
 from graphpass.dispatch.sizes import SizeGrid
-from graphpass.errors import DispatchError, NoGraph
+from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GuardedSymbols, key_symbols
@@ -95,13 +96,13 @@ class KeySizes:
             if field in self.symbols:
                 yield from self._excluded(field, sizes)
 
-    def not_compiled_apart(self) -> NoGraph | None:
+    def not_compiled_apart(self) -> Reason | None:
         """Why no size gets an artifact of its own although options ask for it; None if they do not, or it does."""
         wanted = self.settings.size_ranges()
         if wanted is None or isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
             return None
         size = self.symbols.get(wanted[0], "no symbol that can be read from an input")
-        return NoGraph(f"nothing is compiled by size: {wanted[0]} is {size}", _NAME_DIMENSION.format(field=wanted[0]))
+        return Reason(f"nothing is compiled by size: {wanted[0]} is {size}", _NAME_DIMENSION.format(field=wanted[0]))
 
     def _excluded(self, field: str, sizes: tuple[int, ...]) -> Iterator[str]:
         symbol = self.symbols[field]

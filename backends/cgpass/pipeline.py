@@ -15,21 +15,22 @@ from cgpass.autorules import dispatched
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.fromstart import count_from_start
 from cgpass.keysizes import KeySizes
-from cgpass.recorded import ends_record, never_captured, region_records, size_records
+from cgpass.recorded import region_records, size_records
 from cgpass.reporting import report_graph
 from cgpass.retraces import Retraces, TraceKey
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, nnmodules, sideeffects
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
-from graphpass.errors import DeviceError, NoGraph, OptionError, compiles_late
+from graphpass.errors import DeviceError, OptionError, compiles_late
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
 from graphpass.regions.symbols import graph_inputs
-from graphpass.report.callables import CallableRecord, CompileSeconds, RegionReason
+from graphpass.report.callables import CallableRecord, CompileSeconds
 
 __all__ = ["backend"]
 
@@ -110,13 +111,13 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
             regions=region_records(parts, compiled.by_name),
             artifacts=compiled.num_new,
             frame=dynamo.frame_id(),
-            ends=ends_record(traced.ends_early),
+            ends=traced.ends_early,
             seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
             admits=sizes.admits if sizes.symbols else None,
             sizes=() if auto is None or proof is None else size_records(*auto, proof),
             assumptions=() if proof is None else proof.assumptions,
             mode=None if auto is None else auto[1].mode if auto[1].off is None else CUDAGraphMode.NONE,
-            off=None if auto is None else never_captured(auto[1].off),
+            off=None if auto is None else auto[1].off,
         )
     )
     _note_problems(name, sizes, traced.floats, runtime)
@@ -129,7 +130,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
         traces=traces,
         taken=traced.taken,
         appended=traced.appended,
-        ends_early=None if traced.ends_early is None else str(traced.ends_early),
+        ends_early=None if traced.ends_early is None else f"graph break: {traced.ends_early}",
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,
     )
@@ -156,7 +157,7 @@ class _Traced:
     floats: FloatInputs
     taken: list[int]
     appended: AppendedInputs | None
-    ends_early: dynamo.GraphBreak | None
+    ends_early: Reason | None
     side_effects: tuple[sideeffects.SideEffect, ...]
     key: TraceKey | None
 
@@ -205,10 +206,10 @@ def _training(
     name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], runtime: GraphRuntime, settings: Settings
 ) -> Any:
     why, remedy = "compiled under autograd: never captured", "call it under torch.inference_mode() or torch.no_grad()"
+    reason = Reason(why, remedy, is_expected=True)
     runtime.warn(why, remedy, at=name, is_recorded=True)
-    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, off=RegionReason(why, remedy=remedy)))
+    runtime.register(CallableRecord(name=name, regions=(), artifacts=1, off=reason))
     compiled = compile_training(graph_module, example_inputs, settings.compiler)
-    reason = NoGraph(why, remedy, is_expected=True)
     calls = runtime.traffic.without(name, reason)
 
     def counted(*args: Any) -> Any:

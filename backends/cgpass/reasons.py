@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
-from graphpass.errors import CaptureError, NoGraph, named_sizes, why_failed
+from graphpass.errors import CaptureError
+from graphpass.ledger import Reason, named_sizes, why_failed
 from graphpass.regions.padding.calls import DECLARE_MASK
 from graphpass.report.problems import OF_A_NEW_KEY
 
@@ -25,15 +26,15 @@ __all__ = [
 
 _log = logging.getLogger("graphpass")
 
-FIRST_CALLS = NoGraph(OF_A_NEW_KEY, "", is_expected=True)
-EMPTY = NoGraph("an input has no elements", "", is_expected=True)
-CHECKED = NoGraph("the check found that padding changes results", "", is_expected=True)
-NUMBER_IN_KEY = NoGraph(
+FIRST_CALLS = Reason(OF_A_NEW_KEY, "", is_expected=True)
+EMPTY = Reason("an input has no elements", "", is_expected=True)
+CHECKED = Reason("the check found that padding changes results", "", is_expected=True)
+NUMBER_IN_KEY = Reason(
     "a Python number is part of the key, which gets a graph after"
     f" {CALLS_OF_A_NUMBER} calls with the same number and sizes",
     "pass the number as a tensor, or keep it in a buffer",
 )
-BUSY = NoGraph(
+BUSY = Reason(
     "another capture or forward of the runtime was under way",
     "capture before other threads start (precapture), or compile a model for each thread, with options"
     " runtime=graphpass.GraphRuntime(), dispatch='auto'",
@@ -45,7 +46,7 @@ _AFTER_FAILURE = "run it at that size with debug=True: if it fails there, too, t
 class NoGraphNowError(Exception):
     """Control flow: this call must run without a graph, and no part of it has run yet."""
 
-    def __init__(self, reason: NoGraph) -> None:
+    def __init__(self, reason: Reason) -> None:
         super().__init__(reason.why)
         self.reason = reason
 
@@ -59,9 +60,9 @@ class FailedCaptures:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._known: dict[tuple[str, type[BaseException], str], NoGraph] = {}
+        self._known: dict[tuple[str, type[BaseException], str], Reason] = {}
 
-    def failed(self, sizes: Sequence[tuple[str, int]], error: BaseException) -> NoGraph:
+    def failed(self, sizes: Sequence[tuple[str, int]], error: BaseException) -> Reason:
         """The reason for all further calls of a key whose capture failed; the whole error is logged at DEBUG.
 
         Args:
@@ -78,7 +79,7 @@ class FailedCaptures:
         return replace(known, sizes=tuple(sizes))
 
 
-def refused(name: str, reason: NoGraph, option: str, otherwise: str) -> CaptureError:
+def refused(name: str, reason: Reason, option: str, otherwise: str) -> CaptureError:
     """The error of a call that would run without a graph, where an option makes that an error.
 
     Args:

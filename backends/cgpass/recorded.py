@@ -6,15 +6,10 @@ from collections.abc import Mapping
 
 from cgpass.calls import AutoRules
 from cgpass.graphsizes import GraphSizes
-from graphpass.compat.dynamo import GraphBreak
-from graphpass.errors import NoGraph
+from graphpass.ledger import Reason
 from graphpass.regions.padding import PaddingFinding, PaddingProof
 from graphpass.regions.split import Partition
-from graphpass.report.callables import PaddingCause, RegionReason, RegionRecord, SizeRecord
-
-__all__ = ["after_a_break", "ends_record", "never_captured", "region_records", "size_records"]
-
-_REWRITE = "rewrite that line so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
+from graphpass.report.callables import PaddingCause, RegionRecord, SizeRecord
 
 
 def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[RegionRecord, ...]:
@@ -30,7 +25,7 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
             name=region.name,
             kind=region.kind,
             num_ops=len(region.graph_module.graph.nodes),
-            reasons=tuple(RegionReason(str(reason), reason.where, reason.remedy) for reason in region.reasons),
+            reasons=tuple(Reason(str(reason), reason.remedy, reason.where) for reason in region.reasons),
             like=first_with.setdefault(id(artifacts.get(region.name, region)), region.name),
         )
         for region in parts.regions
@@ -54,23 +49,6 @@ def size_records(graph: GraphSizes, rules: AutoRules, proof: PaddingProof) -> tu
         )
         for symbol, field in zip(graph.symbols, rules.keys.fields, strict=True)
     )
-
-
-def ends_record(after: GraphBreak | None) -> RegionReason | None:
-    """The record of the graph break after a graph; None if there is none."""
-    if after is None:
-        return None
-    return RegionReason(after.why, after.where, after_a_break(after))
-
-
-def after_a_break(graph_break: GraphBreak) -> str:
-    """What to do about a graph break."""
-    return f"{_REWRITE}; Dynamo's hint: {graph_break.hint}" if graph_break.hint else _REWRITE
-
-
-def never_captured(off: NoGraph | None) -> RegionReason | None:
-    """The record of the reason why a graph is never captured; None if it may be."""
-    return None if off is None else RegionReason(off.why, remedy=off.remedy)
 
 
 def _cause(finding: PaddingFinding) -> PaddingCause:

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Iterator
 
 from cgpass.calls import AutoRules
-from cgpass.recorded import after_a_break
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import tracing
-from graphpass.compat.dynamo import GraphBreak
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof
@@ -23,7 +22,7 @@ _log = logging.getLogger("graphpass")
 def report_graph(
     name: str,
     parts: Partition,
-    ends_early: GraphBreak | None,
+    ends_early: Reason | None,
     auto: tuple[AutoRules, PaddingProof] | None,
     runtime: GraphRuntime,
     settings: Settings,
@@ -43,8 +42,9 @@ def report_graph(
     tracing.trace_text(f"graphpass_partition_{name}", parts.dump)
     if ends_early is not None:
         runtime.warn(
-            f"ends at a graph break, and the code from there to the next graph runs in Python: {ends_early}",
-            after_a_break(ends_early),
+            "ends at a graph break, and the code from there to the next graph runs in Python: "
+            f"graph break: {ends_early}",
+            ends_early.remedy,
             at=name,
             is_silent=is_silent,
             is_recorded=True,

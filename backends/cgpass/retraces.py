@@ -17,6 +17,7 @@ from cgpass.callable import GraphedCallable
 from graphpass.compat import dynamo, sideeffects
 from graphpass.compile import CompiledRegion
 from graphpass.compile.structure import StructuralKey, structure_of
+from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.symbols import graph_inputs
@@ -39,7 +40,7 @@ class TraceKey:
 
     frame: int | None
     settings: Settings
-    ends_early: dynamo.GraphBreak | None
+    ends_early: Reason | None
     inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]
     side_effects: tuple[sideeffects.SideEffect, ...]
     structure: StructuralKey
@@ -49,7 +50,7 @@ class TraceKey:
         cls,
         graph_module: fx.GraphModule,
         settings: Settings,
-        ends_early: dynamo.GraphBreak | None,
+        ends_early: Reason | None,
         side_effects: tuple[sideeffects.SideEffect, ...],
     ) -> TraceKey | None:
         """The key of the graph that Dynamo has just traced, before unused inputs are erased.

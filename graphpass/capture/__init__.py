@@ -7,7 +7,6 @@ from graphpass.report.callables import (
     CallableRecord,
     CompileSeconds,
     PaddingCause,
-    RegionReason,
     RegionRecord,
     SizeRecord,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "ReachedCall",
     "ReachedCallable",
     "RegionId",
-    "RegionReason",
     "RegionRecord",
     "RegionUse",
     "RuntimeStats",

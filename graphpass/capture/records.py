@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from graphpass.compat import tracing
-from graphpass.errors import NoGraph, named_sizes
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason, named_sizes
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, UncapturedCalls
 
@@ -232,11 +232,11 @@ class RefusedCalls:
         calls: number of calls.
     """
 
-    reason: NoGraph
+    reason: Reason
     calls: int = 0
     _sizes: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict)
 
-    def saw(self, reason: NoGraph) -> bool:
+    def saw(self, reason: Reason) -> bool:
         """Count one call; returns whether its sizes are new."""
         self.calls += 1
         if reason.sizes in self._sizes:
@@ -270,7 +270,7 @@ class CallTraffic:
         """
         return self._counts.setdefault((name, mode, key, reason), CallCounts())
 
-    def without(self, name: str, reason: NoGraph) -> RefusedCalls:
+    def without(self, name: str, reason: Reason) -> RefusedCalls:
         """The counter for calls of a callable without a graph, as :meth:`of`."""
         return self._refused.setdefault((name, reason.why), RefusedCalls(reason))
 

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.compat.sideeffects import SideEffect
-from graphpass.errors import CaptureError, NoGraph
+from graphpass.errors import CaptureError
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 
 __all__ = ["CallObserver", "CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "ReachedCallable"]
 
@@ -36,7 +37,7 @@ class ReachedCallable(Protocol):
     static: tuple[int, ...]
     returns_flat: bool
     ends_early: str | None
-    never_full: NoGraph | None
+    never_full: Reason | None
     side_effects: tuple[SideEffect, ...]
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:

@@ -9,11 +9,12 @@ import os
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from graphpass.ledger import Reason
 
 _SOURCE = "graphpass_source"
 
@@ -151,37 +152,26 @@ def came_from_tracing(error: BaseException) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphBreak:
-    """The graph break after a graph.
+_REWRITE = "rewrite that line so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
 
-    Attributes:
-        why: Dynamo's reason.
-        where: the line of the user's code, as ``model.py:12: x.item()``; empty if Dynamo does not know it.
-        hint: Dynamo's first hint, or what makes Dynamo trace the RNN in the model; empty if there is none.
+
+def graph_break_after(graph_module: fx.GraphModule) -> Reason | None:
+    """The graph break after this graph; None if the function ends here.
+
+    The remedy has Dynamo's first hint, or what makes Dynamo trace the RNN in the model.
     """
-
-    why: str
-    where: str = ""
-    hint: str = ""
-
-    def __str__(self) -> str:
-        return f"graph break: {self.why}" + (f" at {self.where}" if self.where else "")
-
-
-def graph_break_after(graph_module: fx.GraphModule) -> GraphBreak | None:
-    """The graph break after this graph; None if the function ends here."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not getattr(reason, "graph_break", False):
         return None
     lines = [line.strip() for line in str(reason.reason).strip().splitlines()]
     text, hint = lines[0], next((line for line in lines if line.startswith("Hint: ")), "").removeprefix("Hint: ")
     hint = hint or (f"{ALLOW_RNN}, for {rnn}" if (rnn := untraced_rnn()) is not None else "")
+    remedy = f"{_REWRITE}; Dynamo's hint: {hint}" if hint else _REWRITE
     if not reason.user_stack:
-        return GraphBreak(text, hint=hint)
+        return Reason(text, remedy)
     frame = reason.user_stack[-1]
     line = f": {frame.line}" if frame.line else ""
-    return GraphBreak(text, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}", hint)
+    return Reason(text, remedy, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}")
 
 
 _MODULE_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")

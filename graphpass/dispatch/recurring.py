@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphpass.errors import NoGraph
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 
 __all__ = ["CALLS_OF_A_NUMBER", "KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
 
@@ -68,7 +68,7 @@ class RecurringKey:
     is_declared: bool
     calls: int = 0
     is_captured: bool = False
-    refusal: NoGraph | None = None
+    refusal: Reason | None = None
 
 
 def step_above(size: int) -> int:
@@ -146,11 +146,11 @@ class RecurringKeys:
         needed = 0 if key.is_declared and self._at_once else self._calls_needed
         return KeyStep.CAPTURE if key.calls > needed else KeyStep.WARM
 
-    def refusal(self, key: RecurringKey) -> NoGraph | None:
+    def refusal(self, key: RecurringKey) -> Reason | None:
         """Why the key gets no graph; None while it may get one."""
         if key.refusal is None and not key.is_declared and self.num_graphs >= self.max_graphs:
             why = f"max_graphs={self.max_graphs} keys have graphs already" if self.max_graphs else "max_graphs=0"
-            return NoGraph(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
+            return Reason(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
         return key.refusal
 
     def captured(self, key: RecurringKey) -> None:
@@ -221,11 +221,11 @@ class RecurringKeys:
         declared = [(field.ladder, size) for field, size in zip(self.fields, sizes, strict=True) if field.ladder]
         return bool(declared or self._fixed) and all(size in ladder for ladder, size in declared)
 
-    def _too_large(self, real: Sequence[int]) -> NoGraph | None:
+    def _too_large(self, real: Sequence[int]) -> Reason | None:
         for field, size in zip(self.fields, real, strict=True):
             if field.ladder is not None and field.is_padded and size > field.ladder[-1]:
                 why = f"{field.name} is above the largest capture size {field.ladder[-1]}"
-                return NoGraph(why, "add a size that holds it to capture_sizes", sizes=((field.name, size),))
+                return Reason(why, "add a size that holds it to capture_sizes", sizes=((field.name, size),))
         return None
 
 

@@ -24,13 +24,14 @@ from graphpass.encoder.protocol import (
     grouped,
 )
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
-from graphpass.errors import CaptureError, NoGraph, why_failed
+from graphpass.errors import CaptureError
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, PoolModel
 from graphpass.ladder.estimating import estimated
 from graphpass.ladder.limit import KeyPool, capture_within
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
+from graphpass.ledger import Reason, why_failed
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CapturedLadder", "EncoderLadder"]
@@ -53,7 +54,7 @@ class CapturedLadder:
 
     graphs: EncoderGraphs
     budgets: Mapping[EncoderGraphKey, CapturedGraph]
-    failed: tuple[tuple[EncoderGraphKey, NoGraph], ...]
+    failed: tuple[tuple[EncoderGraphKey, Reason], ...]
     planner: BatchPlanner
     state: ModelState
     graph_pool: Any
@@ -167,11 +168,11 @@ class EncoderLadder:
 
     def _capture_keys(
         self, graphs: EncoderGraphs, fits: PoolModel
-    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, NoGraph]]]:
+    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, Reason]]]:
         """Capture the keys. Returns the captured budgets, and (key, reason) of the keys without a graph."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
         budgets: dict[EncoderGraphKey, CapturedGraph] = {}
-        failed: list[tuple[EncoderGraphKey, NoGraph]] = []
+        failed: list[tuple[EncoderGraphKey, Reason]] = []
         with capture_progress(self.keys, self.options.progress) as progress:
 
             def capture(of: Key) -> None:
@@ -193,7 +194,7 @@ class EncoderLadder:
 
             pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
             left_out = capture_within(most, pool, (), list(keys), fits)  # guard: encoder_pool_bound
-        too_much = NoGraph(
+        too_much = Reason(
             f"the pool would be larger than max_pool_bytes={most}",
             "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",
         )

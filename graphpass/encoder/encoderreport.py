@@ -8,9 +8,9 @@ from dataclasses import replace
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.runtimereport import figures_of
 from graphpass.encoder.stats import EncoderStats
-from graphpass.errors import NoGraph
 from graphpass.ladder.meter import MemoryGrowth
 from graphpass.ladder.traffic import Traffic
+from graphpass.ledger import Reason
 from graphpass.report import Costs, GroupCost, KeyUse, Problem, SizeTraffic, UncapturedCalls
 from graphpass.report.figures import ReportFigures
 
@@ -45,7 +45,7 @@ def encoder_figures(
 
 
 def _problems(stats: EncoderStats) -> Iterator[Problem]:
-    keys: dict[NoGraph, list[str]] = {}
+    keys: dict[Reason, list[str]] = {}
     for key, reason in stats.failed:
         keys.setdefault(reason, []).append(f"tokens={key.tokens}")
     for reason, budgets in keys.items():

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.encoder.protocol import EncoderGraphKey
-from graphpass.errors import NoGraph
 from graphpass.ladder.traffic import CapturedGraph, Traffic, TrafficCounts, padding_share
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.console import text_of
 from graphpass.report.figures import counted
@@ -51,7 +51,7 @@ class EncoderStats:
     budgets: tuple[Traffic, ...]
     histogram: Mapping[int, int]
     other_settings: Mapping[str, int]
-    failed: tuple[tuple[EncoderGraphKey, NoGraph], ...]
+    failed: tuple[tuple[EncoderGraphKey, Reason], ...]
     pool_bytes: int
     buffer_bytes: int
 
@@ -128,7 +128,7 @@ class EncoderCounts:
     def snapshot(
         self,
         captured: Sequence[CapturedGraph],
-        failed: Sequence[tuple[EncoderGraphKey, NoGraph]],
+        failed: Sequence[tuple[EncoderGraphKey, Reason]],
         *,
         pool_bytes: int,
         buffer_bytes: int,

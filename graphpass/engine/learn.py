@@ -17,9 +17,10 @@ from graphpass.engine.model import CompiledModel
 from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.refusals import not_with_offloading
 from graphpass.engine.results import LeafSources, Reached, ResultRecipe, leaf_sources, symbols_of
-from graphpass.errors import NoGraph, ShapeError
+from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.padding import by_tensor
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["ModelLearner", "ModelResults"]
@@ -41,7 +42,7 @@ class ModelResults:
     recipe: ResultRecipe
     outputs: OutputBuffers
     sources: LeafSources | None
-    why_through_dynamo: NoGraph | None
+    why_through_dynamo: Reason | None
 
     def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
         """The leaves of the result, from the flat outputs of a captured graph."""
@@ -179,7 +180,7 @@ class ModelLearner:
         modules = () if is_step and results.why_through_dynamo is None else self._model.modules
         return restoring_model_state(modules, results.recipe.state, results.recipe.generators, device)
 
-    def _first_run(self) -> tuple[ModelResults, NoGraph | None]:
+    def _first_run(self) -> tuple[ModelResults, Reason | None]:
         """Run the model once; returns its results, and why it cannot have FULL graphs, or None."""
         model = self._model
         keys = [key for _, keys in model.dispatcher.capture_plan() for key in keys]
@@ -214,7 +215,7 @@ class ModelLearner:
                     raise not_with_offloading(found, "a model without graph breaks")
                 yield run
 
-    def _learned_from(self, run: FirstRun) -> tuple[ModelResults, NoGraph | None]:
+    def _learned_from(self, run: FirstRun) -> tuple[ModelResults, Reason | None]:
         self.check_graphs(run.reached, run.inputs)
         recipe, inputs = run.recipe(), self._model.inputs
         leaves = trees.flatten(run.result)[0]
@@ -227,19 +228,19 @@ class ModelLearner:
 
     def _why_through_dynamo(
         self, side_effects: Sequence[sideeffects.SideEffect], sources: LeafSources | str, args: Sequence[Any]
-    ) -> NoGraph | None:
+    ) -> Reason | None:
         if isinstance(sources, str):
-            return NoGraph(sources, "return tensors of one graph alone: no graph break, no object made in forward")
+            return Reason(sources, "return tensors of one graph alone: no graph break, no object made in forward")
         if self._model.settings.policy.compare:
-            return NoGraph("compare=True", "leave compare out where speed matters: it runs each replay beside eager")
+            return Reason("compare=True", "leave compare out where speed matters: it runs each replay beside eager")
         if side_effects:  # guard: manager_side_effects
-            return NoGraph(f"the model {side_effects[0].text}", "keep that state in a buffer, or return it")
+            return Reason(f"the model {side_effects[0].text}", "keep that state in a buffer, or return it")
         if self._model.state_of(args) is None:
             why = "it reads tensors that are neither arguments, parameters nor buffers"
-            return NoGraph(why, "register them as buffers of the module, or pass them as arguments")
+            return Reason(why, "register them as buffers of the module, or pass them as arguments")
         return None
 
-    def _give_up_full(self, reason: NoGraph) -> None:
+    def _give_up_full(self, reason: Reason) -> None:
         dispatcher = self._model.dispatcher
         if not dispatcher.mode.has_mode(CUDAGraphMode.FULL):
             return

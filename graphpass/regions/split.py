@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from graphpass.compat import dynamo, symbolic, trees
-from graphpass.errors import NoGraph, PartitionError
+from graphpass.errors import PartitionError
+from graphpass.ledger import Reason
 from graphpass.regions.analysis import annotate
 from graphpass.regions.assign import assign
 from graphpass.regions.dump import dump_partition
@@ -61,20 +62,20 @@ class Partition:
         """
         return self._stitching.bind(callees)
 
-    def never_full(self) -> NoGraph | None:
+    def never_full(self) -> Reason | None:
         """The first region that cannot be captured, with its reason: the graph cannot be captured as a whole.
 
         None if there is none. A region that is eager only because of ``splitting_ops`` can be captured.
         """
         return self._first(lambda reason: not reason.captures_whole)
 
-    def never_padded(self) -> NoGraph | None:
+    def never_padded(self) -> Reason | None:
         """The first region whose memory a caller sees as it is, so that nothing may be padded; None without one."""
         return self._first(lambda reason: reason.forbids_padding)
 
-    def _first(self, applies: Callable[[SplitReason], bool]) -> NoGraph | None:
+    def _first(self, applies: Callable[[SplitReason], bool]) -> Reason | None:
         found = ((region, reason) for region in self.regions for reason in region.reasons if applies(reason))
-        return next((NoGraph(f"{region.name}: {reason}", reason.remedy) for region, reason in found), None)
+        return next((Reason(f"{region.name}: {reason}", reason.remedy) for region, reason in found), None)
 
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""

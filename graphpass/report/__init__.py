@@ -1,5 +1,6 @@
 """Reports: what is slow or missing, what replays, where padding goes, and what it cost."""
 
+from graphpass.ledger import Reason
 from graphpass.report.figures import (
     Costs,
     GroupCost,
@@ -19,6 +20,7 @@ __all__ = [
     "KernelUse",
     "KeyUse",
     "Problem",
+    "Reason",
     "Report",
     "ReportFigures",
     "SizeTraffic",

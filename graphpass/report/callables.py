@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["CallableRecord", "CompileSeconds", "PaddingCause", "RegionReason", "RegionRecord", "SizeRecord"]
+__all__ = ["CallableRecord", "CompileSeconds", "PaddingCause", "RegionRecord", "SizeRecord"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +30,6 @@ class CompileSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionReason:
-    """Why a region is eager, or why a graph ends before the model does.
-
-    Attributes:
-        why: the reason as text.
-        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown.
-        remedy: what to do about it; empty if the user asked for it, or nothing is lost by it.
-    """
-
-    why: str
-    where: str = ""
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.why} at {self.where}" if self.where else self.why
-
-
-@dataclass(frozen=True, slots=True)
 class RegionRecord:
     """One region of a callable.
 
@@ -61,7 +44,7 @@ class RegionRecord:
     name: str
     kind: str
     num_ops: int
-    reasons: tuple[RegionReason, ...] = ()
+    reasons: tuple[Reason, ...] = ()
     like: str = ""
 
     @property
@@ -143,10 +126,10 @@ class CallableRecord:
     regions: tuple[RegionRecord, ...]
     artifacts: int
     frame: int | None = None
-    ends: RegionReason | None = None
+    ends: Reason | None = None
     seconds: CompileSeconds = CompileSeconds()
     admits: Callable[[BatchDescriptor], bool] | None = None
     sizes: tuple[SizeRecord, ...] = ()
     assumptions: tuple[str, ...] = ()
     mode: CUDAGraphMode | None = None
-    off: RegionReason | None = None
+    off: Reason | None = None

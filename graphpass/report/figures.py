@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from graphpass.ledger import Reason
 from graphpass.report.callables import CallableRecord, CompileSeconds
 from graphpass.sizeplan import plan_sizes
 
@@ -248,15 +249,15 @@ def graph_figures(record: CallableRecord) -> Figures:
     return {
         "name": record.name,
         "mode": None if record.mode is None else str(record.mode),
-        "never_captured": None if record.off is None else asdict(record.off),
-        "ends": None if record.ends is None else asdict(record.ends),
+        "never_captured": _reason(record.off),
+        "ends": _reason(record.ends),
         "regions": [
             {
                 "name": f"{record.name}.{region.name}",
                 "kind": region.kind,
                 "nodes": region.num_ops,
                 "same_as": None if region.like in ("", region.name) else f"{record.name}.{region.like}",
-                "reasons": [asdict(reason) for reason in region.reasons],
+                "reasons": list(map(_reason, region.reasons)),
             }
             for region in record.regions
         ],
@@ -277,3 +278,7 @@ def graph_figures(record: CallableRecord) -> Figures:
         "assumptions": list(record.assumptions),
         "compile_s": asdict(record.seconds),
     }
+
+
+def _reason(reason: Reason | None) -> Figures | None:
+    return None if reason is None else {"why": reason.why, "where": reason.where, "remedy": reason.remedy}

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import CallableRecord, Counts, PaddingCause, RegionReason, RegionRecord, SizeRecord
+from graphpass.capture import CallableRecord, Counts, PaddingCause, RegionRecord, SizeRecord
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 
 X = torch.arange(8.0)
@@ -316,7 +317,7 @@ def test_counts_by_region_mode_and_key(rig: Any) -> None:
 def test_stats_are_totals(rig: Any) -> None:
     runtime = rig.runtime
     assert runtime.next_callable_name() == "g0"
-    regions = (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (RegionReason("splitting op"),)))
+    regions = (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (Reason("splitting op"),)))
     runtime.register(CallableRecord("g0", regions, 2))
     assert runtime.next_callable_name() == "g1"
     wrapper = rig.wrap(lambda x, y: x + y, name="g0.full")
@@ -334,9 +335,9 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     runtime.register(
         CallableRecord(
             "g0",
-            (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (RegionReason("host read"),))),
+            (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (Reason("host read"),))),
             1,
-            ends=RegionReason("print", "model.py:3: print(x)", "leave the print out"),
+            ends=Reason("print", "leave the print out", "model.py:3: print(x)"),
         )
     )
     wrapper = rig.wrap(plus_one, name="g0.full")

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from graphpass import GraphedModel, graphed
-from graphpass.capture import CallableRecord, PaddingCause, RegionReason, RegionRecord, SizeRecord
+from graphpass.capture import CallableRecord, PaddingCause, RegionRecord, SizeRecord
 from graphpass.report import (
     Costs,
     GroupCost,
     KernelUse,
     KeyUse,
     Problem,
+    Reason,
     ReportFigures,
     SizeTraffic,
     UncapturedCalls,
@@ -66,7 +67,7 @@ def call(model: GraphedModel, batch: int, seq: int, times: int = 1) -> None:
 
 def hostile_figures() -> ReportFigures:
     """Figures in which every name and every text is hostile."""
-    reason = RegionReason(HOSTILE, HOSTILE, HOSTILE)
+    reason = Reason(HOSTILE, HOSTILE, HOSTILE)
     cause = PaddingCause(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     regions = (
         RegionRecord("r0", "captured", 5, like="r0"),

@@ -11,10 +11,10 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
-from graphpass.capture import CallableRecord, Counts, RegionId, RegionReason, RegionRecord, RuntimeStats, SizeRecord
+from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RuntimeStats, SizeRecord
 from graphpass.capture.records import RegionUse
 from graphpass.capture.runtimereport import saved_s
-from graphpass.report import KeyUse, Report, ReportFigures
+from graphpass.report import KeyUse, Reason, Report, ReportFigures
 from graphpass.report.drawing import QUESTIONS
 from graphpass.report.figures import UncapturedCalls
 from tests.pages import Page
@@ -130,8 +130,8 @@ def test_equal_layers_are_folded(deep: Deep) -> None:
 
 def test_equal_graphs_are_folded() -> None:
     """A model with a graph break in each layer has a graph for each; a graph with another end is not one of them."""
-    ends = RegionReason("print", "model.py:7: print(x)", "leave the print out")
-    regions = (RegionRecord("r0", "captured", 5), RegionRecord("r1", "eager", 1, (RegionReason("host read"),)))
+    ends = Reason("print", "leave the print out", "model.py:7: print(x)")
+    regions = (RegionRecord("r0", "captured", 5), RegionRecord("r1", "eager", 1, (Reason("host read"),)))
     names = [f"g{number}" for number in range(12)]
     records = [CallableRecord(name, regions, 0, ends=ends) for name in names]
     last = CallableRecord("g12", regions, 1)
