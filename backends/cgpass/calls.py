@@ -9,9 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from cgpass.cutting import OutputCuts, cuts_of
-from cgpass.graphsizes import GraphSizes, InputLayout, value_at
-from cgpass.paddedinputs import PaddedInput, PaddedMemory, layout_numbers
+from cgpass.graphsizes import GraphSizes, InputLayout, cuts_of, layout_numbers, value_at
 from graphpass.capture.layout import storage_id
 from graphpass.capture.records import CallCounts
 from graphpass.capture.runtime import GraphRuntime
@@ -19,6 +17,7 @@ from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
+from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedMemory
 from graphpass.padrules import PadRule
 
 __all__ = ["AutoCall", "AutoRules", "CallTable"]
@@ -122,7 +121,7 @@ class CallTable:
 
     def __init__(self, name: str, runtime: GraphRuntime, graph: GraphSizes, rules: AutoRules) -> None:
         self._name, self._runtime, self._graph, self._rules = name, runtime, graph, rules
-        self._memory = PaddedMemory()
+        self._memory = PaddedMemory[int]()
         self._calls: dict[tuple[Any, ...], AutoCall] = {}
         self._masks: dict[BatchDescriptor, torch.Tensor] = {}
         read = {position for position, dim in graph.places if dim is None}
@@ -247,7 +246,8 @@ class CallTable:
         inputs = []
         for position, rule in self._rules.padded.items():
             layout = self._graph.layouts[position]
-            buffer = self._memory.view(position, layout, padded, args[position])
+            padded_shape = tuple([value_at(size, padded) for size in layout.shape])
+            buffer = self._memory.view(position, padded_shape, args[position], layout.order)
             shape = [value_at(size, unpadded) for size in layout.shape]
             inputs.append(PaddedInput.of(position, buffer, shape, rule, is_written=position in self._rules.written))
         return tuple(inputs), tuple(numbers.items())

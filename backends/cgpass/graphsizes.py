@@ -10,11 +10,10 @@ import sympy
 import torch
 
 from graphpass.compat import memory, nnmodules, symbolic
+from graphpass.paddedmemory import OutputCuts, TensorCut, ViewCut, dense_strides
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput, GuardedSymbols
-
-__all__ = ["GraphSizes", "InputLayout", "OutputNumber", "OutputTensor", "sizes_of", "symbols_in", "value_at"]
 
 Expression: TypeAlias = sympy.Expr | int
 Sizes: TypeAlias = Mapping[sympy.Symbol, int]
@@ -277,3 +276,84 @@ def _by_data(
                 sizes += (*layouts[output.viewed].shape, *layouts[output.viewed].strides)
     symbols = {tuple(members): symbols_in(sizes) for members, sizes in groups.values()}
     return {index: own for members, own in symbols.items() if any(map(symbolic.is_unbacked, own)) for index in members}
+
+
+def layout_numbers(
+    layouts: Mapping[int, InputLayout], positions: Sequence[int], sizes: Sizes, numbers: Mapping[int, Expression]
+) -> dict[int, int] | InputLayout:
+    """Values of the layout numbers for dense buffers.
+
+    Args:
+        layouts: {position: layout} of the tensor inputs.
+        positions: of the padded inputs.
+        sizes: the key's sizes.
+        numbers: {position: expression} of the ints among the inputs.
+
+    Returns:
+        {position: value} of the layout numbers; or the layout of an input whose traced strides no dense buffer has.
+    """
+    values: dict[Any, int] = {}
+    for position in positions:
+        layout = layouts[position]
+        shape = [value_at(size, sizes) for size in layout.shape]
+        expected = [*zip(layout.strides, dense_strides(shape, layout.order), shape, strict=True), (layout.offset, 0, 2)]
+        for traced, actual, size in expected:
+            unknown = symbols_in([traced]) - sizes.keys() - values.keys()
+            if size <= 1:
+                continue
+            if unknown and traced not in unknown:
+                return layout
+            if unknown:
+                values[traced] = actual
+            elif value_at(traced, {**sizes, **values}) != actual:
+                return layout
+    return {position: values[expression] for position, expression in numbers.items() if expression in values}
+
+
+def cuts_of(graph: GraphSizes, real: Sizes, numbers: Mapping[sympy.Symbol, int]) -> OutputCuts:
+    """The cuts at these real sizes.
+
+    Args:
+        graph: the graph's outputs.
+        real: the real sizes.
+        numbers: {symbol: value} of the call's layout numbers, which occur in strides of its inputs.
+    """
+    known = {**numbers, **real}
+    groups: dict[int, list[tuple[int, OutputTensor]]] = {}
+    views, values = [], {}
+    for index, output in enumerate(graph.outputs):
+        if index in graph.by_data:
+            continue
+        if isinstance(output, OutputNumber):
+            values[index] = _number(output, known)
+        elif output is not None and output.viewed is None:
+            groups.setdefault(output.group, []).append((index, output))
+        elif output is not None:
+            assert output.viewed is not None
+            at = _evaluator(known)
+            base = graph.layouts[output.viewed].offset
+            shape, strides = tuple(map(at, output.shape)), tuple(map(at, output.strides))
+            views.append(ViewCut(index, output.viewed, output.is_input, shape, strides, at(output.offset) - at(base)))
+    tensors = tuple(_group(members, known) for members in groups.values())
+    return OutputCuts(tensors, tuple(views), values, tuple(graph.by_data))
+
+
+def _group(members: Sequence[tuple[int, OutputTensor]], known: Sizes) -> tuple[TensorCut, ...]:
+    at = _evaluator(known)
+    offsets = [at(output.offset) for _, output in members]
+    return tuple(
+        TensorCut.of(index, tuple(map(at, output.shape)), tuple(map(at, output.strides)), offset - min(offsets))
+        for (index, output), offset in zip(members, offsets, strict=True)
+    )
+
+
+def _evaluator(known: Sizes) -> Callable[[Expression], int]:
+    return lambda expression: value_at(expression, known)
+
+
+def _number(output: OutputNumber, known: Sizes) -> int | float | bool:
+    if not symbols_in([output.expression]):
+        return output.kind(output.expression)  # type: ignore[no-any-return]
+    assert isinstance(output.expression, sympy.Basic)
+    value = output.expression.xreplace({symbol: sympy.Integer(size) for symbol, size in known.items()})
+    return bool(value) if output.kind is bool else output.kind(value)

@@ -22,13 +22,12 @@ from typing import Any, Literal
 import torch
 
 from cgpass.calls import AutoCall
-from cgpass.cutting import OutputCuts, prefix
 from cgpass.float64run import Float64Run
-from cgpass.paddedinputs import PaddedInput
 from graphpass.capture.snapshot import restoring
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import GraphpassError
 from graphpass.keys import BatchDescriptor
+from graphpass.paddedmemory import OutputCuts, PaddedInput, prefix
 
 __all__ = ["DueChecks", "PaddedCall", "PaddingCheck", "check_padding", "real_entries"]
 

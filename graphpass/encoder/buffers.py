@@ -10,12 +10,12 @@ import torch
 from graphpass.capture.staging import copy_each
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError, ShapeError
-from graphpass.ladder.padding import PaddedBuffer, PaddedBuffers
+from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
 
 __all__ = ["EncoderBuffers"]
 
 
-class EncoderBuffers(PaddedBuffers):
+class EncoderBuffers(PaddedMemory[str]):
     """Flat memory for the buffers of the largest keys; the buffers of each key are views of its start.
 
     Buffers are padded in dimension 0; the size field of a buffer is its name.

@@ -19,7 +19,7 @@ from graphpass.capture.staging import copy_each
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.ladder.padding import PaddedBuffer, PaddedBuffers
+from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
 
 __all__ = ["OutputBuffers", "PaddedInputs", "StepBuffers"]
 
@@ -43,7 +43,7 @@ class PaddedInputs:
     is_padding: torch.Tensor
 
 
-class StepBuffers(PaddedBuffers):
+class StepBuffers(PaddedMemory[str]):
     """The input buffers of a manager.
 
     The caller may write the real entries itself; the padding belongs to the manager.

@@ -22,8 +22,8 @@ from graphpass.engine.results import LeafSources, leaf_sources
 from graphpass.ladder.estimate import Key
 from graphpass.ladder.meter import DeviceMemory, MemoryMeter
 from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.padding import PaddedBuffer, by_tensor
 from graphpass.ladder.traffic import CapturedGraph
+from graphpass.paddedmemory import PaddedBuffer, by_tensor
 
 __all__ = ["CapturedStep", "KeyCapturer"]
 

@@ -24,7 +24,7 @@ from graphpass.engine.pythonstate import (
 )
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import Reached, ResultRecipe, learn_recipe
-from graphpass.ladder.padding import by_tensor, versions_of, written_since
+from graphpass.paddedmemory import by_tensor, versions_of, written_since
 
 __all__ = ["FirstRun", "restoring_model_state"]
 

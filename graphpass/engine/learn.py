@@ -19,9 +19,9 @@ from graphpass.engine.refusals import not_with_offloading
 from graphpass.engine.results import LeafSources, Reached, ResultRecipe, leaf_sources, symbols_of
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder.padding import by_tensor
 from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
+from graphpass.paddedmemory import by_tensor
 
 __all__ = ["ModelLearner", "ModelResults"]
 

@@ -17,7 +17,7 @@ import torch
 from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import symbolic, trees
 from graphpass.errors import ShapeError
-from graphpass.ladder.padding import PaddedBuffer
+from graphpass.paddedmemory import PaddedBuffer
 
 __all__ = ["GraphSymbols", "LeafSources", "Reached", "ResultRecipe", "leaf_sources", "learn_recipe", "symbols_of"]
 

@@ -1,0 +1,344 @@
+"""Padded memory: buffers that graphs read in place, how real entries and padding fill them, and how results are cut.
+
+An input has one allocation, as large as its largest size so far, and the buffer of each size is a view of its start.
+Such a buffer has a static address, so no copy to another place follows: filling it writes real entries and padding to
+where the graph reads them. The results of a graph at a padded size are cut to the real sizes by :class:`OutputCuts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+import torch
+
+from graphpass.capture.layout import storage_id
+from graphpass.capture.outputs import clone_pool_tensors, view_of
+from graphpass.compat import memory
+from graphpass.errors import ShapeError
+from graphpass.padrules import PadRule
+
+PaddingParts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | float]]
+"""(part of the padding, its contents), in the order in which they are filled."""
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+class PaddedMemory(Generic[_Name]):
+    """One allocation for each input, large enough for the largest size; smaller sizes use the start of it.
+
+    Args:
+        allocated: {input: its allocation}; :meth:`view` allocates for further inputs.
+    """
+
+    def __init__(self, allocated: Mapping[_Name, torch.Tensor] | None = None) -> None:
+        self._memory = dict(allocated or {})
+        self._by_shape: dict[tuple[_Name, tuple[int, ...]], torch.Tensor] = {}
+
+    def view(
+        self, name: _Name, shape: tuple[int, ...], like: torch.Tensor, order: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The buffer of an input at one shape: the same dense tensor, at a static address, in every call.
+
+        Args:
+            name: the input.
+            shape: its padded shape.
+            like: a tensor with its dtype and device.
+            order: its dimensions by ascending stride; None for a contiguous buffer.
+        """
+        view = self._by_shape.get((name, shape))
+        if view is None:
+            with torch.inference_mode(False), torch.no_grad():
+                flat = self._memory.get(name)
+                if flat is None or flat.numel() < math.prod(shape):  # graphs that read the old one keep it alive
+                    flat = self._memory[name] = torch.zeros(math.prod(shape), dtype=like.dtype, device=like.device)
+                view = flat.as_strided(shape, dense_strides(shape, order))
+            memory.mark_static_address(view)
+            self._by_shape[name, shape] = view
+        return view
+
+    def num_bytes(self) -> int:
+        """Bytes of all allocations."""
+        return sum(tensor.nbytes for tensor in self._memory.values())
+
+    def storages(self) -> frozenset[int]:
+        """Storage ids of all allocations."""
+        return frozenset(map(storage_id, self._memory.values()))
+
+    def clear(self) -> None:
+        """Drop the allocations; graphs that still use one keep it alive."""
+        self._memory.clear()
+        self._by_shape.clear()
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor without gaps; ``order`` lists the dimensions by ascending stride."""
+    strides, reach = [0] * len(shape), 1
+    for dim in range(len(shape))[::-1] if order is None else order:
+        strides[dim] = reach
+        reach *= shape[dim]
+    return tuple(strides)
+
+
+# -- filling ----------------------------------------------------------------------------------------------------------
+
+
+def padding_parts(buffer: torch.Tensor, real_sizes: Mapping[int, int], rule: PadRule) -> PaddingParts:
+    """The parts of a buffer's padding, and the contents of each.
+
+    Args:
+        buffer: the padded tensor; its real entries are the first along each dimension.
+        real_sizes: {dimension: number of real entries} of the dimensions that may be padded.
+        rule: a value, or ``"repeat"``, which is zero where there are no real entries.
+    """
+    parts: list[tuple[torch.Tensor, torch.Tensor | float]] = []
+    for dim, real in real_sizes.items():
+        padded = buffer.shape[dim]
+        if real == padded:
+            continue
+        rest = buffer.narrow(dim, real, padded - real)
+        if rule != "repeat":
+            parts.append((rest, cast(float, rule)))
+            buffer = buffer.narrow(dim, 0, real)
+        elif real:  # later dimensions overwrite their own padding in this part
+            parts.append((rest, buffer.narrow(dim, real - 1, 1).expand_as(rest)))  # guard: encoder_padding_last
+        else:
+            parts.append((rest, 0))
+    return parts
+
+
+def fill_parts(parts: PaddingParts) -> None:
+    """Fill the padding of a buffer whose real entries are in place."""
+    for rest, contents in parts:
+        if isinstance(contents, torch.Tensor):
+            rest.copy_(contents)
+        else:
+            rest.fill_(contents)
+
+
+def fill_by_function(
+    buffer: torch.Tensor, real: torch.Tensor, function: Callable[[torch.Tensor, tuple[int, ...]], Any], *, name: str
+) -> None:
+    """Fill a buffer, real entries and padding, with what a user's padding function returns for the real entries."""
+    padded = function(real, tuple(buffer.shape))
+    if not isinstance(padded, torch.Tensor) or padded.shape != buffer.shape:
+        raise ShapeError(
+            f"the padding function of {name} returned another shape",
+            expected=str(tuple(buffer.shape)),
+            found=str(tuple(padded.shape)) if isinstance(padded, torch.Tensor) else repr(padded),
+            remedy="return a tensor of the shape in the function's second argument",
+        )
+    buffer.copy_(padded)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInput:
+    """One input at one padded size, for calls of one real size."""
+
+    position: int  #: of the input among the arguments
+    buffer: torch.Tensor  #: the tensor that the graph reads, at the padded size
+    real: torch.Tensor  #: the view of the buffer at the real size
+    rule: PadRule  #: how the rest of the buffer is filled
+    is_written: bool  #: whether the graph writes to the input
+    _rows: tuple[int, torch.Tensor] | None
+    _parts: PaddingParts
+
+    @classmethod
+    def of(
+        cls, position: int, buffer: torch.Tensor, real_shape: Sequence[int], rule: PadRule, *, is_written: bool
+    ) -> PaddedInput:
+        """A padded input in ``buffer``, whose entries beyond ``real_shape`` are padding."""
+        real_sizes = {dim: size for dim, size in enumerate(real_shape) if size != buffer.shape[dim]}
+        rows = None
+        if rule == "repeat" and len(real_sizes) == 1:
+            ((dim, size),) = real_sizes.items()
+            rows = (dim, torch.arange(buffer.shape[dim], device=buffer.device).clamp_(max=size - 1))
+        parts = () if callable(rule) else padding_parts(buffer, real_sizes, rule)
+        return cls(position, buffer, prefix(buffer, real_shape), rule, is_written, rows, parts)
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Copy ``value`` into the real part, and fill the padding."""
+        if self._rows is not None:  # real part and padding in one launch
+            torch.index_select(value, *self._rows, out=self.buffer)
+        elif callable(self.rule):
+            fill_by_function(self.buffer, value, self.rule, name=f"input {self.position}")
+        else:
+            self.real.copy_(value)
+            fill_parts(self._parts)  # guard: padding_filled_in_every_call
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBuffer:
+    """The buffer of one named input at one padded size, for calls of any real size."""
+
+    name: str  #: of the model's argument
+    tensor: torch.Tensor  #: the padded input that the model reads in place
+    dims: Mapping[int, str]  #: {padded dimension: size field}
+    rule: PadRule | None  #: how the padding is filled; None leaves it unchanged
+
+    def real(self, sizes: Mapping[str, int]) -> torch.Tensor:
+        """The view of the buffer's real entries; ``sizes`` has the real size of each field."""
+        view = self.tensor
+        for dim, field in self.dims.items():
+            if view.shape[dim] != sizes[field]:
+                view = view.narrow(dim, 0, sizes[field])
+        return view
+
+    def check(self, value: Any, real: torch.Tensor) -> None:
+        """Refuse a value that ``copy_`` into ``real`` would broadcast, convert or move to another device."""
+        if (
+            isinstance(value, torch.Tensor)
+            and value.shape == real.shape
+            and value.dtype == real.dtype
+            and value.device == real.device
+        ):
+            return
+        tensor = isinstance(value, torch.Tensor)
+        raise ShapeError(
+            f"input {self.name!r} does not fit its buffer",
+            expected=f"{tuple(real.shape)} {real.dtype} on {real.device}",
+            found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value)[:200],
+            remedy="pass the unpadded input with the dtype and device of the capture; create another manager for other "
+            "inputs",
+        )
+
+    def fill_padding(self, sizes: Mapping[str, int]) -> None:
+        """Fill the padding, after the real entries were copied; without real entries, ``"repeat"`` fills with zero."""
+        real_sizes = {dim: sizes[field] for dim, field in self.dims.items()}
+        if not callable(self.rule):
+            fill_parts(() if self.rule is None else padding_parts(self.tensor, real_sizes, self.rule))
+        elif any(self.tensor.shape[dim] != size for dim, size in real_sizes.items()):
+            fill_by_function(self.tensor, self.real(sizes), self.rule, name=f"input {self.name!r}")
+
+
+def by_tensor(buffers: Mapping[str, PaddedBuffer]) -> dict[int, PaddedBuffer]:
+    """{id of a buffer's tensor: the buffer}."""
+    return {id(buffer.tensor): buffer for buffer in buffers.values()}
+
+
+def versions_of(buffers: Mapping[str, PaddedBuffer]) -> dict[str, int | None]:
+    """{name: version counter of the buffer's tensor}. Every in-place write increments the counter."""
+    return {name: memory.version_of(buffer.tensor) for name, buffer in buffers.items()}
+
+
+def written_since(buffers: Mapping[str, PaddedBuffer], versions: Mapping[str, int | None]) -> list[str]:
+    """Names of the inputs whose buffers were written to since :func:`versions_of` returned ``versions``."""
+    return [name for name, version in versions_of(buffers).items() if version != versions[name]]
+
+
+# -- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def prefix(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The view of the first ``shape`` entries of each dimension."""
+    for dim, size in enumerate(shape):
+        if tensor.shape[dim] != size:
+            tensor = tensor.narrow(dim, 0, size)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCut:
+    """One output in the graph's memory, at its real size."""
+
+    index: int  #: of the output
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  #: in elements
+    offset: int  #: in elements, from the lowest offset of the outputs in the same storage
+    is_plain: bool  #: whether shape and strides are contiguous
+
+    @classmethod
+    def of(cls, index: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorCut:
+        """The cut of one output."""
+        dense = zip(shape, strides, dense_strides(shape), strict=True)
+        return cls(index, shape, strides, offset, all(size == 1 or stride == of for size, stride, of in dense))
+
+    def copied(self, output: torch.Tensor) -> torch.Tensor:
+        """A copy of the real part, for the caller to own."""
+        real = prefix(output, self.shape)
+        if self.is_plain:
+            return real.clone(memory_format=torch.contiguous_format)
+        return _filled(torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device), real)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCut:
+    """An output that is the input at ``position``, or a view of it that starts ``offset`` elements after its start."""
+
+    index: int  #: of the output
+    position: int
+    is_input: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCuts:
+    """How to cut the flat outputs of a graph at a padded size for calls of one real size.
+
+    The real prefix of each tensor in the pool is copied, with the strides that the graph returns at the real sizes;
+    outputs that share a storage share one in the copies too. Views of inputs become views of the caller's tensors.
+    """
+
+    tensors: tuple[tuple[TensorCut, ...], ...]  #: groups of outputs that share a storage
+    views: tuple[ViewCut, ...]  #: outputs that are inputs or views of inputs
+    numbers: Mapping[int, int | float | bool]  #: {index: value at the real sizes}
+    whole: Collection[int]  #: indices of the outputs that data decide; no padded size occurs in them
+
+    def real_parts(self, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """{index: view of the real part} of every output tensor in the graph's memory."""
+        cut = {cut.index: prefix(outputs[cut.index], cut.shape) for group in self.tensors for cut in group}
+        return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
+
+    def apply(self, outputs: Sequence[Any], args: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
+        """The flat outputs at the real sizes.
+
+        Args:
+            outputs: flat outputs of the replay.
+            args: the caller's arguments.
+            pool_storages: addresses of the pool storages that the replay has written.
+        """
+        cut_outputs = list(outputs)
+        if self.whole:
+            whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)
+            for index, output in zip(self.whole, whole, strict=True):
+                cut_outputs[index] = output
+        for group in self.tensors:
+            if len(group) == 1:
+                cut_outputs[group[0].index] = group[0].copied(outputs[group[0].index])
+            else:
+                for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
+                    cut_outputs[cut.index] = tensor
+        for view in self.views:
+            of = args[view.position]
+            rebuilt = of if view.is_input else view_of(of, view.shape, view.strides, view.offset)
+            cut_outputs[view.index] = rebuilt  # guard: views_of_the_callers_tensor
+        for index, number in self.numbers.items():
+            cut_outputs[index] = number  # guard: numbers_of_real_sizes
+        return cut_outputs
+
+
+def _copied_together(group: Sequence[TensorCut], outputs: Sequence[Any]) -> list[torch.Tensor]:
+    first: torch.Tensor = outputs[group[0].index]
+    num_elements = max(
+        cut.offset + 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
+        for cut in group
+    )
+    shared = torch.empty(num_elements, dtype=first.dtype, device=first.device)
+    return [
+        _filled(shared.as_strided(cut.shape, cut.strides, cut.offset), prefix(outputs[cut.index], cut.shape))
+        for cut in group
+    ]
+
+
+def _filled(copy: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Write ``real`` to ``copy``, each element once: along an expanded dimension all have one address. Returns it."""
+    target = copy
+    for dim, (size, stride) in enumerate(zip(copy.shape, copy.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            target, real = target.narrow(dim, 0, 1), real.narrow(dim, 0, 1)
+    target.copy_(real)
+    return copy
