@@ -16,7 +16,7 @@ import torch
 
 from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
-from graphpass.compat import dynamo, transforms, trees
+from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError, GraphpassError, compiles_late
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
@@ -153,7 +153,7 @@ class CompiledModel:
 
 
 def _refuse_transforms() -> None:
-    transform = transforms.active_transform()
+    transform = operators.active_transform()
     if transform is not None:
         raise CaptureError(
             f"a graphed model was called inside {transform}",

@@ -24,7 +24,7 @@ from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import EnteredCallable, ReachedCall
 from graphpass.capture.wrapper import CUDAGraphWrapper
-from graphpass.compat import sideeffects, transforms, trees
+from graphpass.compat import dynamo, operators, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
 from graphpass.errors import CaptureError, ContextError, ShapeError
@@ -62,7 +62,7 @@ class CompiledGraph:
     appended: AppendedInputs | None
     ends_early: str | None
     returns_flat: bool
-    side_effects: tuple[sideeffects.SideEffect, ...]
+    side_effects: tuple[dynamo.SideEffect, ...]
 
 
 class GraphedCallable:
@@ -155,7 +155,7 @@ class GraphedCallable:
         """
         context = current_context()
         self.runtime.num_entered += 1
-        if transforms.transform_over(args) is not None:
+        if operators.transform_over(args) is not None:
             return self._transformed(context, args)
         if context is None or context.capture is not None or context.owner is not None:
             return self._undirected(context, args)

@@ -20,7 +20,7 @@ from cgpass.reporting import report_graph
 from cgpass.retraces import Retraces, TraceKey
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import dynamo, nnmodules, sideeffects
+from graphpass.compat import dynamo, nnmodules
 from graphpass.compile import RegionCompiler, compile_training, traced_regions
 from graphpass.errors import DeviceError, OptionError, compiles_late
 from graphpass.ledger import Reason
@@ -158,7 +158,7 @@ class _Traced:
     taken: list[int]
     appended: AppendedInputs | None
     ends_early: Reason | None
-    side_effects: tuple[sideeffects.SideEffect, ...]
+    side_effects: tuple[dynamo.SideEffect, ...]
     key: TraceKey | None
 
     @classmethod
@@ -166,7 +166,7 @@ class _Traced:
         ends_early = dynamo.graph_break_after(graph_module)
         whole = _own_copy(graph_module)
         floats = floats_as_tensors(whole)
-        side_effects = sideeffects.side_effects_of_compilation()
+        side_effects = dynamo.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
         taken = _drop_unread_inputs(whole)
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone

@@ -18,7 +18,7 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.replayplan import ReplayPlan, StaticSet, without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import Staging, alias_pattern
-from graphpass.compat import nnmodules, profiling
+from graphpass.compat import nnmodules, operators
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.regions import Region
@@ -120,10 +120,10 @@ def plan_of_regions(
 
     @functools.cache
     def ranged() -> Callable[[Sequence[Any]], Any]:
-        named = {name: profiling.ranged(callable_.label(name, "replay"), callee) for name, callee in callees.items()}
-        eager = {name: profiling.ranged(callable_.label(name, "eager"), run) for name, run in callable_.eager.items()}
+        named = {name: operators.ranged(callable_.label(name, "replay"), callee) for name, callee in callees.items()}
+        eager = {name: operators.ranged(callable_.label(name, "eager"), run) for name, run in callable_.eager.items()}
         stitched = callable_.bind({**eager, **named})
-        return profiling.ranged(f"{callable_.name} {key}", lambda args: stitched(*args))
+        return operators.ranged(f"{callable_.name} {key}", lambda args: stitched(*args))
 
     return ReplayPlan(
         name=callable_.name,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from cgpass.calls import AutoRules
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import tracing
+from graphpass.compat import dynamo
 from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
@@ -39,7 +39,7 @@ def report_graph(
     """
     is_silent = settings.on_fallback == "silent"
     _log_regions(name, parts)
-    tracing.trace_text(f"graphpass_partition_{name}", parts.dump)
+    dynamo.trace_text(f"graphpass_partition_{name}", parts.dump)
     if ends_early is not None:
         runtime.warn(
             "ends at a graph break, and the code from there to the next graph runs in Python: "
@@ -57,8 +57,8 @@ def report_graph(
     rules, proof = auto
     for _, problem, remedy in rules.unproved:
         runtime.warn(problem, remedy, at=name, is_silent=is_silent, is_recorded=True)
-    tracing.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
-    tracing.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
+    dynamo.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
+    dynamo.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
 
 
 def _log_regions(name: str, parts: Partition) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from cgpass.callable import GraphedCallable
-from graphpass.compat import dynamo, sideeffects
+from graphpass.compat import dynamo
 from graphpass.compile import CompiledRegion
 from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.ledger import Reason
@@ -42,7 +42,7 @@ class TraceKey:
     settings: Settings
     ends_early: Reason | None
     inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]
-    side_effects: tuple[sideeffects.SideEffect, ...]
+    side_effects: tuple[dynamo.SideEffect, ...]
     structure: StructuralKey
 
     @classmethod
@@ -51,7 +51,7 @@ class TraceKey:
         graph_module: fx.GraphModule,
         settings: Settings,
         ends_early: Reason | None,
-        side_effects: tuple[sideeffects.SideEffect, ...],
+        side_effects: tuple[dynamo.SideEffect, ...],
     ) -> TraceKey | None:
         """The key of the graph that Dynamo has just traced, before unused inputs are erased.
 

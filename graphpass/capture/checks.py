@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass.compat import memory, transforms
+from graphpass.compat import memory, operators
 from graphpass.errors import CaptureError, ShapeError, StaticInputError
 
 __all__ = ["InputChecks", "refuse_transforms"]
@@ -152,7 +152,7 @@ def refuse_transforms(name: str, values: Iterable[Any]) -> None:
     Raises:
         CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.
     """
-    transform = transforms.transform_over(values)
+    transform = operators.transform_over(values)
     if transform is not None:
         raise CaptureError(
             f"{name} cannot replay under {transform}",

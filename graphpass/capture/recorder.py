@@ -29,7 +29,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.capture.staging import BufferArena, Staging
 from graphpass.capture.torchsettings import without_cached_casts, without_collections
-from graphpass.compat import dynamo, failures, memory, profiling, tracing, trees
+from graphpass.compat import dynamo, memory, nnmodules, operators, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.modes import CUDAGraphMode
@@ -163,7 +163,7 @@ class Recorder:
         self.runtime.lease.make_stale(built.pool_outputs)  # guard: recorded_result_is_stale
         tally.captured_in(time.perf_counter() - start_s, body.launch_s)
         _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
-        tracing.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
+        dynamo.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
         recording = _Recording(graph, staging, built, log.reads(), tuple(observed), body.returned_spec)
         return self._entry(recording, sources, context, tally), outputs
 
@@ -199,7 +199,7 @@ class Recorder:
             pool_storages=outputs.pool_storages,
             pool_outputs=outputs.pool_outputs,
             launch=launch,
-            ranged=partial(profiling.ranged, label, launch),
+            ranged=partial(operators.ranged, label, launch),
         )
         return GraphEntry(
             region=self.region,
@@ -256,7 +256,7 @@ class Recorder:
         if not isinstance(error, Exception) or (isinstance(error, GraphpassError) and refused is None):
             return
         region, runnable = inside.failed or (self.name, self.runnable)
-        place = failures.place_of_failure(error, getattr(runnable, "uncompiled", None))
+        place = nnmodules.place_of_failure(error, getattr(runnable, "uncompiled", None))
         where = [f"in {region}"] if region != self.name else []
         problem = [f"capture of {self.name} failed at {self.mode} {context.batch_descriptor}", *where]
         num_bytes = f"(pool {self.runtime.pool_bytes()} bytes, buffers {self.runtime.buffer_bytes()} bytes)"

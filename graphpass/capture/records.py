@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from graphpass.compat import tracing
+from graphpass.compat import dynamo
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason, named_sizes
 from graphpass.modes import CUDAGraphMode
@@ -183,7 +183,7 @@ class Notes:
             record = f"{record}; {remedy}" if remedy else record
             _log.log(level if note is None else min(level, logging.INFO), "%s", record)
             artifact = {"what": what, "at": at, "remedy": remedy, "is_warning": level > logging.INFO}
-            tracing.trace_json("graphpass_note", lambda: artifact)
+            dynamo.trace_json("graphpass_note", lambda: artifact)
             if note is None:
                 note = self._notes[what, remedy] = _Note(record, what, remedy, is_problem)
             note.places[at] = None

@@ -22,7 +22,7 @@ from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.records import RunningCounts
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
-from graphpass.compat import memory, profiling
+from graphpass.compat import memory, operators
 from graphpass.context import ForwardContext
 
 __all__ = ["ReplayPlan", "StaticSet", "launch_of", "without_grad"]
@@ -137,7 +137,7 @@ class ReplayPlan:
         for tally, num_copied in self.tallies:
             tally.replayed += 1
             tally.copied += num_copied
-        return self.ranged()(args) if profiling.is_on() else self.launch(args)
+        return self.ranged()(args) if operators.is_profiled() else self.launch(args)
 
 
 def launch_of(graph: Graph, staging: Staging, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from graphpass.capture.replayplan import ReplayPlan
-from graphpass.compat.sideeffects import SideEffect
+from graphpass.compat.dynamo import SideEffect
 from graphpass.errors import CaptureError
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason

@@ -1,4 +1,4 @@
-"""Dynamo's state: the frame, the backend, the placeholders of a graph, the compiled code."""
+"""Dynamo's state (the frame, the backend, the placeholders of a graph, side effects), and the compilers behind it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import inspect
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphpass.compat import symbolic
+from graphpass.compat.nnmodules import LIBRARIES
+from graphpass.compat.operators import torch_attribute
 from graphpass.ledger import Reason
 
 _SOURCE = "graphpass_source"
@@ -329,3 +333,223 @@ def guards_module_layouts() -> bool:
         return knows and not root.check(module)
     except (ImportError, AttributeError, TypeError):
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class SideEffect:
+    """One change of Python state, which Dynamo's code makes after the graph."""
+
+    text: str  #: the change, as the predicate of a sentence: "sets the attribute 'steps' of Decoder (model.py:12)"
+    #: Id of the changed object; 0 for a global variable or a variable of an enclosing function; None where there is
+    #: nothing to restore, or the change is unknown.
+    owner: int | None
+    keeps_tensor: bool  #: the change stores an argument or a result of the graph beyond the call
+
+
+def side_effects_of_compilation() -> tuple[SideEffect, ...]:
+    """The side effects of the code that Dynamo is compiling; call it while the backend runs.
+
+    It leaves out changes of objects that the code creates (its result), and attributes that already have the constant
+    that the code assigns.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+        effects = output.side_effects
+        objects = {id(item): item for item in effects.keepalive}
+        owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
+        # guard: side_effects_of_own_objects
+        changed = [v for v, item in owners.items() if effects.is_modified(v) and not _is_made_here(v)]
+        found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
+    except AttributeError:  # another torch release, whose record has another structure
+        return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
+    if getattr(output, "random_calls", ()):
+        found.append(SideEffect("draws Python's random numbers", None, keeps_tensor=False))
+    return tuple(found)
+
+
+def _is_made_here(variable: Any) -> bool:
+    return type(variable.mutation_type).__name__.endswith("New")
+
+
+def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
+    """The changes of one object: attribute by attribute, or as a whole."""
+    from torch._dynamo import variables
+
+    stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [()]
+    user = [frame for frame in stacks[-1] if not frame.filename.startswith(LIBRARIES)]
+    line = f" ({os.path.basename(user[-1].filename)}:{user[-1].lineno})" if user else ""
+    attributes = effects.store_attr_mutations.get(variable, {})
+    for name, value in attributes.items():
+        keeps = _keeps_tensor(effects, variable, value)
+        if isinstance(variable, variables.NewGlobalVariable) or isinstance(item, types.ModuleType):
+            yield SideEffect(f"sets the global variable {name!r}{line}", 0, keeps)
+        elif isinstance(variable, variables.CellVariable):
+            yield SideEffect(f"sets a variable of an enclosing function{line}", 0, keeps)
+        elif isinstance(value, variables.DeletedVariable):
+            yield SideEffect(f"deletes the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
+        elif not _holds_already(item, name, value):
+            yield SideEffect(f"sets the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
+    if not attributes:
+        yield SideEffect(f"changes a {type(item).__name__}{line}", id(item), _keeps_tensor(effects, variable, variable))
+
+
+def _holds_already(item: Any, name: str, value: Any) -> bool:
+    """Whether the attribute already has the constant ``value``."""
+    if not value.is_python_constant() or name not in getattr(item, "__dict__", {}):
+        return False
+    new, old = value.as_python_constant(), vars(item)[name]
+    return new is old or (type(new) is type(old) and type(new) in (bool, int, float, str) and new == old)
+
+
+def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
+    """Whether ``value`` contains a tensor from outside the owner's root object: an argument or a result."""
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+
+        def look(variable: Any) -> None:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                waiting.extend(effects.store_attr_mutations.get(variable, {}).values() if variable is not owner else ())
+                if isinstance(variable, TensorVariable):
+                    found.append(variable)
+
+        VariableTracker.visit(look, waiting.pop())
+    root = _source_name(owner).partition("]")[0]  # L['model'
+    return any(not root or _source_name(tensor).partition("]")[0] != root for tensor in found)
+
+
+def _source_name(variable: Any) -> str:
+    """The source of a value in Dynamo's notation (``L['self'].layers[0]``); empty for values that the code computes."""
+    try:
+        name = getattr(variable.source, "name", "")
+        text = name() if callable(name) else name
+    except NotImplementedError:
+        return ""
+    return text if isinstance(text, str) else ""
+
+
+AtenHook = Callable[[fx.GraphModule], None]
+"""A callback that receives the ATen graph of a region before the compiler changes it."""
+
+
+def inductor(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
+) -> Callable[..., Any]:
+    """Compile with Inductor, whose CUDA graphs are off, and so is the pass that returns ``x`` itself for ``x * 1``.
+
+    That pass gives results that torch's semantics keep apart one memory (``x * torch.ones(n)`` on 2.13, also ``x * 1``
+    and ``x + 0`` on 2.15). The code after the graph may write to a result, so its input would change.
+
+    ``show`` is called with the ATen graph. It disables AOTAutograd's cache, which would skip the trace, but not
+    Inductor's cache.
+    """
+    from torch._functorch import config as aot_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_inner(aten: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        if show is not None:
+            show(aten)
+        return compile_fx_inner(aten, inputs, **settings)
+
+    # guard: results_folded_into_inputs
+    off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
+    with aot_config.patch(enable_autograd_cache=False) if show is not None else contextlib.nullcontext():
+        compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            graph_module, list(example_inputs), inner_compile=compile_inner, config_patches=off
+        )
+    return compiled
+
+
+def aot_eager(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
+) -> Callable[..., Any]:
+    """Compile with AOTAutograd alone and run its ATen graph unchanged; ``show`` receives that graph."""
+    from torch._dynamo.backends.debugging import aot_eager as backend
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config as aot_config
+
+    def run_as_it_is(aten: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if show is not None:
+            show(aten)
+        return boxed_nop(aten, list(inputs))
+
+    # As with Inductor, the graph creates its effect tokens, which order ops, instead of taking them as inputs.
+    with aot_config.patch(unlift_effect_tokens=True):
+        compiled: Callable[..., Any] = backend(graph_module, list(example_inputs), fw_compiler=run_as_it_is)
+    return compiled
+
+
+@contextlib.contextmanager
+def tracing_with(fake_mode: Any) -> Iterator[None]:
+    """Within the body, compilers use ``fake_mode`` and do not see the tracing context of Dynamo's current frame."""
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        yield
+
+
+@contextlib.contextmanager
+def floats_as_tensors(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Within the body, compilers expect that their graph computes with tensors where the model has Python floats.
+
+    AOTAutograd makes Dynamo start again, with a constant, for each float that its graph does not read as a number.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    symbols = symbolic.hints_of(symbolic.shape_env_of(example_inputs))
+    floats = {str(symbol) for symbol in symbols if symbol_is_type(symbol, SymT.FLOAT)}
+    floats -= TensorifyState.force_specializations
+    TensorifyState.force_specializations |= floats
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations -= floats
+
+
+def compiler_settings() -> tuple[Any, ...]:
+    """All global state that a compiler reads: modes, precision, and the configuration of AOTAutograd and Inductor."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config as inductor_config
+
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    return (
+        autocast,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        inductor_config.get_hash(),
+        aot_config.get_hash(),
+    )
+
+
+_trace_structured: Callable[..., None] | None = torch_attribute("_logging.trace_structured")
+
+
+def trace_text(name: str, text: Callable[[], str]) -> None:
+    """Add a text to the trace; without ``TORCH_TRACE`` it is not made.
+
+    tlparse shows it as ``name``. Inside a compilation of Dynamo it belongs to the compiled frame, outside it stands
+    alone.
+    """
+    _trace(name, "string", text)
+
+
+def trace_json(name: str, record: Callable[[], Mapping[str, Any]]) -> None:
+    """Like :func:`trace_text`, for a record of mappings, sequences, numbers and text."""
+    _trace(name, "json", record)
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], str | Mapping[str, Any]]) -> None:
+    if _trace_structured is not None:
+        named = {"name": name, "encoding": encoding}
+        _trace_structured("artifact", metadata_fn=lambda: named, payload_fn=payload, expect_trace_id=False)

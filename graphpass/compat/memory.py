@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphpass.compat.attributes import torch_attribute
+from graphpass.compat.operators import torch_attribute
 from graphpass.compat.symbolic import fake_mode_of
 
 

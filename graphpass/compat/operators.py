@@ -1,15 +1,16 @@
-"""Operators: look-up, schemas, kernels."""
+"""Operators (look-up, schemas, kernels), and the modes around them: autocast, function transforms, profilers."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.profiler
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-from graphpass.compat.attributes import torch_attribute
 
 OpOverload = torch._ops.OpOverload
 """One overload of an operator, ``torch.ops.aten.add.Tensor``."""
@@ -143,21 +144,14 @@ def keep_in_order(name: str) -> None:
 
 
 class PackedSequences(NamedTuple):
-    """Where the queries and keys of concatenated sequences lie.
+    """Where the queries and keys of concatenated sequences lie."""
 
-    Attributes:
-        query_bounds: the row of each sequence's first query and the end of the last sequence, int32 [sequences + 1].
-        key_starts: the row of each sequence's first key, int32 [sequences + 1]; the last entry is not used.
-        key_lengths: the number of keys of each sequence, int32 [sequences].
-        max_query_len: upper bound on the queries of a sequence.
-        max_key_len: upper bound on the keys of a sequence.
-    """
-
+    #: The row of each sequence's first query and the end of the last sequence, int32 [sequences + 1].
     query_bounds: torch.Tensor
-    key_starts: torch.Tensor
-    key_lengths: torch.Tensor
-    max_query_len: int
-    max_key_len: int
+    key_starts: torch.Tensor  #: the row of each sequence's first key, int32 [sequences + 1]; the last is not used
+    key_lengths: torch.Tensor  #: the number of keys of each sequence, int32 [sequences]
+    max_query_len: int  #: upper bound on the queries of a sequence
+    max_key_len: int  #: upper bound on the keys of a sequence
 
 
 _MAX_HEAD_DIM, _MIN_CAPABILITY = 256, (8, 0)
@@ -167,10 +161,7 @@ _MAX_HEAD_DIM, _MIN_CAPABILITY = 256, (8, 0)
 def flash_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """The reason why :func:`flash_attention` does not serve such tensors; None if it does.
 
-    Args:
-        device: device of the tensors.
-        dtype: dtype of the tensors.
-        head_dim: width of a head, before it is padded to a multiple of 8.
+    ``head_dim`` is the width of a head, before it is padded to a multiple of 8.
     """
     if device.type != "cuda":
         return f"there is none for {device.type}"
@@ -209,7 +200,7 @@ def flash_attention(
             its own position included, or to all for 0.
 
     Returns:
-        Shaped like ``query``. Rows of a sequence without keys are zero; rows behind the last sequence are
+        Shaped like ``query``. Rows of a sequence without keys are zero; rows after the last sequence are
         uninitialised.
     """
     options: dict[str, int] = {"window_size_left": causal_window - 1, "window_size_right": 0} if causal_window else {}
@@ -229,3 +220,114 @@ def flash_attention(
         **options,
     )[0]
     return attended
+
+
+def transform_over(values: Iterable[Any]) -> str | None:
+    """The name of the transform (``torch.func`` or forward-mode AD) that wraps one of the tensors; None if none does.
+
+    A wrapped tensor represents data (a batch, a tangent) that its memory does not contain.
+    """
+    functorch: Any = torch._C._functorch
+    level: int = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    if level < 0 and functorch.maybe_current_level() is None:
+        return None
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if functorch.is_functorch_wrapped_tensor(value):
+            return "a transform of torch.func"
+        if level >= 0 and torch.autograd.forward_ad.unpack_dual(value, level=level).tangent is not None:
+            return "forward-mode AD"
+    return None
+
+
+def active_transform() -> str | None:
+    """The function transform around this code (``vmap``, ``grad``, ``jvp``), or forward-mode AD; None outside."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2].lower()
+    return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
+
+
+def wraps_for_functorch(target: Any) -> bool:
+    """Whether ``target`` only wraps or unwraps a tensor for ``vmap`` or ``grad``; it must run inside the transform."""
+    module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
+    return "_functorch" in module and ("wrap" in name or name.endswith("_batch_dim"))
+
+
+@functools.cache
+def mode_pairs() -> tuple[tuple[Any, Any], ...]:
+    """The (enter, exit) functions that Dynamo emits around a ``with`` block, without those that this torch lacks."""
+    paths = (
+        ("amp.autocast_mode._enter_autocast", "amp.autocast_mode._exit_autocast"),
+        ("autograd.grad_mode._enter_inference_mode", "autograd.grad_mode._exit_inference_mode"),
+        ("_functorch.predispatch._vmap_increment_nesting", "_functorch.predispatch._vmap_decrement_nesting"),
+        ("_functorch.predispatch._jvp_increment_nesting", "_functorch.predispatch._jvp_decrement_nesting"),
+        ("_functorch.predispatch._enter_dual_level", "_functorch.predispatch._exit_dual_level"),
+        ("_C._functorch._vmap_increment_nesting", "_C._functorch._vmap_decrement_nesting"),
+        ("_C._functorch._jvp_increment_nesting", "_C._functorch._jvp_decrement_nesting"),
+        ("_C._functorch._grad_increment_nesting", "_C._functorch._grad_decrement_nesting"),
+        ("_C._functorch.pop_dynamic_layer_stack", "_C._functorch.push_dynamic_layer_stack"),
+        ("_C._autograd._saved_tensors_hooks_disable", "_C._autograd._saved_tensors_hooks_enable"),
+        ("ops.profiler._record_function_enter_new", "ops.profiler._record_function_exit._RecordFunction"),
+    )
+    pairs = ((torch_attribute(enter), torch_attribute(leave)) for enter, leave in paths)
+    return tuple((enter, leave) for enter, leave in pairs if enter is not None and leave is not None)
+
+
+@functools.cache
+def mode_switches() -> tuple[Any, ...]:
+    """Functions that set a mode to their first argument; Dynamo calls the same function to enter and to exit."""
+    paths = (
+        "_C._set_grad_enabled",
+        "_C._set_fwd_grad_enabled",
+        "_C._functorch.set_inplace_requires_grad_allowed",
+        "nn.attention._sdpa_kernel",
+        "_C._functorch.set_autograd_function_allowed",
+    )
+    switches = (torch_attribute(path) for path in paths)
+    return tuple(switch for switch in switches if switch is not None)
+
+
+def is_mode_op(target: Any) -> bool:
+    """Whether ``target`` enters, leaves or sets a mode; such an op does not read or write tensors."""
+    return id(target) in _mode_op_ids()
+
+
+@functools.cache
+def _mode_op_ids() -> frozenset[int]:
+    """Ids of all mode functions, valid because torch never frees them; a set makes the test per node one look-up."""
+    return frozenset(map(id, (*(function for pair in mode_pairs() for function in pair), *mode_switches())))
+
+
+def autocast_pair() -> tuple[Any, Any]:
+    """The functions with which Dynamo enters and leaves autocast."""
+    from torch.amp import autocast_mode
+
+    return autocast_mode._enter_autocast, autocast_mode._exit_autocast
+
+
+is_profiled: Callable[[], bool] = functools.partial(
+    operator.attrgetter("_is_profiler_enabled"), torch.autograd.profiler
+)
+"""Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` is on in this process.
+
+One call of C code, about 40 ns: no Python function runs. torch sets the flag for such checks.
+"""
+
+
+def ranged(label: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch`` within a range that profilers show as ``label``, and ``emit_nvtx`` turns into an NVTX range."""
+
+    def in_range(*args: Any) -> Any:
+        with torch.profiler.record_function(label):
+            return launch(*args)
+
+    return in_range
+
+
+def torch_attribute(path: str) -> Any | None:
+    """``torch.<path>``, or None where this release has no such attribute."""
+    attribute: Any = torch
+    for name in path.split("."):
+        attribute = getattr(attribute, name, None)
+    return attribute

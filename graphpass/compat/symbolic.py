@@ -78,17 +78,13 @@ def quiet_shapes(fake_mode: Any) -> Iterator[None]:
 
 
 class DecompositionTape(TorchDispatchMode):
-    """The operators that torch's decomposition of an operator calls, over fake tensors.
-
-    Attributes:
-        calls: (operator, arguments, keyword arguments, result) of each call that returns tensors, in order.
-        result: what the decomposition returns.
-    """
+    """The operators that torch's decomposition of an operator calls, over fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        #: (operator, arguments, keyword arguments, result) of each call that returns tensors, in order.
         self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any], Any]] = []
-        self.result: Any = None
+        self.result: Any = None  #: what the decomposition returns
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -201,12 +197,7 @@ def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
 def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None, like: int) -> Any:
     """A new symbol of ``shape_env`` within bounds, or an integer if the bounds allow only one size.
 
-    Args:
-        shape_env: the environment that owns the symbol.
-        name: the symbol's name in messages.
-        lowest: the least size, None for 0.
-        highest: the greatest size, None for unbounded.
-        like: the size to trace with, if it is within the bounds.
+    None bounds a size below by 0, above by nothing. ``like`` is the size to trace with, if it is within the bounds.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint

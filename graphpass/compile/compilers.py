@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from graphpass.checks import one_of
-from graphpass.compat import compilers
+from graphpass.compat import dynamo
 
 __all__ = ["COMPILERS", "compile_training", "compiler_named"]
 
@@ -38,8 +38,8 @@ def _as_it_is(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ca
 
 _COMPILERS: Mapping[str, Compiler] = MappingProxyType(
     {
-        "inductor": Compiler(compilers.inductor, opaque=True, functionalizes=True),
-        "aot_eager": Compiler(compilers.aot_eager, opaque=False, functionalizes=True),
+        "inductor": Compiler(dynamo.inductor, opaque=True, functionalizes=True),
+        "aot_eager": Compiler(dynamo.aot_eager, opaque=False, functionalizes=True),
         "eager": Compiler(_as_it_is, opaque=False, functionalizes=False),
     }
 )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import sympy
 from torch import fx
 
-from graphpass.compat import compilers, dynamo, symbolic
+from graphpass.compat import dynamo, symbolic
 from graphpass.compile.compilers import Compiler, compiler_named
 from graphpass.compile.region import CompiledRegion, SizedArtifact, WrittenInputs
 from graphpass.compile.specialize import inputs_within
@@ -177,7 +177,7 @@ class _Compilation:
     def _compiled(self, examples: Sequence[Any]) -> tuple[Callable[..., Any], GraphTrace | None]:
         """The artifact for all sizes, and the trace of its aten graph if the compiler produced one."""
         graph_module = own_copy(self.region.graph_module)
-        with compilers.floats_as_tensors(examples):
+        with dynamo.floats_as_tensors(examples):
             if self.trace is None or not self.compiler.functionalizes:
                 return self.compiler.compile(graph_module, examples), None
             show = TraceOnce(self.trace, self.region.graph_module)
@@ -198,7 +198,7 @@ class _Compilation:
             inputs = inputs_within(examples, {symbol: (lowest, highest)})
             if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
                 continue
-            with compilers.tracing_with(inputs.fake_mode):
+            with dynamo.tracing_with(inputs.fake_mode):
                 function = self.compiler.compile(own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
             artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], inputs.guards()))
         return position, tuple(artifacts)

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import compilers, dynamo, memory, symbolic
+from graphpass.compat import dynamo, memory, symbolic
 
 __all__ = ["StructuralKey", "Structure", "structure_of"]
 
@@ -108,7 +108,7 @@ class _Reader:
         shape_env = symbolic.shape_env_of(values)
         own = tuple(self._symbols)
         key = StructuralKey(
-            compiler=(compiler, *compilers.compiler_settings()),
+            compiler=(compiler, *dynamo.compiler_settings()),
             ops=ops,
             inputs=inputs,
             outputs=outputs,

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import compilers, dynamo, operators, symbolic, trees
+from graphpass.compat import dynamo, operators, symbolic, trees
 from graphpass.compile.specialize import inputs_within, symbols_of
 
 __all__ = ["GraphTrace", "RegionTrace", "TraceFunction", "TraceOnce", "own_copy", "trace_alone"]
@@ -119,8 +119,8 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
         if inputs is None:
             return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
         show = TraceOnce(trace, graph_module, runs_as_it_is=True)
-        with compilers.tracing_with(inputs.fake_mode):
-            compilers.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
+        with dynamo.tracing_with(inputs.fake_mode):
+            dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
         return show.result([inputs.symbols.get(symbol) for symbol in symbols])
     except Exception as error:
         return GraphTrace(None, f"it cannot be traced to aten: {_summary(error)}")

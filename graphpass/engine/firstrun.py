@@ -14,7 +14,7 @@ import torch
 
 from graphpass.capture.scope import CaptureScope, EnteredCallable
 from graphpass.capture.snapshot import restoring
-from graphpass.compat import sideeffects
+from graphpass.compat import dynamo
 from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.pythonstate import (
     PythonState,
@@ -107,7 +107,7 @@ class FirstRun:
         return self._scope.reached
 
     @property
-    def side_effects(self) -> tuple[sideeffects.SideEffect, ...]:
+    def side_effects(self) -> tuple[dynamo.SideEffect, ...]:
         """Changes of Python state in the code that Dynamo generated around the graphs."""
         return tuple(effect for call in self.reached for effect in call.callable.side_effects)
 

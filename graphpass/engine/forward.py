@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpass.capture.scope import CallObserver
-from graphpass.compat import failures
+from graphpass.compat import nnmodules
 from graphpass.context import ForwardContext, entered
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.buffers import PaddedInputs
@@ -147,7 +147,7 @@ class fields_named:  # noqa: N801 - a context manager, named like one
         for cause in _chain(error):
             field = _field_of(cause, self._metadata)
             if field is not None:
-                place = failures.place_of_failure(cause) or "read while the model runs"
+                place = nnmodules.place_of_failure(cause) or "read while the model runs"
                 raise _missing(self._builder, self._metadata, field, place) from error
 
 

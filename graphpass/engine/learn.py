@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
-from graphpass.compat import sideeffects, trees
+from graphpass.compat import dynamo, trees
 from graphpass.engine.buffers import OutputBuffers, PaddedInputs, Sizes
 from graphpass.engine.firstrun import FirstRun, restoring_model_state
 from graphpass.engine.forward import fields_named
@@ -227,7 +227,7 @@ class ModelLearner:
         return ModelResults(recipe, outputs, None if isinstance(sources, str) else sources, why), never_full
 
     def _why_through_dynamo(
-        self, side_effects: Sequence[sideeffects.SideEffect], sources: LeafSources | str, args: Sequence[Any]
+        self, side_effects: Sequence[dynamo.SideEffect], sources: LeafSources | str, args: Sequence[Any]
     ) -> Reason | None:
         if isinstance(sources, str):
             return Reason(sources, "return tensors of one graph alone: no graph break, no object made in forward")

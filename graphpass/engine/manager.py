@@ -15,7 +15,7 @@ import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import replay_settings
-from graphpass.compat import transforms
+from graphpass.compat import operators
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
@@ -191,7 +191,7 @@ class CudaGraphManager:
             AgreementError: another data-parallel rank failed, does not answer, or is configured differently; nothing
                 has run.
         """
-        transform = transforms.active_transform()
+        transform = operators.active_transform()
         if transform is not None:  # guard: manager_transforms
             raise inside_transform(transform)
         with self._turn:

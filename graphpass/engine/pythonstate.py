@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphpass.compat import sideeffects
+from graphpass.compat import dynamo
 from graphpass.errors import CaptureError
 
 __all__ = ["PythonState", "refuse_side_effects", "refuse_stored_tensors", "restoring_python_state"]
@@ -120,7 +120,7 @@ def restoring_python_state(modules: Sequence[torch.nn.Module]) -> Iterator[Pytho
         state.restore()
 
 
-def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: PythonState) -> None:
+def refuse_side_effects(effects: Iterable[dynamo.SideEffect], state: PythonState) -> None:
     """Refuse a model whose calls change Python state that a manager cannot restore.
 
     Raises:

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, nnmodules, operators, symbolic, transforms
+from graphpass.compat import dynamo, nnmodules, operators, symbolic
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
     UNDECLARED_WRITES,
@@ -268,7 +268,7 @@ def _cannot_run(node: fx.Node, why: str) -> PartitionError:
 def is_known_pure(node: fx.Node) -> bool:
     """Whether the name and flags of a node's op alone show that it writes to none of its arguments."""
     target: Any = node.target
-    if target is operator.getitem or transforms.is_mode_op(target) or transforms.wraps_for_functorch(target):
+    if target is operator.getitem or operators.is_mode_op(target) or operators.wraps_for_functorch(target):
         return True
     if node.op == "call_module" or "out" in node.kwargs or not _is_torch_function(node):
         return False
@@ -344,7 +344,7 @@ class _Modes:
 
     def follow(self, node: fx.Node) -> bool:
         """Whether ``node`` enters or leaves a mode; if it does, the mode is applied here."""
-        enter_autocast, leave_autocast = transforms.autocast_pair()
+        enter_autocast, leave_autocast = operators.autocast_pair()
         if node.target is enter_autocast:
             mode = enter_autocast(*node.args)  # type: ignore[operator]
             exits = ExitStack()
@@ -354,7 +354,7 @@ class _Modes:
         elif node.target is leave_autocast:
             entered: Any = node.args[0]
             self._entered[entered]()
-        return transforms.is_mode_op(node.target)
+        return operators.is_mode_op(node.target)
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from typing import Literal
 
 from torch import fx
 
-from graphpass.compat import memory, operators, transforms
+from graphpass.compat import memory, operators
+from graphpass.compat.nnmodules import where_of
 from graphpass.regions.analysis import CALLS, Analysis, is_recomputed
 from graphpass.regions.execute import storages_of, tensors_in, value_of
 from graphpass.regions.opnames import display_name, names_of
 from graphpass.regions.passes import is_rebuilt_output, unpacked_from
 from graphpass.regions.splitrules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
-from graphpass.regions.userlines import where_of
 
 __all__ = ["NodeGroup", "assign"]
 
@@ -134,7 +134,7 @@ def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     """Spans between enter and exit functions; an enter without an exit extends to the last node."""
-    pairs = transforms.mode_pairs()
+    pairs = operators.mode_pairs()
     spans: list[tuple[int, int]] = []
     open_at: list[list[int]] = [[] for _ in pairs]
     for position, node in enumerate(body):
@@ -154,7 +154,7 @@ def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     of times is never restored, and its span extends to the last node.
     """
     spans: list[tuple[int, int]] = []
-    for switch in transforms.mode_switches():
+    for switch in operators.mode_switches():
         sets = [(position, node.args[:1]) for position, node in enumerate(body) if node.target is switch]
         if len(sets) % 2:
             spans.append((sets[0][0], len(body) - 1))
@@ -211,7 +211,7 @@ def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
     """Whether a node launches no kernel: an allocation, a view, a number, a mode switch."""
     if node in analysis.writes or operators.is_higher_order(node.target):
         return False
-    if transforms.is_mode_op(node.target) or _is_allocation(node):
+    if operators.is_mode_op(node.target) or _is_allocation(node):
         return True
     value = value_of(node)
     result_storages = [memory.storage_id(tensor) for tensor in tensors_in(value)]

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from graphpass.compat import dynamo, symbolic
+from graphpass.compat.nnmodules import where_of
 from graphpass.regions.execute import execute, tensors_in, value_of
 from graphpass.regions.opnames import display_name, names_of
-from graphpass.regions.userlines import where_of
 
 __all__ = ["FloatInputs", "floats_as_tensors"]
 

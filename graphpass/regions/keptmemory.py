@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from graphpass.compat import nnmodules
+from graphpass.compat.nnmodules import where_of
 from graphpass.regions.execute import argument_storages, execute, storages_of, value_of
 from graphpass.regions.opnames import display_name
-from graphpass.regions.userlines import where_of
 
 __all__ = ["KeptMemory", "kept_memory"]
 

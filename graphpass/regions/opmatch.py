@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable
 from types import CodeType
@@ -14,6 +13,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
+from graphpass.compat.nnmodules import frames_of
 from graphpass.errors import PartitionError, did_you_mean
 from graphpass.regions.execute import execute, tensors_in, value_of
 from graphpass.regions.opnames import (
@@ -29,9 +29,6 @@ from graphpass.regions.opnames import (
 __all__ = ["OpMatcher", "matcher_of"]
 
 OpMatcher = Callable[[fx.Node], bool]
-
-
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 
 
 def matcher_of(op: object) -> OpMatcher:
@@ -107,8 +104,10 @@ def _in_function(node: fx.Node, *, function: Any, code: CodeType | None) -> bool
         return False
     last_line = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
     return any(
-        file == code.co_filename and name == code.co_name and code.co_firstlineno <= int(line) <= last_line
-        for file, line, name in _FRAME.findall(trace)
+        frame.file == code.co_filename
+        and frame.function == code.co_name
+        and code.co_firstlineno <= frame.line <= last_line
+        for frame in frames_of(trace)
     )
 
 

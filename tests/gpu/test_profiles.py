@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import graphpass
-from graphpass.compat import profiling
+from graphpass.compat import operators
 
 pytestmark = pytest.mark.cuda
 
@@ -34,7 +34,7 @@ def test_the_launch_of_a_graph_lies_in_the_range_of_its_key(cuda: torch.device, 
 
 
 def test_nvtx_ranges_come_from_the_same_check(cuda: torch.device) -> None:
-    assert not profiling.is_on()
+    assert not operators.is_profiled()
     with torch.autograd.profiler.emit_nvtx():
-        assert profiling.is_on()
-    assert not profiling.is_on()
+        assert operators.is_profiled()
+    assert not operators.is_profiled()

@@ -14,6 +14,7 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
+from graphpass.compat.nnmodules import where_of
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.opnames import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
@@ -24,7 +25,6 @@ from graphpass.regions.padding.sizes import Sizes, as_size
 from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size
 from graphpass.regions.regions import Region
 from graphpass.regions.split import Partition
-from graphpass.regions.userlines import where_of
 
 __all__ = ["PartitionRun", "RegionGraph", "prove_partition"]
 

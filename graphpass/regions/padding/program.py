@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
+from graphpass.compat.nnmodules import where_of
 from graphpass.regions.padding.bounds import checks_numbers
 from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape
 from graphpass.regions.padding.patterns import recognised
 from graphpass.regions.padding.registry import rule_for
 from graphpass.regions.padding.sizes import as_size
 from graphpass.regions.padding.values import Size
-from graphpass.regions.userlines import where_of
 
 __all__ = ["AtenGraph"]
 
