@@ -10,7 +10,8 @@ import torch
 
 from graphpass.errors import OptionError, ShapeError
 
-__all__ = ["by_token", "refuse_unserved", "register_attention"]
+_TOLERANCE = 2e-2
+"""Allowed relative norm of the difference between half precision and float32."""
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
@@ -67,3 +68,18 @@ def refuse_unserved(module: Any, used: Mapping[str, bool], *, what: str, expecte
             found=", ".join(unserved),
             remedy=remedy,
         )
+
+
+def kernel_fault(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
+    """Why an attention kernel cannot be used: its error, or keys that its caller did not name; None if it can.
+
+    ``run`` returns the kernel's result, whose last dimension is the width of a head; ``expected`` is float32.
+    """
+    try:
+        found = run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return str(error)
+    is_right = bool((found.float() - expected).norm() < _TOLERANCE * expected.norm())
+    return None if is_right else f"with heads of width {expected.shape[-1]} it attends to wrong keys"

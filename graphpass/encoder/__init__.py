@@ -1,6 +1,6 @@
 """Whole-encoder CUDA graphs: images of any size are packed and padded to one of several token budgets."""
 
-from graphpass.encoder.budgets import generate_budgets, smallest_fitting_budget
+from graphpass.encoder.options import generate_budgets, smallest_fitting_budget
 from graphpass.encoder.planner import PackedBatch, PackingCosts, pack_items
 from graphpass.encoder.protocol import (
     EncoderAxis,

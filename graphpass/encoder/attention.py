@@ -1,9 +1,14 @@
 """Attention over packed images: tokens attend within their own sequence, and padding rows are ignored.
 
 There are two forms. Neither reads device data on the host, so both work in whole-encoder graphs and in blocks that are
-compiled for symbolic sizes. *Packed* attention takes concatenated sequences of any length, described by their pieces
-(:mod:`graphpass.encoder.pieces`). On CUDA in half precision it is torch's flash attention, otherwise one
-``scaled_dot_product_attention`` with a block-diagonal mask. *Equal* attention takes sequences of one length as a batch.
+compiled for symbolic sizes. *Packed* attention takes concatenated sequences of any length, described by their pieces.
+On CUDA in half precision it is torch's flash attention, otherwise one ``scaled_dot_product_attention`` with a
+block-diagonal mask. *Equal* attention takes sequences of one length as a batch.
+
+Pieces are what a flash attention kernel in a graph computes blocks of. In a graph, the kernel launches thread blocks
+for the maximum number of sequences, each of the maximum length. Most blocks have no work, and their launch takes a
+quarter of the attention time of twenty images (docs/benchmarks.md, encoder graphs). Pieces of queries have a fixed
+length and need about one block each, for any lengths of images. Each piece attends to all keys of its sequence.
 
 Both are registered as attention functions of Hugging Face, under the names below. Their parameters beyond the arguments
 are in the configuration of the calling layer: :func:`use_attention` writes them into a copy for the adapter's layers.
@@ -13,29 +18,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from graphpass.attentionlayers import by_token, refuse_unserved, register_attention
+from graphpass.attentionlayers import by_token, kernel_fault, refuse_unserved, register_attention
 from graphpass.compat import nnmodules, operators
-from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, pieces_of
-from graphpass.errors import OptionError
+from graphpass.errors import OptionError, ShapeError
 from graphpass.report import KernelUse
-
-__all__ = [
-    "EQUAL_ATTENTION",
-    "PACKED_ATTENTION",
-    "equal_attention",
-    "kernel_of",
-    "packed_attention",
-    "pieces_on",
-    "register_with_hugging_face",
-    "use_attention",
-    "why_not_flash",
-]
 
 PACKED_ATTENTION = "graphpass_flash_packed"
 """The name contains "flash" because towers pass bounds of sequences to such functions only; otherwise they split the
@@ -46,32 +39,64 @@ _SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
 _HEAD_ALIGNMENT = 8
 """Torch's flash attention takes heads of a multiple of this."""
 _NO_REMEDY = "nothing on this GPU and this torch: small token_budgets keep the mask small"
-_TOLERANCE = 2e-2
-"""Allowed relative norm of the difference between half precision and float32."""
+PIECE_LENGTH = 128
+"""Rows of a piece: the number of rows that a block of flash attention computes for most widths of heads."""
+
+Ints = TypeVar("Ints")
+
+
+class Pieces(NamedTuple, Generic[Ints]):
+    """Rows of the pieces of packed sequences; int32, on the host or on a device."""
+
+    #: first row of each piece, and the end of the last one, [pieces + 1]; unused pieces have the end
+    query_bounds: Ints
+    #: first row of the sequence of each piece, and the end of the last sequence, [pieces + 1]; unused pieces have the
+    #: end. They can be read as bounds of sequences, with additional empty sequences.
+    key_starts: Ints
+    key_lengths: Ints  #: length of the sequence of each piece, [pieces]; 0 for unused pieces
+
+
+def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
+    """The pieces of concatenated sequences, and one unused piece.
+
+    Because of the unused piece their number is never 1, a size for which Dynamo would compile a block separately.
+    """
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
+        raise ShapeError(
+            "lengths of sequences have wrong values",
+            expected="a one-dimensional array of integers, none below 0",
+            found=f"{lengths.tolist()!r:.100}",
+            remedy="pass the number of rows of each sequence",
+        )
+    counts = -(-lengths // PIECE_LENGTH)
+    begins = np.cumsum(lengths) - lengths
+    first = np.cumsum(counts) - counts
+    number = np.arange(counts.sum()) - np.repeat(first, counts)
+    key_starts = np.repeat(begins, counts)
+    end = lengths.sum()
+    found = (
+        np.append(key_starts + number * PIECE_LENGTH, [end, end]),
+        np.append(key_starts, [end, end]),  # guard: encoder_piece_keys
+        np.append(np.repeat(lengths, counts), 0),
+    )
+    return Pieces(*(part.astype(np.int32) for part in found))
+
+
+def most_pieces(num_sequences: int, num_rows: int, longest: int) -> int:
+    """The maximum number of pieces, including the unused piece."""
+    cut = 0 if longest <= PIECE_LENGTH else num_rows // PIECE_LENGTH
+    return num_sequences + cut + 1
 
 
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """The reason why torch's flash attention cannot be used for packed tensors; None if it can.
-
-    Args:
-        device: device of the tensors.
-        dtype: dtype of the tensors.
-        head_dim: width of a head; it need not be a multiple of 8, heads are padded.
-    """
+    """The reason why torch's flash attention cannot be used for packed tensors; None if it can."""
     # guard: encoder_kernel_tried
     return operators.flash_obstacle(device, dtype, head_dim) or _fault_of_kernel(device, dtype, head_dim)
 
 
 def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces[torch.Tensor]:
-    """The pieces of concatenated sequences, on a device.
-
-    Args:
-        lengths: rows of each sequence, [sequences].
-        device: device of the result.
-
-    Raises:
-        ShapeError: ``lengths`` are not non-negative integers.
-    """
+    """The pieces of concatenated sequences, on a device."""
     return Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(lengths)))
 
 
@@ -84,19 +109,7 @@ def packed_attention(
     scale: float,
     is_flash: bool = False,
 ) -> torch.Tensor:
-    """Attention within each of several concatenated sequences.
-
-    Args:
-        query: [tokens, heads, head_dim].
-        key: shaped like ``query``.
-        value: shaped like ``query``.
-        pieces: pieces of the sequences, on the same device.
-        scale: scale of the scores.
-        is_flash: use torch's flash attention; allowed only if :func:`why_not_flash` returns None.
-
-    Returns:
-        A tensor shaped like ``query``. Rows after the last sequence are zero, and no sequence attends to them.
-    """
+    """Attention within each of several concatenated sequences."""
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     is_packed = (rows < pieces.query_bounds[-1]).view(-1, 1, 1)
     if is_flash:
@@ -118,16 +131,6 @@ def equal_attention(
     """Attention within each of several concatenated sequences of equal length.
 
     It is an opaque op, because a traced version would be compiled separately for a single sequence.
-
-    Args:
-        query: [tokens, heads, head_dim], where ``tokens`` is a multiple of ``seq_len``.
-        key: shaped like ``query``.
-        value: shaped like ``query``.
-        seq_len: tokens of each sequence.
-        scale: scale of the scores.
-
-    Returns:
-        A tensor shaped like ``query``.
     """
     attended: torch.Tensor = torch.ops.graphpass.equal_attention(query, key, value, seq_len, scale)
     return attended
@@ -184,14 +187,7 @@ def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     )
     pieces, scale = pieces_on(lengths, device), head_dim**-0.5
     expected = packed_attention(query.float(), key.float(), value.float(), pieces, scale=scale)
-    try:
-        found = packed_attention(query, key, value, pieces, scale=scale, is_flash=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        return str(error)
-    is_right = bool((found.float() - expected).norm() < _TOLERANCE * expected.norm())
-    return None if is_right else f"with heads of width {head_dim} it attends to wrong keys"
+    return kernel_fault(lambda: packed_attention(query, key, value, pieces, scale=scale, is_flash=True), expected)
 
 
 def register_with_hugging_face() -> None:
@@ -205,11 +201,6 @@ def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = N
 
     The copy has a separate configuration, and shares weights and hooks with ``module``, including hooks that are
     registered later.
-
-    Args:
-        module: layers of a stock tower.
-        name: ``PACKED_ATTENTION`` or ``EQUAL_ATTENTION``.
-        seq_len: tokens of each sequence, for ``EQUAL_ATTENTION``.
     """
     register_with_hugging_face()
     weight = next(module.parameters())
@@ -255,21 +246,13 @@ def _packed_of_layer(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
     query_bounds: torch.Tensor | None = None,
     key_starts: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim].
-
-    Raises:
-        OptionError: the layer needs an argument that is not supported, or did not pass the sequences.
-        ShapeError: the batch does not have exactly one row.
-    """
-    _refuse_other_attention(module, attention_mask, dropout, is_causal)
+    """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim]."""
+    query, key, value, scale = _in_one_row(module, (query, key, value), attention_mask, **options)
     if query_bounds is None or key_starts is None or key_lengths is None:
         raise OptionError(
             f"{PACKED_ATTENTION} needs the bounds of packed sequences",
@@ -277,7 +260,6 @@ def _packed_of_layer(
             found=f"at least one missing from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
-    query, key, value, scale = _one_row(module, query, key, value, scaling)
     pieces = Pieces(query_bounds, key_starts, key_lengths)
     is_flash = getattr(module.config, _IS_FLASH)
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
@@ -290,32 +272,23 @@ def _equal_of_layer(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of equal sequences with the signature of transformers and tensors [1, heads, tokens, head_dim]."""
+    query, key, value, scale = _in_one_row(module, (query, key, value), attention_mask, **options)
+    return equal_attention(query, key, value, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
+
+
+def _in_one_row(
+    module: Any,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of equal sequences with the signature of transformers and tensors [1, heads, tokens, head_dim].
-
-    Raises:
-        OptionError: the layer needs an argument that is not supported.
-        ShapeError: the batch does not have exactly one row.
-    """
-    _refuse_other_attention(module, attention_mask, dropout, is_causal)
-    query, key, value, scale = _one_row(module, query, key, value, scaling)
-    return equal_attention(query, key, value, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
-
-
-def _one_row(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    what = f"attention of {type(module).__name__} takes the tokens of all images in one row"
-    return by_token((query, key, value), scaling, what=what, remedy="use the tower through its adapter")
-
-
-def _refuse_other_attention(
-    module: Any, attention_mask: torch.Tensor | None, dropout: float, is_causal: bool | None
-) -> None:
+    """Query, key and value as [tokens, heads, head_dim], and the scale, for a layer whose arguments are supported."""
     refuse_unserved(
         module,
         {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)},
@@ -323,3 +296,5 @@ def _refuse_other_attention(
         expected="unmasked attention between all tokens of an image, without dropout",
         remedy="call model.eval(); other attention needs a separate adapter",
     )
+    what = f"attention of {type(module).__name__} takes the tokens of all images in one row"
+    return by_token(tensors, scaling, what=what, remedy="use the tower through its adapter")

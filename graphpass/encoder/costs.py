@@ -24,8 +24,6 @@ import torch
 from graphpass.encoder.planner import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 
-__all__ = ["EagerCurve", "EncoderCosts", "ItemCosts", "Load", "TimedExample", "measured_costs", "spread", "timed_s"]
-
 _RUNS = 3
 _TIMED_SIZES = 12
 _FILLED = 0.95
@@ -39,14 +37,10 @@ class EagerCurve:
 
     It is linear between measured sizes, constant below the smallest (the cost of launches does not depend on the size),
     and proportional above the largest.
-
-    Attributes:
-        tokens: measured sizes in output tokens, ascending.
-        seconds: duration at each size, not descending.
     """
 
-    tokens: tuple[int, ...]
-    seconds: tuple[float, ...]
+    tokens: tuple[int, ...]  #: measured sizes in output tokens, ascending
+    seconds: tuple[float, ...]  #: duration at each size, not descending
 
     def __call__(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds of a call with each of ``tokens``."""
@@ -56,15 +50,10 @@ class EagerCurve:
 
 @dataclass(frozen=True, slots=True)
 class ItemCosts:
-    """Seconds that an item adds to a call.
+    """Seconds that an item adds to a call."""
 
-    Attributes:
-        each_s: for every item.
-        square_s: for the square of each frame's patches.
-    """
-
-    each_s: float = 0.0
-    square_s: float = 0.0
+    each_s: float = 0.0  #: for every item
+    square_s: float = 0.0  #: for the square of each frame's patches
 
     def __call__(self, patches: npt.NDArray[np.int64], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds of items with each of ``patches`` in each of ``frames`` frames."""
@@ -77,17 +66,11 @@ class ItemCosts:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The size of a call.
+    """The size of a call."""
 
-    Attributes:
-        tokens: output tokens of its items.
-        items: number of items.
-        squares: sum of the squares of the patches of each frame.
-    """
-
-    tokens: int
-    items: int
-    squares: float
+    tokens: int  #: output tokens of its items
+    items: int  #: number of items
+    squares: float  #: sum of the squares of the patches of each frame
 
     @classmethod
     def of(cls, specs: Sequence[EncoderItemSpec]) -> Load:
@@ -98,42 +81,28 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class TimedExample:
-    """Items whose replay and eager call can be timed.
+    """Items whose replay and eager call can be timed."""
 
-    Attributes:
-        load: their size.
-        replay: replays their key as ``execute`` does.
-        eager: runs them eagerly.
-    """
-
-    load: Load
-    replay: Callable[[], object]
-    eager: Callable[[], object]
+    load: Load  #: their size
+    replay: Callable[[], object]  #: replays their key as ``execute`` does
+    eager: Callable[[], object]  #: runs them eagerly
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderCosts:
-    """Costs of replays and eager calls, in seconds.
+    """Costs of replays and eager calls, in seconds."""
 
-    Attributes:
-        replay: {key: cost of one replay}, without what its items add.
-        eager: {group of :func:`graphpass.encoder.protocol.group_of`: function from output tokens to costs}, without
-            what the items add.
-        surcharges: {group: what an item adds to an eager call, beyond what it adds to a replay}; groups that are
-            missing have no surcharges.
-    """
-
-    replay: Mapping[EncoderGraphKey, float]
+    replay: Mapping[EncoderGraphKey, float]  #: {key: cost of one replay}, without what its items add
+    #: {group of :func:`graphpass.encoder.protocol.group_of`: function from output tokens to costs}, without what the
+    #: items add
     eager: Mapping[object, Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]]
+    #: {group: what an item adds to an eager call, beyond what it adds to a replay}; groups that are missing have no
+    #: surcharges
     surcharges: Mapping[object, ItemCosts] = field(default_factory=dict)
 
     @classmethod
     def of_user(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
-        """The user's costs, which are equal for all keys of a budget.
-
-        Raises:
-            EncoderConfigError: a budget has no cost.
-        """
+        """The user's costs, which are equal for all keys of a budget."""
         replay = {key: replay_cost(key.tokens, costs) for keys in groups.values() for key in keys}
         return cls(replay, dict.fromkeys(groups, one_by_one(costs.eager)))
 
@@ -154,14 +123,7 @@ ExampleOf = Callable[[EncoderGraphKey, int | None], TimedExample]
 def measured_costs(
     groups: Mapping[object, Sequence[EncoderGraphKey]], example_of: ExampleOf, device: torch.device
 ) -> EncoderCosts:
-    """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others.
-
-    Args:
-        groups: {group: its captured keys}.
-        example_of: returns the example of a key with that number of items; None: the usual number. An encoder that
-            cannot choose the number returns the usual example. An example is timed before the next one is requested.
-        device: device to synchronize with.
-    """
+    """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others."""
     replay_s: dict[EncoderGraphKey, float] = {}
     eager: dict[object, EagerCurve] = {}
     surcharges: dict[object, ItemCosts] = {}

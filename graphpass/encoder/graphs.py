@@ -1,32 +1,220 @@
-"""The graphs of an encoder: buffers, captures and replays of single keys."""
+"""The graphs of an encoder: what is captured, the captures, replays of single keys, and the buffers that they read."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.staging import copy_each
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.context import set_forward_context
-from graphpass.encoder.buffers import EncoderBuffers
+from graphpass.encoder.costs import EncoderCosts, Load, TimedExample, measured_costs
+from graphpass.encoder.options import EncoderOptions
+from graphpass.encoder.planner import BatchPlanner, PackingCosts
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
     EncoderItems,
     EncoderOutput,
     SupportsEncoderCudaGraph,
+    SupportsEncoderExamples,
+    checked_specs,
+    grouped,
 )
-from graphpass.errors import EncoderConfigError
+from graphpass.encoder.stats import EncoderCounts, EncoderStats
+from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
+from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, PoolModel
+from graphpass.ladder.estimating import estimated
+from graphpass.ladder.limit import KeyPool, capture_within
 from graphpass.ladder.meter import DeviceMemory
+from graphpass.ladder.modelstate import ModelState
+from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
+from graphpass.ledger import Reason, why_failed
 from graphpass.modes import CUDAGraphMode
+from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
 
-__all__ = ["EncoderGraphs", "check_outputs", "eager_outputs"]
+_log = logging.getLogger("graphpass")
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedEncoder:
+    """The result of one capture. It owns the graphs; :meth:`close` releases them."""
+
+    graphs: EncoderGraphs  #: graphs, buffers and pool
+    #: {captured key: time and memory of its capture}, the largest budget first
+    budgets: Mapping[EncoderGraphKey, CapturedGraph]
+    failed: tuple[tuple[EncoderGraphKey, Reason], ...]  #: (key, reason) of keys without a graph
+    planner: BatchPlanner  #: packs items into the captured keys
+    state: ModelState  #: weights and settings of the encoder at capture
+    graph_pool: Any  #: the shared graph pool; None if the pool is not shared
+
+    def stats(self, counts: EncoderCounts) -> EncoderStats:
+        """A snapshot of ``counts`` with the budgets and the memory of these graphs."""
+        return counts.snapshot(
+            tuple(self.budgets.values()),
+            self.failed,
+            pool_bytes=self.graphs.runtime.pool_bytes(),
+            buffer_bytes=self.graphs.buffers.num_bytes(),
+        )
+
+    def close(self) -> None:
+        """Release graphs, buffers and the pool."""
+        self.graphs.close()
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLadder:
+    """The keys of an encoder and everything that their capture needs.
+
+    The caller enters :func:`graphpass.capture.torchsettings.capture_settings` around every method.
+    """
+
+    model: SupportsEncoderCudaGraph  #: the encoder; compiled before the capture if the options say so
+    config: EncoderCudaGraphConfig  #: the encoder's configuration
+    keys: Sequence[EncoderGraphKey]  #: the keys to capture, the largest budget first
+    options: EncoderOptions  #: costs and limits
+    device: torch.device  #: device of the encoder
+    dtype: torch.dtype  #: dtype of its inputs
+    notes: GraphRuntime  #: the runtime whose report says which keys have no graph
+
+    def __post_init__(self) -> None:
+        if isinstance(self.options.costs, PackingCosts):  # raises before the capture if a cost is missing
+            EncoderCosts.of_user(self.options.costs, grouped(self.config, self.keys))
+
+    def planner(self, keys: Sequence[EncoderGraphKey] = (), costs: EncoderCosts | None = None) -> BatchPlanner:
+        """A planner for the captured ``keys``; without keys it plans eager calls only."""
+        return BatchPlanner(self.config, keys, costs, self.options.max_eager_tokens or self.keys[0].tokens)
+
+    def capture(self, graph_pool: Any) -> CapturedEncoder:
+        """Capture the keys in their order, within ``max_pool_bytes``, and measure costs if the options say so.
+
+        A key whose capture fails gets no graph.
+        """
+        fits = self._what_fits()
+        graphs = EncoderGraphs(self, graph_pool)
+        try:
+            with graphs.runtime.capturing():
+                budgets, failed = self._capture_keys(graphs, fits)
+            captured = list(budgets)
+            planner = self.planner(captured, self._costs(graphs, captured))  # guard: encoder_failed_budget
+            state = ModelState.of_object(self.model)
+            graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
+        except BaseException:
+            graphs.close()
+            raise
+        return CapturedEncoder(graphs, budgets, tuple(failed), planner, state, graph_pool)
+
+    def estimate(self) -> MemoryEstimate:
+        """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""
+        graphs, keys = EncoderGraphs(self), self._by_descriptor()
+        try:
+            return estimated(
+                {"encoder": list(keys)},
+                graphs.runtime,
+                graphs.memory,
+                lambda key: graphs.capture(keys[key]).memory,
+                contextlib.nullcontext,
+                buffer_bytes=graphs.buffers.num_bytes(),
+                buffers_exist=False,
+            )
+        finally:
+            graphs.close()
+
+    def _by_descriptor(self) -> dict[Key, EncoderGraphKey]:
+        return {(CUDAGraphMode.FULL, key.descriptor): key for key in self.keys}
+
+    def _what_fits(self) -> PoolModel:
+        """An estimate of the pool's growth if there is a limit on it, else an empty estimate."""
+        if self.options.max_pool_bytes is not None:
+            with contextlib.suppress(CaptureError):  # a key whose capture fails gets no graph
+                return self.estimate().pool
+        return NOTHING_ESTIMATED.pool
+
+    def _capture_keys(
+        self, graphs: EncoderGraphs, fits: PoolModel
+    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, Reason]]]:
+        """Capture the keys. Returns the captured budgets, and (key, reason) of the keys without a graph."""
+        keys, most = self._by_descriptor(), self.options.max_pool_bytes
+        budgets: dict[EncoderGraphKey, CapturedGraph] = {}
+        failed: list[tuple[EncoderGraphKey, Reason]] = []
+        with capture_progress(self.keys, self.options.progress) as progress:
+
+            def leave_out(of: Key, why: Reason) -> None:
+                failed.append((keys[of], why))
+                text = f"an encoder budget has no graph: {why}"
+                self.notes.warn(text, why.remedy, at=str(keys[of]), is_recorded=True)
+
+            def capture(of: Key) -> None:
+                progress.set_postfix_str(str(keys[of]))
+                try:
+                    budgets[keys[of]] = graphs.capture(keys[of])
+                except (CaptureError, torch.OutOfMemoryError) as error:
+                    _log.debug("encoder budget %s: %s", keys[of], error)
+                    leave_out(of, why_failed(error, otherwise="capture fewer budgets, or set max_pool_bytes"))
+                progress.update()
+
+            def drop() -> None:
+                graphs.runtime.close()
+                budgets.clear()
+                failed.clear()
+
+            pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
+            left_out = capture_within(most, pool, (), list(keys), fits)  # guard: encoder_pool_bound
+        too_much = Reason(
+            f"the pool would be larger than max_pool_bytes={most}",
+            "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",
+        )
+        for of in left_out:
+            leave_out(of, too_much)
+        return budgets, failed
+
+    # -- costs ------------------------------------------------------------------------------------------------------
+
+    def _costs(self, graphs: EncoderGraphs, captured: Sequence[EncoderGraphKey]) -> EncoderCosts | None:
+        """Costs of the captured keys, from the options or measured; None to pack greedily."""
+        groups, costs = grouped(self.config, captured), self.options.costs
+        if costs is None or not groups:
+            return None
+        if costs != "measured":
+            return EncoderCosts.of_user(costs, groups)
+        return measured_costs(groups, lambda key, num_items: self._example(graphs, key, num_items), self.device)
+
+    def _example(self, graphs: EncoderGraphs, key: EncoderGraphKey, num_items: int | None) -> TimedExample:
+        """Items that fill ``key``; without examples of the encoder, its full buffers, valid until the next call."""
+        if isinstance(self.model, SupportsEncoderExamples):
+            items = self.model.get_encoder_example_items(key, self.device, self.dtype, num_items)
+            specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self.config)
+            load = Load.of(specs)
+            eager = self._saying_no_memory(key, lambda: eager_outputs(self.model, items))
+            return TimedExample(load, lambda: graphs.replay(key, items), eager)
+        graphs.fill_with_example(key)
+        load = Load(key.tokens, key.items, 0.0)
+        return TimedExample(load, lambda: graphs.run(key), self._saying_no_memory(key, lambda: graphs.run_eagerly(key)))
+
+    def _saying_no_memory(self, key: EncoderGraphKey, eager: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            try:
+                return eager()
+            except torch.OutOfMemoryError as error:
+                _log.debug("no memory for an eager call of %s: %s", key, error)
+                self.notes.warn(
+                    "no memory for an eager call beside the graphs: it is not chosen",
+                    "set max_pool_bytes, so that the graphs leave memory for eager calls",
+                    at=str(key),
+                )
+                raise
+
+        return run
 
 
 class EncoderGraphs:
@@ -35,29 +223,13 @@ class EncoderGraphs:
     It owns graphs and buffers; :meth:`close` releases them. The caller enters
     :func:`graphpass.capture.torchsettings.capture_settings` around every method, and ``runtime.capturing()`` around
     :meth:`capture`.
-
-    Args:
-        model: the encoder.
-        config: the encoder's configuration.
-        keys: all keys that may be captured, the largest budget first.
-        device: device of the encoder.
-        dtype: dtype of its inputs.
-        graph_pool: a CUDA graph pool to share; None: a new pool.
     """
 
-    def __init__(
-        self,
-        model: SupportsEncoderCudaGraph,
-        config: EncoderCudaGraphConfig,
-        keys: Sequence[EncoderGraphKey],
-        device: torch.device,
-        dtype: torch.dtype,
-        graph_pool: Any = None,
-    ) -> None:
-        self._model, self._config, self._device, self._dtype = model, config, device, dtype
-        self.runtime = GraphRuntime(graph_pool, device=device)
-        self.memory = DeviceMemory(device, self.runtime)
-        largest = [self._example(key) for key in keys if key.tokens == keys[0].tokens]
+    def __init__(self, ladder: EncoderLadder, graph_pool: Any = None) -> None:
+        self._ladder, config = ladder, ladder.config
+        self.runtime = GraphRuntime(graph_pool, device=ladder.device)
+        self.memory = DeviceMemory(ladder.device, self.runtime)
+        largest = [self._example(key) for key in ladder.keys if key.tokens == ladder.keys[0].tokens]
         self.buffers = EncoderBuffers(config, largest)
         self._wrapper = CUDAGraphWrapper(
             self._forward,
@@ -70,26 +242,16 @@ class EncoderGraphs:
         )
 
     def capture(self, key: EncoderGraphKey) -> CapturedGraph:
-        """Capture the graph of one key.
-
-        Raises:
-            CaptureError: the capture failed.
-            EncoderConfigError: buffers or outputs of the encoder contradict its configuration.
-        """
+        """Capture the graph of one key."""
         started, before = time.perf_counter(), self.memory.reading()
         self.fill_with_example(key)
-        check_outputs(self.run(key), key.tokens, self._config, f"encoder_cudagraph_forward, at {key},")
+        check_outputs(self.run(key), key.tokens, self._ladder.config, f"encoder_cudagraph_forward, at {key},")
         elapsed = time.perf_counter() - started
         return CapturedGraph(CUDAGraphMode.FULL, key.descriptor, elapsed, self.memory.reading() - before)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-        """Replay ``key`` for ``items``.
-
-        Returns:
-            The outputs with padding, [key.tokens, width] each. They are in the graph pool and valid until the next
-            replay.
-        """
-        values = self._model.prepare_encoder_cudagraph_replay_buffers(items, key)
+        """The outputs of ``items`` with padding, [key.tokens, width] each. The next replay overwrites them."""
+        values = self._ladder.model.prepare_encoder_cudagraph_replay_buffers(items, key)
         # An earlier replay on another stream may still read the buffers.
         self.runtime.lease.order_after_last_forward()  # guard: cuda_encoder_follows
         self.buffers.fill(key, values)
@@ -107,7 +269,7 @@ class EncoderGraphs:
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
         """Run the forward of ``key`` eagerly over the current contents of its buffers."""
         with _without_graphs():
-            return self._model.encoder_cudagraph_forward(self.buffers.of(key), key)
+            return self._ladder.model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
         """Release all graphs, buffers and the pool."""
@@ -115,11 +277,137 @@ class EncoderGraphs:
         self.runtime.close()
 
     def _example(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
-        return self._model.prepare_encoder_cudagraph_capture_inputs(key, self._device, self._dtype)
+        of = self._ladder
+        return of.model.prepare_encoder_cudagraph_capture_inputs(key, of.device, of.dtype)
 
     def _forward(self, key: EncoderGraphKey, *buffers: torch.Tensor) -> EncoderOutput:
-        named = dict(zip(self._config.buffer_keys, buffers, strict=True))
-        return self._model.encoder_cudagraph_forward(named, key)
+        named = dict(zip(self._ladder.config.buffer_keys, buffers, strict=True))
+        return self._ladder.model.encoder_cudagraph_forward(named, key)
+
+
+class EncoderBuffers(PaddedMemory[str]):
+    """Flat memory for the buffers of the largest keys; the buffers of each key are views of its start.
+
+    Buffers are padded in dimension 0; the size field of a buffer is its name.
+    """
+
+    def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self._config = config
+        self._padded: dict[EncoderGraphKey, dict[str, PaddedBuffer]] = {}
+        self._views: dict[EncoderGraphKey, dict[str, torch.Tensor]] = {}
+        allocated: dict[str, torch.Tensor] = {}
+        for example in largest:
+            _refuse_other_names(example, config, "prepare_encoder_cudagraph_capture_inputs")
+        for name in config.buffer_keys:
+            examples = [example[name] for example in largest]
+            kinds = {(example.dtype, example.device) for example in examples}
+            if len(kinds) > 1:
+                raise EncoderConfigError(
+                    f"buffer {name!r} differs between keys",
+                    expected="one dtype and device for all keys",
+                    found=", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)),
+                    remedy="return the same dtype and device for every path and axis value",
+                )
+            allocated[name] = torch.zeros(
+                max(example.numel() for example in examples), dtype=examples[0].dtype, device=examples[0].device
+            )
+        super().__init__(allocated)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The whole memory of each buffer, flat."""
+        return self._memory
+
+    def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> None:
+        """Create the buffers of ``key`` with the shapes of ``example`` and copy its contents."""
+        _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
+        padded = {}
+        for name in self._config.buffer_keys:
+            memory, shape = self._memory[name], example[name].shape
+            if math.prod(shape) > memory.numel() or example[name].dtype != memory.dtype:
+                raise EncoderConfigError(
+                    f"buffer {name!r} of {key} does not fit into that of the largest key",
+                    expected=f"at most {memory.numel()} elements of {memory.dtype}",
+                    found=f"{tuple(shape)} of {example[name].dtype}",
+                    remedy="let buffers grow with the key, in dimension 0 only",
+                )
+            tensor = memory[: math.prod(shape)].view(shape)
+            tensor.copy_(example[name])
+            padded[name] = PaddedBuffer(name, tensor, {0: name} if shape else {}, self._config.padding.get(name, 0))
+        self._padded[key] = padded
+        self._views[key] = {name: buffer.tensor for name, buffer in padded.items()}
+
+    def clear(self) -> None:
+        """Release the memory and the buffers of all keys."""
+        self._memory.clear()
+        self._padded.clear()
+        self._views.clear()
+
+    def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
+        """{name: buffer} of a key for which :meth:`add` was called."""
+        return self._views[key]
+
+    def fill(self, key: EncoderGraphKey, values: Mapping[str, torch.Tensor | None]) -> None:
+        """Copy ``values`` into the buffers of ``key`` and fill the padding after them."""
+        _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        partly: list[PaddedBuffer] = []
+        rows: dict[str, int] = {}
+        for name, buffer in self._padded[key].items():
+            value = values[name]
+            if value is None:
+                continue
+            _check(name, value, buffer.tensor, key)
+            rows[name] = value.shape[0] if buffer.dims else 1
+            target = buffer.real(rows)
+            if target is not buffer.tensor:
+                partly.append(buffer)
+            if value.device == target.device and value.dtype == target.dtype:
+                targets.append(target)
+                sources.append(value)
+            else:
+                # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
+                target.copy_(value, non_blocking=not value.is_pinned())
+        copy_each(targets, sources)
+        for buffer in partly:  # guard: encoder_padding_rows
+            buffer.fill_padding(rows)
+
+
+def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:
+    missing = [name for name in config.buffer_keys if name not in values]
+    unknown = [name for name in values if name not in config.buffer_keys]
+    if missing or unknown:
+        raise EncoderConfigError(
+            f"{method} returned no buffer {missing[0]!r}"
+            if missing
+            else f"{method} returned {unknown[0]!r}, which is no buffer",
+            expected=f"the buffer_keys {list(config.buffer_keys)}",
+            found=repr(list(values)),
+            remedy="return None for an unchanged buffer" if missing else "add it to buffer_keys",
+        )
+
+
+def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ShapeError(
+            f"the value for buffer {name!r} is not a tensor",
+            expected=f"a tensor of at most {tuple(buffer.shape)} of {buffer.dtype}",
+            found=type(value).__name__,
+            remedy="let the processor return tensors: return_tensors='pt'",
+        )
+    casts = value.dtype == buffer.dtype or (value.is_floating_point() and buffer.is_floating_point())
+    fits = value.dim() == buffer.dim() and value.shape[1:] == buffer.shape[1:]
+    if fits and value.dim():
+        fits = value.shape[0] <= buffer.shape[0]
+    if not (casts and fits):
+        raise ShapeError(
+            f"the value for buffer {name!r} does not fit the key {key}",
+            expected=f"at most {tuple(buffer.shape)} of {buffer.dtype}",
+            found=f"{tuple(value.shape)} of {value.dtype}",
+            remedy="return at most as many rows as the key has, with the other dimensions and the dtype of the capture "
+            "inputs",
+        )
 
 
 def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:
@@ -141,11 +429,7 @@ def _without_graphs() -> contextlib.AbstractContextManager[Any]:
 def check_outputs(
     outputs: Sequence[torch.Tensor], num_tokens: int, config: EncoderCudaGraphConfig, method: str
 ) -> None:
-    """Check that each output is [num_tokens, width] with the width of the configuration.
-
-    Raises:
-        EncoderConfigError: an output has another shape, or their number is wrong; the error names ``method``.
-    """
+    """Check that each output is [num_tokens, width] with the width of the configuration."""
     found = [tuple(output.shape) for output in outputs]
     expected = [(num_tokens, width) for width in config.output_widths]
     if found != expected:

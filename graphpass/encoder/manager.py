@@ -19,11 +19,10 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder import reported
-from graphpass.encoder.capture import CapturedLadder, EncoderLadder
 from graphpass.encoder.encoderreport import encoder_figures
-from graphpass.encoder.graphs import check_outputs, eager_outputs
+from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
-from graphpass.encoder.planner import BatchPlanner, PlannedBatch
+from graphpass.encoder.planner import BatchPlanner, PackedBatch
 from graphpass.encoder.protocol import (
     EncoderItems,
     EncoderItemSpec,
@@ -38,8 +37,6 @@ from graphpass.errors import CaptureError, EncoderConfigError
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
-
-__all__ = ["EncoderCudaGraphManager"]
 
 _log = logging.getLogger("graphpass")
 
@@ -80,7 +77,7 @@ class EncoderCudaGraphManager:
         self.runtime = GraphRuntime(device=self._device)
         self._kernels = reported.attention_kernels(self.runtime, model)
         self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype, self.runtime)
-        self._captured: CapturedLadder | None = None
+        self._captured: CapturedEncoder | None = None
         self._is_to_recapture, self._graph_pool = False, None
         self._eager_planner = self._ladder.planner()
         self._compiler = _compiler_of(model, self._options, self._device)
@@ -239,7 +236,7 @@ class EncoderCudaGraphManager:
         outputs: tuple[torch.Tensor, ...] = ()
         for batch, outputs in self._runs(items, specs):
             found = self._postprocessed(outputs, [specs[item] for item in batch.items])
-            lent = set() if batch.key is None else {storage_id(output) for output in outputs}
+            lent = set() if batch.budget is None else {storage_id(output) for output in outputs}
             for item, result in zip(batch.items, found, strict=True):  # guard: encoder_request_order
                 results[item] = _owned(result, lent)  # guard: encoder_outputs_cloned
         without_tokens = [item for item in range(len(specs)) if item not in results]
@@ -277,23 +274,20 @@ class EncoderCudaGraphManager:
 
     def _runs(
         self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
-    ) -> Iterator[tuple[PlannedBatch, tuple[torch.Tensor, ...]]]:
-        """Run the batches one after the other. The outputs of a replay are valid until the next replay.
-
-        Items without tokens run nowhere and are in no batch.
-        """
-        filled = tuple(item for item, spec in enumerate(specs) if spec.output_tokens)  # guard: encoder_empty_items
-        if not filled:
+    ) -> Iterator[tuple[PackedBatch, tuple[torch.Tensor, ...]]]:
+        """Run the batches one after the other. The outputs of a replay are valid until the next replay."""
+        if not any(spec.output_tokens for spec in specs):
             return
         self._follow_weights()
         everything = tuple(range(len(specs)))
-        for planned in self._planner().plan([specs[item] for item in filled]):
-            batch = PlannedBatch(tuple(filled[item] for item in planned.items), planned.key)
-            of_batch = items
-            if batch.items != everything:
-                of_batch = self._model.select_encoder_cudagraph_items(items, batch.items)
-            num_tokens = sum(specs[item].output_tokens for item in batch.items)
-            yield batch, self._outputs(of_batch, batch, num_tokens)
+        for batch in self._planner().plan(specs):
+            is_whole = batch.items == everything
+            yield (
+                batch,
+                self._outputs(
+                    items if is_whole else self._model.select_encoder_cudagraph_items(items, batch.items), batch
+                ),
+            )
 
     def _follow_weights(self) -> None:
         """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
@@ -320,19 +314,19 @@ class EncoderCudaGraphManager:
         reported.another_setting(self.runtime, setting)
         return self._eager_planner
 
-    def _outputs(self, items: EncoderItems, batch: PlannedBatch, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, items: EncoderItems, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
         """The output rows of a batch without padding. The outputs of a replay are in the graph pool."""
-        if batch.key is None:
+        if batch.budget is None:
             outputs = eager_outputs(self._model, items)
-            check_outputs(outputs, num_tokens, self._config, "encoder_eager_forward")
-            self._counts.ran_eagerly(len(batch.items), num_tokens)
+            check_outputs(outputs, batch.tokens, self._config, "encoder_eager_forward")
+            self._counts.ran_eagerly(len(batch.items), batch.tokens)
             if self._options.enable:
-                reported.why_eager(self.runtime, self._captured, num_tokens)
+                reported.why_eager(self.runtime, self._captured, batch.tokens)
             return outputs
         assert self._captured is not None
-        outputs = self._captured.graphs.replay(batch.key, items)
-        self._counts.replayed(batch.key, len(batch.items), num_tokens)
-        return tuple(output[:num_tokens] for output in outputs)
+        outputs = self._captured.graphs.replay(batch.budget, items)
+        self._counts.replayed(batch.budget, len(batch.items), batch.tokens)
+        return tuple(output[: batch.tokens] for output in outputs)
 
     def _postprocessed(
         self, outputs: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]

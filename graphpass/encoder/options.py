@@ -1,22 +1,25 @@
-"""Options of encoder graphs, and the keys that follow from the options and the encoder's configuration."""
+"""Options of encoder graphs, budgets, and the keys that follow from both and the encoder's configuration.
+
+A budget is the number of output tokens that a graph is captured for.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from graphpass.checks import is_integer
 from graphpass.compile import COMPILERS
-from graphpass.encoder.budgets import checked_budgets, fine_budgets
 from graphpass.encoder.planner import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError
 from graphpass.padrules import is_rule
 
-__all__ = ["EncoderOptions", "checked_config", "keys_of"]
-
+_BITS_OF_ROUND_BUDGETS = 5
 _USUAL_ITEMS = 32
 
 
@@ -24,40 +27,34 @@ _USUAL_ITEMS = 32
 class EncoderOptions:
     """Options for capture and packing. None means: inferred from the model.
 
-    Attributes:
-        enable: False: capture no graphs and run everything eagerly.
-        token_budgets: output tokens of each graph. None: the finest ladder of ``max_graphs`` graphs over the model's
-            range. From 16 to 4096 tokens, the default pads no batch by more than 12.5 %.
-        max_graphs: maximum number of graphs of an inferred ladder. One graph takes about 0.1 s to capture.
-        max_pool_bytes: limit on the size of the graph pool; keys that would exceed it get no graph. None: no limit.
-        max_items_per_batch: maximum number of items in one replay, at most the smallest items that the largest budget
-            holds, and at most the tokens of the smallest of ``token_budgets``. None: the model's limit, or 32. Each
-            budget has room for at most as many items as it holds of the smallest items.
-        max_frames_per_batch: maximum number of frames in one replay, for models that count frames. None: the model's
-            limit; below the largest budget also at most as many frames as the budget has room for smallest items.
-        compile: compile the encoder before the capture. None: compile if the model can be compiled.
-        compiler: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
-        costs: ``measured``: time replays and eager calls after the capture and run the cheapest plan. None: pack
-            greedily. :class:`PackingCosts`: costs for each budget, in seconds.
-        max_eager_tokens: maximum output tokens of one eager call over several items. None: the largest budget.
-        log_every: the statistics are logged every this many requests.
-        progress: whether a capture shows a progress bar. None: where stderr is a terminal, unless TQDM_DISABLE is set.
-
     Raises:
         EncoderConfigError: a value that is wrong for every model. The manager checks values that depend on the model.
     """
 
-    enable: bool = True
+    enable: bool = True  #: False: capture no graphs and run everything eagerly
+    #: output tokens of each graph. None: the finest ladder of ``max_graphs`` graphs over the model's range. From 16 to
+    #: 4096 tokens, the default pads no batch by more than 12.5 %.
     token_budgets: Sequence[int] | None = None
-    max_graphs: int = 50
+    max_graphs: int = 50  #: maximum number of graphs of an inferred ladder. One graph takes about 0.1 s to capture.
+    #: limit on the size of the graph pool; keys that would exceed it get no graph. None: no limit.
     max_pool_bytes: int | None = None
+    #: maximum number of items in one replay, at most the smallest items that the largest budget holds, and at most the
+    #: tokens of the smallest of ``token_budgets``. None: the model's limit, or 32. Each budget has room for at most as
+    #: many items as it holds of the smallest items.
     max_items_per_batch: int | None = None
+    #: maximum number of frames in one replay, for models that count frames. None: the model's limit; below the largest
+    #: budget also at most as many frames as the budget has room for smallest items.
     max_frames_per_batch: int | None = None
-    compile: bool | None = None
+    compile: bool | None = None  #: compile the encoder before the capture. None: compile if the model can be compiled.
+    #: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
     compiler: str | None = None
+    #: ``measured``: time replays and eager calls after the capture and run the cheapest plan. None: pack greedily.
+    #: :class:`PackingCosts`: costs for each budget, in seconds.
     costs: PackingCosts | Literal["measured"] | None = "measured"
+    #: maximum output tokens of one eager call over several items. None: the largest budget.
     max_eager_tokens: int | None = None
-    log_every: int = 1000
+    log_every: int = 1000  #: the statistics are logged every this many requests
+    #: whether a capture shows a progress bar. None: where stderr is a terminal, unless TQDM_DISABLE is set.
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -108,12 +105,7 @@ def _unusable(name: str, expected: str, found: object) -> EncoderConfigError:
 
 
 def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
-    """Return ``config`` if it is consistent.
-
-    Raises:
-        EncoderConfigError: a list is empty or has duplicates, a count is not positive, a padding rule names an unknown
-            buffer, or the values of an axis that rounds up are not ascending integers.
-    """
+    """Return ``config`` if it is consistent."""
     for name in ("modalities", "buffer_keys", "paths"):
         _refuse_repeated(name, getattr(config, name))
     for axis in config.axes:
@@ -161,16 +153,7 @@ def _contradiction(name: str, expected: str, found: object) -> EncoderConfigErro
 def keys_of(
     options: EncoderOptions, config: EncoderCudaGraphConfig, budget_range: tuple[int, int]
 ) -> tuple[EncoderGraphKey, ...]:
-    """The key of every graph, the largest budget first.
-
-    Args:
-        options: validated.
-        config: validated.
-        budget_range: output tokens of the smallest item, and of the largest batch for which a graph is worthwhile.
-
-    Raises:
-        EncoderConfigError: an option contradicts the model.
-    """
+    """The key of every graph, the largest budget first."""
     minimum, maximum = budget_range
     combinations = [
         (path, tuple(zip((axis.name for axis in config.axes), values, strict=True)))
@@ -212,3 +195,108 @@ def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int |
             remedy="omit the option",
         )
     return max_frames
+
+
+def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[int]:
+    """A geometric ladder of budgets that includes ``minimum`` and ``maximum``, ascending.
+
+    Args:
+        minimum: the smallest budget, in output tokens.
+        maximum: the largest budget.
+        ratio: ratio of neighbouring budgets. Budgets are rounded down and grow by at least one token.
+
+    Raises:
+        EncoderConfigError: a bound is not positive, the minimum is above the maximum, or the ratio is not above 1.
+    """
+    _refuse_bounds(minimum, maximum)
+    if not (ratio > 1 and math.isfinite(ratio)):
+        raise EncoderConfigError(
+            "budgets do not grow",
+            expected="a finite ratio above 1",
+            found=f"ratio={ratio!r}",
+            remedy="omit ratio for the default of 2",
+        )
+    budgets = [minimum]
+    while (following := max(budgets[-1] + 1, int(budgets[-1] * ratio))) < maximum:
+        budgets.append(following)
+    return budgets if minimum == maximum else [*budgets, maximum]
+
+
+def smallest_fitting_budget(budgets: Sequence[int], tokens: int) -> int | None:
+    """The smallest of the ascending ``budgets`` that is at least ``tokens``; None if all are smaller."""
+    index = bisect_left(budgets, tokens)
+    return budgets[index] if index < len(budgets) else None
+
+
+def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int = 1) -> list[int]:
+    """The ladder of at most ``max_graphs`` budgets with the least padding in the worst case, ascending.
+
+    It includes the largest budget divided by powers of two, if ``max_graphs`` is large enough. Budgets between them are
+    multiples of 1/32 of a power of two, because most images are scaled to round sizes.
+    """
+    _refuse_bounds(minimum, maximum)
+    _refuse_bounds(-(-minimum // multiple), maximum // multiple)
+    if max_graphs < 1:
+        raise EncoderConfigError(
+            "there is no budget to capture",
+            expected="room for at least 1 graph for each path and axis value",
+            found=f"room for {max_graphs}",
+            remedy="raise max_graphs, or set enable=False",
+        )
+    minimum, maximum = -(-minimum // multiple), maximum // multiple
+    if max_graphs == 1:
+        return [maximum * multiple]
+    stops = [maximum >> halved for halved in range(maximum.bit_length()) if maximum >> halved > minimum] + [minimum]
+    if len(stops) > max_graphs:
+        stops = [maximum, minimum]
+    ladders = (_ladder_between(stops, steps) for steps in range(1, max_graphs + 1))
+    finest = min((ladder for ladder in ladders if len(ladder) <= max_graphs), key=_worst_padding)
+    return [budget * multiple for budget in finest]
+
+
+def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
+    """The ladder, ascending, with ``steps`` geometric steps between neighbouring ``stops``, which descend."""
+    budgets = set(stops)
+    for upper, lower in itertools.pairwise(stops):
+        for step in range(1, steps):
+            budget = round(lower * (upper / lower) ** (step / steps))
+            unit = 1 << max(0, budget.bit_length() - 1 - _BITS_OF_ROUND_BUDGETS)
+            budgets.add(min(max(lower, round(budget / unit) * unit), upper))
+    return sorted(budgets)
+
+
+def _worst_padding(budgets: Sequence[int]) -> float:
+    """The largest share of padding, which a batch has with one token more than the next smaller budget."""
+    return max((1 - (smaller + 1) / larger for smaller, larger in itertools.pairwise(budgets)), default=0.0)
+
+
+def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = None) -> tuple[int, ...]:
+    """Check the user's ``budgets`` and sort them in ascending order."""
+    found = list(budgets) if isinstance(budgets, Iterable) else []
+    wrong = [budget for budget in found if not is_integer(budget, at_least=1)]
+    twice = sorted({budget for budget in found if budget not in wrong and found.count(budget) > 1})
+    if not found or wrong or twice:
+        raise EncoderConfigError(
+            "token_budgets has a wrong value",
+            expected="positive integers, each once",
+            found=f"{twice[0]} {found.count(twice[0])} times" if twice else repr(wrong[0] if wrong else budgets),
+            remedy="omit token_budgets to infer them from the model",
+        )
+    if max(found) < minimum or (maximum is not None and max(found) > maximum):
+        raise EncoderConfigError(
+            "token_budgets do not fit the model",
+            expected=f"a largest budget from {minimum}, its smallest item, to {maximum}, its largest batch",
+            found=f"{max(found)}",
+            remedy="omit token_budgets to infer them from the model, or give the model a larger batch (max_tokens)",
+        )
+    return tuple(sorted(found))
+
+
+def _refuse_bounds(minimum: int, maximum: int) -> None:
+    if minimum < 1 or maximum < minimum:
+        raise EncoderConfigError(
+            "the range of budgets is empty",
+            expected="1 <= minimum <= maximum",
+            found=f"minimum={minimum}, maximum={maximum}",
+            remedy="pass the output tokens of the smallest item and of the largest batch",
+        )

@@ -1,7 +1,7 @@
 """Plans the batches of a request: which items share a call, and which key each batch replays.
 
 Without costs, packing is greedy. Items are sorted by size, smallest first. Each batch has as many consecutive items as
-the largest key and the item limit allow, and replays the smallest key that is large enough.
+a key holds, and replays the smallest key that is large enough.
 
 With costs, the sorted items are cut into consecutive batches at the least cost, where each batch is a replay or an
 eager call. The plan never costs more than one replay or eager call for each item, the greedy plan, or, if it is
@@ -18,9 +18,9 @@ import itertools
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,31 +31,18 @@ from graphpass.errors import EncoderConfigError
 if TYPE_CHECKING:
     from graphpass.encoder.costs import EncoderCosts
 
-__all__ = [
-    "BatchPlanner",
-    "PackedBatch",
-    "PackingCosts",
-    "PlannedBatch",
-    "Rung",
-    "RungTable",
-    "one_by_one",
-    "pack_items",
-    "plan_cheaply",
-    "plan_eagerly",
-    "plan_greedily",
-    "replay_cost",
-]
-
 Sizes = npt.NDArray[np.int64]
 """[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
+Places = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-TokenCosts = Callable[[npt.NDArray[np.int64]], Floats]
+TokenCosts = Callable[[Sizes], Floats]
 """Costs of eager calls with these token counts."""
+Planned: TypeAlias = tuple[tuple[int, ...], Any]
+"""The places of a batch's items, and the key to replay; None for an eager call."""
 
 _KEPT_COSTS = 1 << 14
 """Number of token counts whose cost of an eager call is cached."""
 _KEPT_PLANS, _KEPT_ITEMS = 256, 256
-NO_RUNG = -1
 LONGEST, SHORTEST = 128, 8
 """Bounds on the items of a batch: up to the first number of items a plan is optimal."""
 MAX_CELLS = 1 << 15
@@ -64,136 +51,77 @@ MAX_CELLS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Items that are encoded together.
+    """Items that are encoded together."""
 
-    Attributes:
-        items: indices of the items, the smallest item first.
-        tokens: sum of their output tokens.
-        budget: the budget to replay; None: the batch runs eagerly.
-    """
-
-    items: tuple[int, ...]
-    tokens: int
-    budget: int | None
+    items: tuple[int, ...]  #: indices of the items, the smallest item first
+    tokens: int  #: sum of their output tokens
+    budget: Any  #: the budget to replay, of a manager's batch its key; None: the batch runs eagerly
 
 
 @dataclass(frozen=True, slots=True)
 class PackingCosts:
-    """Costs of replays and eager calls, in the same unit.
+    """Costs of replays and eager calls, in the same unit."""
 
-    Attributes:
-        replay: {budget: cost of one replay}.
-        eager: the cost of one eager call as a function of its output tokens.
-        max_eager_tokens: maximum output tokens of an eager call over several items; None: the largest budget. A single
-            item may have more.
-    """
-
-    replay: Mapping[int, float]
-    eager: Callable[[int], float]
+    replay: Mapping[int, float]  #: {budget: cost of one replay}
+    eager: Callable[[int], float]  #: the cost of one eager call as a function of its output tokens
+    #: maximum output tokens of an eager call over several items; None: the largest budget. A single item may have more.
     max_eager_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedBatch:
-    """Items that are encoded together.
-
-    Attributes:
-        items: indices of the items.
-        key: the key to replay; None: the batch runs eagerly.
-    """
-
-    items: tuple[int, ...]
-    key: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Rung:
-    """The limits and the cost of one graph.
-
-    Attributes:
-        key: its key.
-        limits: maximum of the sum over a batch, for each dimension of sizes, tokens first.
-        cost: cost of one replay.
-        bounds: maximum of the largest value in a batch, for each dimension of peaks.
-    """
+    """The limits and the cost of one graph."""
 
     key: Any
-    limits: tuple[int, ...]
-    cost: float = 0.0
-    bounds: tuple[int, ...] = ()
-
-
-class _Column:
-    """The rungs with the same bounds, ascending: each limit of a rung is at least that of the rung before."""
-
-    def __init__(self, bounds: tuple[int, ...], rungs: Sequence[tuple[int, Rung]]) -> None:
-        ascending = sorted(rungs, key=lambda pair: pair[1].limits)
-        self.bounds = np.array(bounds, dtype=np.int64)[:, None]
-        self.limits = np.array([rung.limits for _, rung in ascending], dtype=np.int64).T
-        # The last entry, NO_RUNG with infinite cost, is for batches that fit no rung.
-        self.indices = np.array([*(index for index, _ in ascending), NO_RUNG])
-        costs = [*(rung.cost for _, rung in ascending), np.inf]
-        cheapest = list(range(len(costs)))
-        for place in reversed(range(len(ascending))):
-            if costs[cheapest[place + 1]] < costs[place]:
-                cheapest[place] = cheapest[place + 1]
-        self.cheapest = self.indices[cheapest]
-        self.least = np.array(costs)[cheapest]
-
-    def places(self, sums: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
-        """The position of the smallest rung that each batch fits; the number of rungs if it fits none."""
-        places: npt.NDArray[np.intp] = np.searchsorted(self.limits[0], sums[0])
-        for limits, totals in zip(self.limits[1:], sums[1:], strict=True):
-            np.maximum(places, np.searchsorted(limits, totals), out=places)
-        if len(peaks):  # guard: encoder_limit_axis
-            places[(peaks > self.bounds).any(axis=0)] = self.limits.shape[1]
-        return places
+    limits: tuple[int, ...]  #: maximum of the sum over a batch, for each dimension of sizes, tokens first
+    cost: float = 0.0  #: cost of one replay
+    bounds: tuple[int, ...] = ()  #: maximum of the largest value in a batch, for each dimension of peaks
 
 
 class RungTable:
-    """Looks up the rungs that batches fit.
+    """Finds the cheapest rung for batches. Of rungs with equal costs, the smallest is the cheapest.
 
-    Its methods take batches as [dimension, batch]: ``sums`` of sizes, and ``peaks``, the largest values.
+    Rungs with the same bounds ascend: each limit of a rung is at least that of the rung before.
     """
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
-        self._columns = [
-            _Column(bounds, [(i, rung) for i, rung in enumerate(rungs) if rung.bounds == bounds])
-            for bounds in sorted({rung.bounds for rung in rungs})
-        ]
-        self._tokens = np.array([*(rung.limits[0] for rung in rungs), np.iinfo(np.int64).max])
-        self.keys = (*(rung.key for rung in rungs), None)  # the last one is NO_RUNG's
+        ordered = sorted(rungs, key=lambda rung: (rung.cost, rung.limits, rung.bounds))
+        self.none = len(ordered)  #: the place of batches that fit no rung, whose key is None
+        self.keys = (*(rung.key for rung in ordered), None)
+        self.costs = np.array([*(rung.cost for rung in ordered), np.inf])
+        #: for each bounds: (bounds, limits [dimension, rung] in ascending order, the cheapest from each rung on)
+        self._columns: list[tuple[Sizes, Sizes, Places]] = []
+        for bounds in {rung.bounds for rung in ordered}:
+            places = sorted(
+                (i for i in range(self.none) if ordered[i].bounds == bounds), key=lambda i: ordered[i].limits
+            )
+            limits = np.array([ordered[i].limits for i in places], dtype=np.int64).T
+            cheapest = np.minimum.accumulate(np.array([*places, self.none])[::-1])[::-1]
+            self._columns.append((np.array(bounds, dtype=np.int64)[:, None], limits, cheapest))
 
-    def cheapest(self, sums: Sizes, peaks: Sizes) -> tuple[Floats, npt.NDArray[np.intp]]:
-        """The least cost of a replay for each batch, and its rung; infinite and NO_RUNG if it fits no rung."""
-        costs = np.full(sums.shape[1], np.inf)
-        rungs = np.full(sums.shape[1], NO_RUNG)
-        for column in self._columns:
-            places = column.places(sums, peaks)
-            found = column.least[places]
-            better = found < costs
-            costs[better], rungs[better] = found[better], column.cheapest[places[better]]
-        return costs, rungs
+    def find(self, sums: Sizes, peaks: Sizes) -> Places:
+        """The place of the cheapest rung for each batch, from the sums and the peaks of its sizes."""
+        found = np.full(sums.shape[1], self.none)
+        for bounds, limits, cheapest in self._columns:
+            places = np.searchsorted(limits[0], sums[0])
+            for of_rungs, totals in zip(limits[1:], sums[1:], strict=True):
+                np.maximum(places, np.searchsorted(of_rungs, totals), out=places)
+            if len(peaks):  # guard: encoder_limit_axis
+                places[(peaks > bounds).any(axis=0)] = limits.shape[1]
+            np.minimum(found, cheapest[places], out=found)
+        return found
 
-    def smallest(self, sums: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
-        """The smallest rung that each batch fits, by tokens and then by bounds; NO_RUNG if it fits none."""
-        rungs = np.full(sums.shape[1], NO_RUNG)
-        for column in self._columns:
-            found = column.indices[column.places(sums, peaks)]
-            np.copyto(rungs, found, where=self._tokens[found] < self._tokens[rungs])
-        return rungs
+    def farthest(self, sums: Sizes, peaks: Sizes) -> Places:
+        """For each item, the end of the longest batch that starts with it and fits a rung; at least one item long.
 
-    def farthest(self, sizes: Sizes, peaks: Sizes) -> npt.NDArray[np.intp]:
-        """For each item, the end of the longest batch that starts with it and fits a rung; at least one item long."""
-        count = sizes.shape[1]
-        sums = _running(sizes)
+        ``sums`` are prefix sums of the items' sizes, and ``peaks`` are those of each item.
+        """
+        count = peaks.shape[1]
         ends = np.arange(1, count + 1)
-        for column in self._columns:
-            reached = np.full(count, count)
-            for row, most in zip(sums, column.limits[:, -1], strict=True):
-                np.minimum(reached, np.searchsorted(row, row[:-1] + most, side="right") - 1, out=reached)
+        for bounds, limits, _ in self._columns:
+            reached = functools.reduce(np.minimum, map(_reach, sums, limits[:, -1]))
             if len(peaks):
-                too_high = np.append(np.flatnonzero((peaks > column.bounds).any(axis=0)), count)
+                too_high = np.append(np.flatnonzero((peaks > bounds).any(axis=0)), count)
                 np.minimum(reached, too_high[np.searchsorted(too_high, np.arange(count))], out=reached)
             np.maximum(ends, reached, out=ends)
         return ends
@@ -227,38 +155,34 @@ def pack_items(
             found=f"max_items={max_items}, smallest count {min(counts, default=0)}",
             remedy="check the item specs that the model returns",
         )
-    rungs = [Rung(budget, (budget, max_items), replay_cost(budget, cost)) for budget in ladder]
+    table = RungTable([Rung(budget, (budget, max_items), replay_cost(budget, cost)) for budget in ladder])
     working = [item for item, count in enumerate(counts) if count]
     sizes = np.array([[counts[item] for item in working], [1] * len(working)], dtype=np.int64)
-    table = RungTable(rungs)
     if cost is None:
         planned = plan_greedily(sizes, table)
     else:
         most = max(ladder, default=0) if cost.max_eager_tokens is None else cost.max_eager_tokens
         planned = plan_cheaply(sizes, table, one_by_one(cost.eager), most)
-    groups = [(tuple(working[item] for item in batch.items), batch.key) for batch in planned]
-    return [PackedBatch(items, sum(map(counts.__getitem__, items)), key) for items, key in groups]
+    return _packed(planned, working, counts)
 
 
-def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) -> list[PlannedBatch]:
+def _packed(planned: Iterable[Planned], items: Sequence[int], tokens: Sequence[int]) -> list[PackedBatch]:
+    """Batches of ``items`` whose places are planned; ``tokens`` are those of all items."""
+    named = [(tuple(items[place] for place in places), key) for places, key in planned]
+    return [PackedBatch(batch, sum(tokens[item] for item in batch), key) for batch, key in named]
+
+
+def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) -> list[Planned]:
     """Pack greedily: smallest items first, as many in a batch as a rung allows, each batch in the smallest rung.
 
-    Args:
-        sizes: [dimension, item]: sizes that add up in a batch, tokens first, in the order of the rungs' limits.
-        table: the rungs.
-        peaks: [dimension, item]: sizes of which a batch has the maximum, in the order of the rungs' bounds; None: no
-            such dimensions.
-
-    Returns:
-        The batches in the order of item sizes, then an eager batch for each item that is too large for every rung.
+    The batches are in the order of item sizes, followed by an eager batch for each item that fits no rung. ``peaks``
+    are [dimension, item], sizes of which a batch has the maximum.
     """
-    peaks = _or_none(peaks, sizes)
-    ordered = _Ordered.of(sizes, peaks, table)
-    ends = _greedy_ends(table.farthest(ordered.sizes, ordered.peaks))
-    smallest = table.smallest(*_totals(ordered.sizes, ordered.peaks, ends))
-    groups = _groups(ordered.items.tolist(), ends)
-    batches = [PlannedBatch(items, table.keys[rung]) for items, rung in zip(groups, smallest, strict=True)]
-    return batches + [PlannedBatch((item,), None) for item in ordered.unfit.tolist()]
+    items = _Items(sizes, peaks, table)
+    ends = items.greedy_ends()
+    rungs = table.find(*items.loads(_starts(ends), ends))
+    batches = [(batch, table.keys[rung]) for batch, rung in zip(_groups(items.places, ends), rungs, strict=True)]
+    return [*batches, *(((item,), None) for item in items.unfit)]
 
 
 def plan_cheaply(
@@ -268,84 +192,71 @@ def plan_cheaply(
     max_eager_tokens: int,
     peaks: Sizes | None = None,
     surcharges: Floats | None = None,
-) -> list[PlannedBatch]:
+) -> list[Planned]:
     """The cheapest of three plans: the cheapest cuts, the greedy plan, and eager calls only.
 
-    A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper.
-
-    Args:
-        sizes: as for :func:`plan_greedily`.
-        table: the rungs, with costs.
-        eager: the costs of eager calls.
-        max_eager_tokens: maximum output tokens of an eager call over several items.
-        peaks: as for :func:`plan_greedily`.
-        surcharges: [item]: what the item adds to the cost of an eager call, beyond what it adds to that of a replay;
-            None: nothing.
+    A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper. An eager
+    call over several items has at most ``max_eager_tokens``. The ``surcharges`` are [item], what the item adds to the
+    cost of an eager call beyond what it adds to that of a replay.
     """
-    peaks = _or_none(peaks, sizes)
-    ordered = _Ordered.of(sizes, peaks, table)
-    calls = _EagerCalls(
-        sizes[0], np.zeros(sizes.shape[1]) if surcharges is None else surcharges, eager, max_eager_tokens
-    )
-    # guard: encoder_greedy_plan
-    cuts = (_cheapest_ends(ordered, table, calls), _greedy_ends(table.farthest(ordered.sizes, ordered.peaks)))
-    plans = [_priced(ordered, ends, table, calls) for ends in cuts]
-    # guard: encoder_eager_plan
-    plans.append(calls.plan([(item,) for item in (*ordered.items.tolist(), *ordered.unfit.tolist())]))
+    items = _Items(sizes, peaks, table)
+    surcharges = np.zeros(sizes.shape[1]) if surcharges is None else surcharges
+    calls = _EagerCalls(sizes[0], surcharges, eager, max_eager_tokens)
+    cuts = (_cheapest_ends(items, table, calls), items.greedy_ends())  # guard: encoder_greedy_plan
+    plans = [_priced(items, ends, table, calls) for ends in cuts]
+    plans.append(calls.plan([(item,) for item in (*items.places, *items.unfit)]))  # guard: encoder_eager_plan
     return min(plans, key=lambda plan: plan[0])[1]
 
 
-def plan_eagerly(tokens: npt.NDArray[np.int64], max_eager_tokens: int) -> list[PlannedBatch]:
+def plan_eagerly(tokens: Sizes, max_eager_tokens: int) -> list[Planned]:
     """Eager calls over consecutive items, as many in one call as ``max_eager_tokens`` allows."""
-    groups = _groups(range(len(tokens)), _joined(tokens, max_eager_tokens))
-    return [PlannedBatch(items, None) for items in groups]
+    return [(items, None) for items in _groups(range(len(tokens)), _joined(tokens, max_eager_tokens))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ordered:
-    """Items sorted by size.
+class _Items:
+    """The items that fit a rung, in ascending order of tokens. Batches are consecutive items."""
 
-    Attributes:
-        items: indices of the items that fit a rung.
-        unfit: indices of the items that are too large for every rung; they run eagerly.
-        sizes: [dimension, item] of ``items``, in their order.
-        peaks: the same.
-    """
-
-    items: npt.NDArray[np.intp]
-    unfit: npt.NDArray[np.intp]
-    sizes: Sizes
-    peaks: Sizes
-
-    @classmethod
-    def of(cls, sizes: Sizes, peaks: Sizes, table: RungTable) -> _Ordered:
+    def __init__(self, sizes: Sizes, peaks: Sizes | None, table: RungTable) -> None:
+        peaks = sizes[:0] if peaks is None else peaks
         order = np.argsort(sizes[0], kind="stable")
-        fits = (table.smallest(sizes, peaks) != NO_RUNG)[order]
-        items = order[fits]
-        return cls(items, order[~fits], sizes[:, items], peaks[:, items])
+        fits = table.find(sizes, peaks)[order] != table.none
+        chosen = order[fits]
+        self.places, self.unfit = chosen.tolist(), order[~fits].tolist()
+        self.sums, self._peaks = _prefix_sums(sizes[:, chosen]), np.pad(peaks[:, chosen], ((0, 0), (0, 1)))
+        self.farthest = table.farthest(self.sums, peaks[:, chosen])
+
+    def loads(self, starts: Places, ends: Places) -> tuple[Sizes, Sizes]:
+        """The sums and the peaks of the sizes of each batch, [dimension, batch]."""
+        highest = self._peaks[:, starts]
+        if len(highest) and len(starts):
+            highest = np.maximum.reduceat(self._peaks, np.column_stack((starts, ends)).ravel(), axis=1)[:, ::2]
+        return self.sums[:, ends] - self.sums[:, starts], highest
+
+    def greedy_ends(self) -> Places:
+        """The ends of consecutive batches, each of as many items as a rung holds."""
+        return _walk(self.farthest.tolist())
 
 
-_Plan = tuple[float, list[PlannedBatch]]
+_Plan = tuple[float, list[Planned]]
 """The total cost, and the batches."""
 
 
-def _priced(ordered: _Ordered, ends: npt.NDArray[np.int64], table: RungTable, calls: _EagerCalls) -> _Plan:
-    """The plan of the batches of items that end at ``ends``, each as the cheaper of replay and eager call."""
-    costs, rungs = table.cheapest(*_totals(ordered.sizes, ordered.peaks, ends))
-    # guard: encoder_cheaper_eagerly
-    replays = costs <= calls.costs(ordered.items, np.concatenate(([0], ends[:-1]))[: len(ends)], ends)
-    groups = _groups(ordered.items.tolist(), ends)
+def _priced(items: _Items, ends: Places, table: RungTable, calls: _EagerCalls) -> _Plan:
+    """The plan of the batches that end at ``ends``, each as the cheaper of replay and eager call."""
+    rungs = table.find(*items.loads(_starts(ends), ends))
+    costs = table.costs[rungs]
+    replays = costs <= calls.costs(items.places, _starts(ends), ends)  # guard: encoder_cheaper_eagerly
+    groups = _groups(items.places, ends)
     alone = [group for group, is_replayed in zip(groups, replays, strict=True) if not is_replayed]
-    cost, batches = calls.plan([*alone, *((item,) for item in ordered.unfit.tolist())])
-    replayed = [PlannedBatch(groups[at], table.keys[rungs[at]]) for at in np.flatnonzero(replays)]
+    cost, batches = calls.plan([*alone, *((item,) for item in items.unfit)])
+    replayed = [(groups[at], table.keys[rungs[at]]) for at in np.flatnonzero(replays)]
     return float(costs[replays].sum()) + cost, replayed + batches
 
 
-def _cheapest_ends(ordered: _Ordered, table: RungTable, calls: _EagerCalls) -> npt.NDArray[np.int64]:
+def _cheapest_ends(items: _Items, table: RungTable, calls: _EagerCalls) -> Places:
     """The ends of consecutive batches with the least total cost, by dynamic programming from the last item on."""
-    sizes, peaks = ordered.sizes, ordered.peaks
-    count = sizes.shape[1]
-    widths = np.maximum(table.farthest(sizes, peaks), calls.farthest(sizes[0])) - np.arange(count)
+    count = len(items.places)
+    widths = np.maximum(items.farthest, _reach(items.sums[0], calls.most)) - np.arange(count)
     longest = LONGEST
     while longest > SHORTEST and np.minimum(widths, longest).sum() > MAX_CELLS:
         longest //= 2
@@ -353,9 +264,7 @@ def _cheapest_ends(ordered: _Ordered, table: RungTable, calls: _EagerCalls) -> n
     firsts = np.concatenate(([0], np.cumsum(widths)))
     starts = np.repeat(np.arange(count), widths)
     ends = starts + np.arange(len(starts)) - firsts[starts] + 1
-    sums = _running(sizes)
-    costs, _ = table.cheapest(sums[:, ends] - sums[:, starts], _highest(peaks, starts, ends))
-    np.minimum(costs, calls.costs(ordered.items, starts, ends), out=costs)
+    costs = np.minimum(table.costs[table.find(*items.loads(starts, ends))], calls.costs(items.places, starts, ends))
     least, following = [0.0] * (count + 1), [0] * count
     priced, first_cells = costs.tolist(), firsts.tolist()
     for start in reversed(range(count)):
@@ -364,54 +273,24 @@ def _cheapest_ends(ordered: _Ordered, table: RungTable, calls: _EagerCalls) -> n
             if cost + least[end] <= best:  # the longest of the cheapest: fewer replays
                 best, following[start] = cost + least[end], end
         least[start] = best
-    return _walk(following, count)
-
-
-def _greedy_ends(farthest: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
-    """The ends of consecutive batches, each as long as ``farthest`` (see :meth:`RungTable.farthest`) allows."""
-    return _walk(farthest.tolist(), len(farthest))
-
-
-def _walk(following: Sequence[int], count: int) -> npt.NDArray[np.int64]:
-    """The ends of batches, from the end of the batch that starts at each item."""
-    ends, at = [], 0
-    while at < count:
-        at = following[at]
-        ends.append(at)
-    return np.array(ends, dtype=np.int64)
-
-
-def _highest(peaks: Sizes, starts: npt.NDArray[np.intp], ends: npt.NDArray[np.intp]) -> Sizes:
-    """The peaks of batches."""
-    grown = [peaks]
-    for width in range(1, int((ends - starts).max(initial=1)) if len(peaks) else 1):
-        grown.append(grown[-1].copy())
-        np.maximum(grown[-1][:, :-width], peaks[:, width:], out=grown[-1][:, :-width])
-    highest: Sizes = np.stack(grown)[ends - starts - 1, :, starts].T if len(peaks) else peaks[:, starts]
-    return highest
+    return _walk(following)
 
 
 class _EagerCalls:
     """Plans eager calls. A call over several items has at most ``most`` tokens."""
 
-    def __init__(self, tokens: npt.NDArray[np.int64], surcharges: Floats, eager: TokenCosts, most: int) -> None:
-        self._tokens, self._surcharges, self._eager, self._most = tokens, surcharges, eager, most
+    def __init__(self, tokens: Sizes, surcharges: Floats, eager: TokenCosts, most: int) -> None:
+        self._tokens, self._surcharges, self._eager, self.most = tokens, surcharges, eager, most
 
-    def costs(self, items: npt.NDArray[np.intp], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Floats:
+    def costs(self, items: Sequence[int], starts: Places, ends: Places) -> Floats:
         """Costs of calls over ``items[start:end]``; infinite above the maximum of tokens for several items."""
-        tokens, surcharges = _running(self._tokens[None, items])[0], _running(self._surcharges[None, items])[0]
+        tokens, surcharges = _prefix_sums(self._tokens[items]), _prefix_sums(self._surcharges[items])
         sums = tokens[ends] - tokens[starts]
-        allowed = (sums <= self._most) | (ends - starts == 1)
+        allowed = (sums <= self.most) | (ends - starts == 1)
         found = np.full(len(sums), np.inf)
         found[allowed] = self._eager(sums[allowed])
         found += surcharges[ends] - surcharges[starts]
         return found
-
-    def farthest(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
-        """For each item, the end of the longest call that starts with it; at least one item long."""
-        sums = _running(tokens[None])[0]
-        reached: npt.NDArray[np.intp] = np.searchsorted(sums, sums[:-1] + self._most, side="right") - 1
-        return np.maximum(reached, np.arange(1, len(sums)))
 
     def plan(self, groups: Sequence[tuple[int, ...]]) -> _Plan:
         """The cheaper of two plans: one call for each group of items, or consecutive groups merged."""
@@ -419,42 +298,46 @@ class _EagerCalls:
             return 0.0, []
         of_item = self._tokens.tolist()
         tokens = np.array([sum([of_item[item] for item in group]) for group in groups])
-        ends = _joined(tokens, self._most)
+        ends = _joined(tokens, self.most)
         merged = [tuple(itertools.chain.from_iterable(run)) for run in _groups(groups, ends)]
-        apart_cost, merged_cost = (float(self._eager(sums).sum()) for sums in (tokens, _sums(tokens, ends)))
-        chosen = merged if merged_cost <= apart_cost else groups
+        costs = [float(self._eager(sums).sum()) for sums in (tokens, np.add.reduceat(tokens, _starts(ends)))]
+        chosen = merged if costs[1] <= costs[0] else groups
         surcharges = float(self._surcharges[list(itertools.chain.from_iterable(groups))].sum())
-        return min(merged_cost, apart_cost) + surcharges, [PlannedBatch(group, None) for group in chosen]
+        return min(costs) + surcharges, [(group, None) for group in chosen]
 
 
-def _joined(tokens: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
+def _joined(tokens: Sizes, most: int) -> Places:
     """The ends of calls that merge consecutive groups up to ``most`` tokens. A larger group is a call by itself."""
-    sums = _running(tokens[None])[0]
-    reached = np.searchsorted(sums, sums[:-1] + most, side="right") - 1
-    return _greedy_ends(np.maximum(reached, np.arange(1, len(sums))))
+    return _walk(_reach(_prefix_sums(tokens), most).tolist())
 
 
-def _running(sizes: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Prefix sums: [dimension, n] is the sum of the first n items."""
-    sums = np.zeros((len(sizes), sizes.shape[1] + 1), dtype=sizes.dtype)
-    np.cumsum(sizes, axis=1, out=sums[:, 1:])
+def _reach(sums: Sizes, most: int) -> Places:
+    """For each place, the end of the longest run from it on whose sum is at most ``most``; at least one place long."""
+    return np.maximum(np.searchsorted(sums, sums[:-1] + most, side="right") - 1, np.arange(1, len(sums)))
+
+
+def _walk(following: Sequence[int]) -> Places:
+    """The ends of batches, from the end of the batch that starts at each item."""
+    ends, at = [], 0
+    while at < len(following):
+        at = following[at]
+        ends.append(at)
+    return np.array(ends, dtype=np.int64)
+
+
+def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """[..., n] is the sum of the first n values along the last dimension."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1), dtype=values.dtype)
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
     return sums
 
 
-def _totals(sizes: Sizes, peaks: Sizes, ends: npt.NDArray[np.int64]) -> tuple[Sizes, Sizes]:
-    """The sums and the peaks of the batches that end at ``ends``."""
-    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)[: len(ends)]
-    highest = np.maximum.reduceat(peaks, starts, axis=1) if len(peaks) and len(ends) else peaks[:, starts]
-    return (np.add.reduceat(sizes, starts, axis=1) if len(ends) else sizes[:, :0]), highest
+def _starts(ends: Places) -> Places:
+    """The starts of consecutive batches that end at ``ends``."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), ends[:-1]))[: len(ends)]
 
 
-def _sums(values: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The sums of consecutive runs of values, which end at ``ends`` and are not empty."""
-    sums: npt.NDArray[np.int64] = np.add.reduceat(values, np.concatenate(([0], ends[:-1])))
-    return sums
-
-
-def _groups(items: Sequence[Any], ends: npt.NDArray[np.int64]) -> list[tuple[Any, ...]]:
+def _groups(items: Sequence[Any], ends: Places) -> list[tuple[Any, ...]]:
     """Consecutive runs of ``items``, which end at ``ends``."""
     return [tuple(items[start:end]) for start, end in itertools.pairwise([0, *ends.tolist()])]
 
@@ -463,7 +346,7 @@ def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
     """A vectorised ``eager``, which is called once for each distinct token count."""
     known = functools.lru_cache(_KEPT_COSTS)(eager)
 
-    def costs(tokens: npt.NDArray[np.int64]) -> Floats:
+    def costs(tokens: Sizes) -> Floats:
         counts, places = np.unique(tokens, return_inverse=True)
         found: Floats = np.fromiter(map(known, counts.tolist()), np.float64, len(counts))[places]
         return found
@@ -472,11 +355,7 @@ def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
 
 
 def replay_cost(budget: int, cost: PackingCosts | None) -> float:
-    """The cost of a replay of ``budget``; 0 without costs.
-
-    Raises:
-        EncoderConfigError: the cost is missing, negative or not finite.
-    """
+    """The cost of a replay of ``budget``; 0 without costs."""
     if cost is None:
         return 0.0
     if budget not in cost.replay or not 0 <= cost.replay[budget] < math.inf:
@@ -489,18 +368,11 @@ def replay_cost(budget: int, cost: PackingCosts | None) -> float:
     return float(cost.replay[budget])
 
 
-def _or_none(peaks: Sizes | None, sizes: Sizes) -> Sizes:
-    return np.zeros((0, sizes.shape[1]), dtype=np.int64) if peaks is None else peaks
-
-
 class BatchPlanner:
     """Packs items into batches that respect all limits of the captured keys.
 
-    Args:
-        config: the encoder's configuration.
-        keys: the captured keys. Without keys all items run eagerly, in as few calls as ``max_eager_tokens`` allows.
-        costs: costs of replays and eager calls; None: pack greedily.
-        max_eager_tokens: maximum output tokens of an eager call over several items.
+    Without costs it packs greedily. Without keys all items run eagerly, in as few calls as ``max_eager_tokens``, the
+    maximum of one eager call over several items, allows.
     """
 
     def __init__(
@@ -515,26 +387,32 @@ class BatchPlanner:
         self._bounds = [
             (place, cast("tuple[int, ...]", axis.values)) for place, axis in enumerate(config.axes) if axis.rounds_up
         ]
-        self._keys = grouped(config, keys)
-        self._tables = {group: RungTable([self._rung(key) for key in found]) for group, found in self._keys.items()}
+        self._tables = {
+            group: RungTable([self._rung(key) for key in found]) for group, found in grouped(config, keys).items()
+        }
         # Requests with the same sizes are frequent, and planning takes host time.
         self._plan = functools.lru_cache(_KEPT_PLANS)(self._planned)
 
-    def plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[PlannedBatch, ...]:
-        """Batches that together contain each item once. Groups of items that cannot share a graph are planned apart."""
+    def plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[PackedBatch, ...]:
+        """Batches that together contain each item with tokens once. Items that cannot share a graph are planned apart.
+
+        Nothing runs for an item without tokens, so it is in no batch.
+        """
         return (self._plan if len(specs) <= _KEPT_ITEMS else self._planned)(tuple(specs))
 
-    def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[PlannedBatch, ...]:
+    def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[PackedBatch, ...]:
         groups: dict[Hashable, list[int]] = {}
         for item, group in enumerate(self._groups_of(specs)):
-            groups.setdefault(group, []).append(item)
-        batches = []
-        for group, items in groups.items():
-            for batch in self._plan_group(group, [specs[item] for item in items]):
-                batches.append(PlannedBatch(tuple(map(items.__getitem__, batch.items)), batch.key))
-        return tuple(batches)
+            if specs[item].output_tokens:  # guard: encoder_empty_items
+                groups.setdefault(group, []).append(item)
+        tokens = [spec.output_tokens for spec in specs]
+        planned = [
+            _packed(self._plan_group(group, [specs[item] for item in items]), items, tokens)
+            for group, items in groups.items()
+        ]
+        return tuple(itertools.chain.from_iterable(planned))
 
-    def _plan_group(self, group: Hashable, specs: Sequence[EncoderItemSpec]) -> list[PlannedBatch]:
+    def _plan_group(self, group: Hashable, specs: Sequence[EncoderItemSpec]) -> list[Planned]:
         sizes = [[s.output_tokens for s in specs], [s.input_size for s in specs], [1] * len(specs)]
         if self._config.max_frames is not None:
             sizes.append([spec.frames for spec in specs])

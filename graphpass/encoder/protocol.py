@@ -19,23 +19,6 @@ from graphpass.keys import BatchDescriptor
 from graphpass.padrules import PadRule
 from graphpass.report import KernelUse
 
-__all__ = [
-    "Axes",
-    "EncoderAxis",
-    "EncoderCudaGraphConfig",
-    "EncoderGraphKey",
-    "EncoderItemSpec",
-    "EncoderItems",
-    "EncoderOutput",
-    "PaddingRule",
-    "SupportsEncoderCompilation",
-    "SupportsEncoderCudaGraph",
-    "SupportsEncoderExamples",
-    "checked_specs",
-    "group_of",
-    "grouped",
-]
-
 EncoderItems: TypeAlias = Mapping[str, Any]
 """Items as Hugging Face processors return them: ``{"pixel_values": ..., "image_grid_thw": ...}``."""
 
@@ -51,67 +34,47 @@ Axes: TypeAlias = tuple[tuple[str, Hashable], ...]
 
 @dataclass(frozen=True, slots=True)
 class EncoderItemSpec:
-    """The sizes of one item, which is an image or a clip.
+    """The sizes of one item, which is an image or a clip."""
 
-    Attributes:
-        input_size: number of patches, the input rows of the encoder.
-        output_tokens: number of output rows of the encoder; the unit of budgets.
-        frames: number of frames of a clip; 1 for an image.
-        path: one of the configuration's paths.
-        axes: the item's value on each axis of the configuration.
-    """
-
-    input_size: int
-    output_tokens: int
-    frames: int = 1
-    path: str = ""
-    axes: Axes = ()
+    input_size: int  #: number of patches, the input rows of the encoder
+    output_tokens: int  #: number of output rows of the encoder; the unit of budgets
+    frames: int = 1  #: number of frames of a clip; 1 for an image
+    path: str = ""  #: one of the configuration's paths
+    axes: Axes = ()  #: the item's value on each axis of the configuration
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderAxis:
-    """An additional property that is constant in a graph, such as an image size or a bound on the longest sequence.
+    """An additional property that is constant in a graph, such as an image size or a bound on the longest sequence."""
 
-    Attributes:
-        name: name of the axis in items and keys.
-        values: the values that graphs are captured for. Items above or beside them run eagerly.
-        rounds_up: True: values are ordered, and a graph serves every item whose value is at most the graph's value, so
-            items with different values can share a replay. False: only items with equal values share a replay.
-    """
-
-    name: str
-    values: tuple[Hashable, ...]
+    name: str  #: name of the axis in items and keys
+    values: tuple[Hashable, ...]  #: the values that graphs are captured for. Items above or beside them run eagerly.
+    #: True: values are ordered, and a graph serves every item whose value is at most the graph's value, so items with
+    #: different values can share a replay. False: only items with equal values share a replay.
     rounds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderCudaGraphConfig:
-    """Describes an encoder to the manager.
+    """Describes an encoder to the manager."""
 
-    Attributes:
-        modalities: kinds of items, for reports: ``("image",)``, ``("image", "video")``.
-        buffer_keys: names of the buffers that graphs read.
-        output_width: columns of the encoder's output; a tuple if the encoder returns several tensors.
-        padding: {buffer key: rule}; other buffers are padded with zero.
-        patches_per_token: patches per output token (the square of the spatial merge size). The buffers of a budget
-            have room for this many patches per token.
-        token_multiple: a number that divides the output tokens of every item; inferred budgets are multiples of it.
-        paths: forwards that differ in more than size (images, clips). Each path has separate graphs.
-        axes: additional constants of graphs. Each combination of values has separate graphs.
-        max_frames: maximum number of frames in a batch; None: frames are not counted.
-        max_items: maximum number of items in a batch; None: inferred from the budgets.
-    """
-
-    modalities: tuple[str, ...]
-    buffer_keys: tuple[str, ...]
+    modalities: tuple[str, ...]  #: kinds of items, for reports: ``("image",)``, ``("image", "video")``
+    buffer_keys: tuple[str, ...]  #: names of the buffers that graphs read
+    #: columns of the encoder's output; a tuple if the encoder returns several tensors
     output_width: int | tuple[int, ...]
+    #: {buffer key: rule}; other buffers are padded with zero
     padding: Mapping[str, PaddingRule] = field(default_factory=dict)
+    #: patches per output token (the square of the spatial merge size). The buffers of a budget have room for this many
+    #: patches per token.
     patches_per_token: int = 1
+    #: a number that divides the output tokens of every item; inferred budgets are multiples of it
     token_multiple: int = 1
+    #: forwards that differ in more than size (images, clips). Each path has separate graphs.
     paths: tuple[str, ...] = ("",)
+    #: additional constants of graphs. Each combination of values has separate graphs.
     axes: tuple[EncoderAxis, ...] = ()
-    max_frames: int | None = None
-    max_items: int | None = None
+    max_frames: int | None = None  #: maximum number of frames in a batch; None: frames are not counted
+    max_items: int | None = None  #: maximum number of items in a batch; None: inferred from the budgets
 
     @property
     def output_widths(self) -> tuple[int, ...]:
@@ -121,23 +84,14 @@ class EncoderCudaGraphConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderGraphKey:
-    """The key of one graph: the limits of the batches that it can replay.
+    """The key of one graph: the limits of the batches that it can replay."""
 
-    Attributes:
-        tokens: maximum number of output tokens, the budget; also the rows of each output.
-        patches: maximum number of input rows.
-        items: maximum number of items.
-        frames: maximum number of frames of all items; None if frames are not counted.
-        path: the path of all items.
-        axes: the value of each axis.
-    """
-
-    tokens: int
-    patches: int
-    items: int
-    frames: int | None = None
-    path: str = ""
-    axes: Axes = ()
+    tokens: int  #: maximum number of output tokens, the budget; also the rows of each output
+    patches: int  #: maximum number of input rows
+    items: int  #: maximum number of items
+    frames: int | None = None  #: maximum number of frames of all items; None if frames are not counted
+    path: str = ""  #: the path of all items
+    axes: Axes = ()  #: the value of each axis
 
     @property
     def descriptor(self) -> BatchDescriptor:
@@ -279,12 +233,7 @@ def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> 
 
 
 def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
-    """Return ``specs`` if they agree with the configuration.
-
-    Raises:
-        EncoderConfigError: a size is negative, a path is unknown, the axes differ from the configuration, or the value
-            of an axis that rounds up is not an integer.
-    """
+    """Return ``specs`` if they agree with the configuration."""
     names, specs = tuple(axis.name for axis in config.axes), list(specs)
     for item, spec in enumerate(specs):
         if min(spec.input_size, spec.output_tokens, spec.frames) < 0:

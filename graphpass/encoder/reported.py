@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.encoder.capture import CapturedLadder
+from graphpass.encoder.graphs import CapturedEncoder
 from graphpass.encoder.protocol import SupportsEncoderCudaGraph, SupportsEncoderKernels
 from graphpass.report import KernelUse
-
-__all__ = ["another_setting", "attention_kernels", "new_weights", "why_eager"]
 
 _LARGER = (
     "pass token_budgets that hold them (and max_tokens, if the largest batch is smaller), or scale the images down"
@@ -40,7 +38,7 @@ def another_setting(runtime: GraphRuntime, setting: str) -> None:
     )
 
 
-def why_eager(runtime: GraphRuntime, captured: CapturedLadder | None, num_tokens: int) -> None:
+def why_eager(runtime: GraphRuntime, captured: CapturedEncoder | None, num_tokens: int) -> None:
     """An eager call, before the capture or above the largest budget; other eager calls are cheaper than a replay."""
     if captured is None:
         what = "the encoder runs eagerly: it has not been captured"

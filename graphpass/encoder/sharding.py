@@ -17,8 +17,6 @@ from graphpass.errors import AgreementError, EncoderConfigError
 from graphpass.ranks.failures import FailureTexts, RankRows
 from graphpass.ranks.group import DataParallelAgreement
 
-__all__ = ["EncodeShare", "ItemShares", "balance_items", "encoded_by_all", "gather_rows"]
-
 _FAILURE = FailureTexts("could not encode its share", "a share of the items from every rank", "the next request")
 
 EncodeShare = Callable[
@@ -33,17 +31,11 @@ with the rows of these items in order.
 
 @dataclass(frozen=True, slots=True)
 class ItemShares:
-    """Items distributed over ranks.
+    """Items distributed over ranks."""
 
-    Attributes:
-        order: indices of the items of rank 0, then of rank 1, ...
-        counts: number of items of each rank.
-        loads: sum of the sizes of each rank's items.
-    """
-
-    order: list[int]
-    counts: list[int]
-    loads: list[int]
+    order: list[int]  #: indices of the items of rank 0, then of rank 1,
+    counts: list[int]  #: number of items of each rank
+    loads: list[int]  #: sum of the sizes of each rank's items
 
     def share(self, rank: int) -> list[int]:
         """Indices of the items of one rank."""
@@ -92,22 +84,7 @@ def encoded_by_all(
     agreement: DataParallelAgreement,
     encode: EncodeShare,
 ) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
-    """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it.
-
-    Args:
-        specs_of: reads the sizes of all items; they must be equal on every rank.
-        like: empty tensors [0, width], one for each output of the encoder, with its dtype and device.
-        group: the process group that gathers rows.
-        agreement: an agreement of the same ranks, through which they report failures.
-        encode: encodes a share.
-
-    Returns:
-        The specs, and the outputs, each [rows of all items, width], in the order of the items.
-
-    Raises:
-        AgreementError: another rank failed, or encodes other items. The next request can run on all ranks.
-        EncoderConfigError: an output has another dtype than ``like``.
-    """
+    """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it."""
     rows = RankRows(agreement, 1, _FAILURE)
     with rows.failures_told():
         specs = specs_of()
@@ -136,11 +113,7 @@ def _encoded_share(
 
 
 def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None:
-    """Check that all ranks encoded the same items, before any rows are gathered.
-
-    Raises:
-        AgreementError: a rank failed, or encodes other items.
-    """
+    """Check that all ranks encoded the same items, before any rows are gathered."""
     fingerprints = rows.exchange([fingerprint])
     others = [rank for rank, (of_rank,) in enumerate(fingerprints) if of_rank != fingerprint]
     if others:  # guard: encoder_rank_items
@@ -173,15 +146,6 @@ def gather_rows(
     """Gather the rows of all items from all ranks, in the order of the items. Every rank calls it.
 
     Shares are padded to the longest share for a single all-gather.
-
-    Args:
-        own: the outputs of this rank's share, each [rows, width], in the order of the share, with equal dtypes.
-        balance: the items of each rank.
-        tokens: the output rows of each item.
-        group: the process group, with as many ranks as ``balance``.
-
-    Returns:
-        The outputs, each [sum(tokens), width].
     """
     rows_of_rank = [sum(tokens[item] for item in balance.share(rank)) for rank in range(len(balance.counts))]
     longest = max(rows_of_rank)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from graphpass.encoder import attention as att
 from graphpass.encoder.adapters import adapter_for
+from graphpass.encoder.attention import Pieces
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
-from graphpass.encoder.pieces import Pieces
 from tests.e2e.hugging_face import CUDA, CUDA_F32, Place, difference
 from tests.e2e.photographs import cut_photographs, processor_of
 from tests.e2e.towers import EACH_TOWER, QWEN3_VL, Tower

@@ -22,9 +22,6 @@ from graphpass.encoder.protocol import (
 from graphpass.errors import EncoderConfigError, ShapeError
 from graphpass.report import KernelUse
 
-__all__ = ["ClipAdapter", "FixedSizeAdapter", "SiglipAdapter"]
-
-
 LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"
 _EXAMPLE_IMAGES = 3
 
@@ -208,11 +205,7 @@ class FixedSizeAdapter(ABC):
         return output
 
     def _images(self, items: EncoderItems) -> torch.Tensor:
-        """The batch of images.
-
-        Raises:
-            ShapeError: ``pixel_values`` is missing, or has another image size than the tower.
-        """
+        """The batch of images."""
         images = items.get("pixel_values")
         if not isinstance(images, torch.Tensor) or tuple(images.shape[1:]) != self._image_shape:
             raise ShapeError(

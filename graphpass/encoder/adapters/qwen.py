@@ -16,8 +16,7 @@ import torch
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder.adapters.tables import BatchTables, Tables, interpolation, piece_keys, position_ids, windows
 from graphpass.encoder.adapters.tower import Blocks, WholePatches, checked_count, eagerly, unserved_tower
-from graphpass.encoder.attention import PACKED_ATTENTION, pieces_on
-from graphpass.encoder.pieces import Pieces, most_pieces
+from graphpass.encoder.attention import PACKED_ATTENTION, Pieces, most_pieces, pieces_on
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -28,9 +27,6 @@ from graphpass.encoder.protocol import (
 from graphpass.errors import ShapeError
 from graphpass.report import KernelUse
 
-__all__ = ["Grid", "GridAdapter", "GridItems", "Qwen3VLAdapter", "Qwen25VLAdapter"]
-
-
 Grid = tuple[int, int, int]
 """Number of temporal slices, and height and width in patches, of an item."""
 Grids = npt.NDArray[np.int64]
@@ -39,27 +35,14 @@ _KINDS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_gri
 
 @dataclass(frozen=True, slots=True)
 class GridItems:
-    """The items of a request: images first, then clips.
+    """The items of a request: images first, then clips."""
 
-    Attributes:
-        parts: (patches [patches, width], grids [items, 3]) of the images and of the clips. One of the two may be
-            missing.
-    """
-
+    #: (patches [patches, width], grids [items, 3]) of the images and of the clips. One of the two may be missing.
     parts: tuple[tuple[torch.Tensor, Grids], ...]
 
     @classmethod
     def of(cls, items: EncoderItems, merge: int, width: int) -> Self:
-        """Read and check the mapping that a processor returned.
-
-        Args:
-            items: the mapping; ``grid_thw`` is another name for ``image_grid_thw``.
-            merge: side of the square of patches that become one output token.
-            width: number of values of a patch.
-
-        Raises:
-            ShapeError: patches or grids are missing, or contradict each other.
-        """
+        """Read and check the mapping that a processor returned."""
         named = {name: value for name, value in items.items() if value is not None}
         if "grid_thw" in named and "image_grid_thw" not in named:
             named["image_grid_thw"] = named.pop("grid_thw")
@@ -173,7 +156,7 @@ class GridAdapter(ABC):
         EncoderConfigError: an option has a wrong value.
     """
 
-    #: Kinds of attention sequences. Each kind has three buffers, its :class:`~graphpass.encoder.pieces.Pieces`.
+    #: Kinds of attention sequences. Each kind has three buffers, its :class:`~graphpass.encoder.attention.Pieces`.
     sequence_kinds: tuple[str, ...] = ("frame",)
     #: Buffers with a row for each patch. They are padded with zero, which is a valid index.
     patch_keys: tuple[str, ...]

@@ -13,20 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.pieces import Pieces, pieces_of
-
-__all__ = [
-    "BatchTables",
-    "Frame",
-    "Interpolation",
-    "Tables",
-    "Windows",
-    "interpolation",
-    "piece_keys",
-    "position_ids",
-    "windows",
-]
-
+from graphpass.encoder.attention import Pieces, pieces_of
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -34,28 +21,18 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """Resampling of the square table of position embeddings to a frame.
+    """Resampling of the square table of position embeddings to a frame."""
 
-    Attributes:
-        indices: four rows of the table for each patch, [patches, 4].
-        weights: weights of these rows, [patches, 4].
-    """
-
-    indices: IntArray
-    weights: FloatArray
+    indices: IntArray  #: four rows of the table for each patch, [patches, 4]
+    weights: FloatArray  #: weights of these rows, [patches, 4]
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The output tokens of a frame, ordered by windows.
+    """The output tokens of a frame, ordered by windows."""
 
-    Attributes:
-        order: index of the token at each position, [tokens].
-        tokens: number of tokens of each window, at least 1, [windows].
-    """
-
-    order: IntArray
-    tokens: IntArray
+    order: IntArray  #: index of the token at each position, [tokens]
+    tokens: IntArray  #: number of tokens of each window, at least 1, [windows]
 
 
 def position_ids(height: int, width: int, merge: int) -> IntArray:
@@ -118,14 +95,6 @@ class BatchTables:
     """Computes the tables of a batch: the concatenated tables of its frames, and the pieces of its sequences.
 
     All values have 32 bits. They are concatenated and padded in pinned memory, and copied to the device at once.
-
-    Args:
-        of_frame: ``of_frame(height, width)`` returns the tables of a frame, and the lengths of its sequences under the
-            name of each kind.
-        patch_keys: tables with a row for each patch.
-        token_keys: tables with the index of a token for each token; indices of a frame start at 0.
-        sequence_kinds: kinds of sequences; each has three tables with the names of :func:`piece_keys`.
-        smallest: the smallest frame, which determines dtypes and columns of the tables.
     """
 
     def __init__(
@@ -156,13 +125,7 @@ class BatchTables:
     def on_device(
         self, frames: Sequence[Frame], device: torch.device, rows: Mapping[str, int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """{name: table of a batch on the device}.
-
-        Args:
-            frames: the frames of the batch, without empty frames, in the order of their patches. May be empty.
-            device: device of the result.
-            rows: {name: minimum number of rows}; shorter tables are padded. None: no padding.
-        """
+        """{name: table of a batch on the device}."""
         words = self._words(tuple(frames))
         found = {name: sum(map(len, parts)) for name, parts in words.items()}
         sizes = found

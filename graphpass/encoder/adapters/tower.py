@@ -22,19 +22,12 @@ from graphpass.ladder.modelstate import ModelState, SharesWeights
 from graphpass.ladder.owncode import with_own_code
 from graphpass.report import KernelUse
 
-__all__ = ["Blocks", "WholePatches", "checked_count", "eagerly", "refuse_changed", "unserved_tower"]
-
-
 _STOCK_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|")
 """Prefixes of the names of transformers' attention functions."""
 
 
 def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
-    """The value of the adapter's option ``name`` as an int.
-
-    Raises:
-        EncoderConfigError: ``value`` is not an integer, or below ``at_least``.
-    """
+    """The value of the adapter's option ``name`` as an int."""
     what, remedy = f"option {name} of the adapter", "omit the option for its default"
     return positive(value, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
 
@@ -50,16 +43,7 @@ def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
 
 
 def refuse_changed(tower: Any, stock: type) -> None:
-    """Refuse a tower with changes outside its blocks: adapters call the parts of a tower instead of its forward.
-
-    Args:
-        tower: an instance of ``stock`` or of a subclass.
-        stock: the class that has an adapter.
-
-    Raises:
-        EncoderConfigError: the tower overrides forward, has hooks, or uses an attention function that is not part of
-            transformers.
-    """
+    """Refuse a tower with changes outside its blocks: adapters call the parts of a tower instead of its forward."""
     if getattr(type(tower), "forward", None) is not getattr(stock, "forward", None) or "forward" in vars(tower):
         raise unserved_tower(tower, f"the forward of {stock.__name__}", "another one")
     for name, module in (("the tower", tower), ("its encoder", getattr(tower, "encoder", None))):
@@ -75,12 +59,6 @@ class Blocks(SharesWeights):
 
     :meth:`follow` copies the blocks again if weights, modules, the list of blocks or training flags of the tower
     changed.
-
-    Args:
-        tower: the stock tower. It is not changed.
-        path: path of its list of blocks, which have one class and one configuration.
-        attention: name of the attention function.
-        seq_len: tokens of each sequence if all have the same length.
     """
 
     def __init__(self, tower: torch.nn.Module, path: str, attention: str, *, seq_len: int | None = None) -> None:
@@ -132,12 +110,6 @@ class Blocks(SharesWeights):
         Weights are inputs of the traced function, so all layers share it. Dynamo specialises sizes of 0 and 1, and uses
         one symbol for sizes that are equal in the first call. So all independent sizes of the example must be
         different and at least 2.
-
-        Args:
-            compiler: the compiler of regions.
-            runtime: counts artifacts.
-            hidden: example hidden states.
-            arguments: example arguments of the block.
         """
         options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
         own = with_own_code(_call_block)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from graphpass import EncoderOptions
 from graphpass.encoder import generate_budgets, smallest_fitting_budget
-from graphpass.encoder.budgets import checked_budgets, fine_budgets
+from graphpass.encoder.options import checked_budgets, fine_budgets
 from graphpass.errors import EncoderConfigError
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import graphpass as gp
 from graphpass.compat.operators import PackedSequences
 from graphpass.encoder import attention as att
-from graphpass.encoder.pieces import PIECE_LENGTH, Pieces, most_pieces, pieces_of
+from graphpass.encoder.attention import PIECE_LENGTH, Pieces, most_pieces, pieces_of
 
 HEADS, HEAD_DIM, SCALE = 2, 4, 0.3
 

@@ -210,11 +210,11 @@ def test_what_fits_nothing_is_eager_whatever_that_costs() -> None:
 def test_thousands_of_items_take_few_steps(count: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes the time is counted: batches that are priced, and questions for the eager cost."""
     priced: list[int] = []
-    cheapest = RungTable.cheapest
+    find = RungTable.find
 
     def counting(table: RungTable, sums: planner.Sizes, peaks: planner.Sizes) -> object:
         priced.append(sums.shape[1])
-        return cheapest(table, sums, peaks)
+        return find(table, sums, peaks)
 
     asked: list[int] = []
 
@@ -222,13 +222,13 @@ def test_thousands_of_items_take_few_steps(count: int, largest: int, monkeypatch
         asked.append(tokens)
         return 16 + 0.0055 * tokens
 
-    monkeypatch.setattr(RungTable, "cheapest", counting)
+    monkeypatch.setattr(RungTable, "find", counting)
     budgets = list(range(64, 4097, 64))
     tokens = np.random.default_rng(0).integers(1, largest + 1, count).tolist()
     cost = PackingCosts({budget: 0.5 + 0.0045 * budget for budget in budgets}, eager)
     batches = pack_items(tokens, budgets, 32, cost=cost)
     assert sorted(item for batch in batches for item in batch.items) == list(range(count))
-    assert len(priced) == 3, "the cuts, and the batches of two plans"
+    assert len(priced) == 4, "which items fit, the cuts, and the batches of two plans"
     assert max(priced) <= max(planner.MAX_CELLS, planner.SHORTEST * count)
     assert len(asked) == len(set(asked))
 
@@ -266,11 +266,11 @@ def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]]
         batches = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
     else:
         batches = plan_greedily(sizes, RungTable(rungs), peaks)
-    assert sorted(item for batch in batches for item in batch.items) == list(range(sizes.shape[1]))
-    for batch in batches:
-        items = list(batch.items)
-        if batch.key is not None:
-            rung = rungs[batch.key]
+    assert sorted(item for items, _ in batches for item in items) == list(range(sizes.shape[1]))
+    for places, key in batches:
+        items = list(places)
+        if key is not None:
+            rung = rungs[key]
             assert (sizes[:, items].sum(axis=1) <= np.array(rung.limits)).all()
             assert peaks[0, items].max() <= rung.bounds[0]
         elif not has_costs:
@@ -295,11 +295,11 @@ def test_with_several_limits_no_simple_plan_is_cheaper(problem: tuple[np.ndarray
         return min([*replays, *([5.0 + of_all[0]] if len(items) == 1 or of_all[0] <= 30 else [])])
 
     found = sum(
-        rungs[batch.key].cost if batch.key is not None else 5.0 + sizes[0, list(batch.items)].sum()
-        for batch in plan_cheaply(sizes, table, eager, 30, peaks)
+        rungs[key].cost if key is not None else 5.0 + sizes[0, list(items)].sum()
+        for items, key in plan_cheaply(sizes, table, eager, 30, peaks)
     )
     one_by_one = sum(least([item]) for item in range(sizes.shape[1]))
-    greedy = sum(least(list(batch.items)) for batch in plan_greedily(sizes, table, peaks))
+    greedy = sum(least(list(items)) for items, _ in plan_greedily(sizes, table, peaks))
     assert found <= one_by_one * (1 + 1e-9)
     assert found <= greedy * (1 + 1e-9)
 
@@ -329,7 +329,7 @@ def test_surcharges_of_eager_calls_are_part_of_the_plan(
         return min((cost(items, rung) for rung in (*fitting, *eager)), default=float("inf"))
 
     planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks, of_items)
-    found = sum(cost(list(batch.items), batch.key) for batch in planned)
+    found = sum(cost(list(items), key) for items, key in planned)
     fits = [
         item
         for item in range(sizes.shape[1])
@@ -403,9 +403,5 @@ def test_all_the_same(count: int, tokens: int) -> None:
 
 
 def test_eager_calls_keep_the_order_and_the_limit() -> None:
-    assert [batch.items for batch in plan_eagerly(np.array([3, 4, 9, 1, 0, 7, 2]), 8)] == [
-        (0, 1),
-        (2,),
-        (3, 4, 5),
-        (6,),
-    ]
+    planned = plan_eagerly(np.array([3, 4, 9, 1, 0, 7, 2]), 8)
+    assert planned == [((0, 1), None), ((2,), None), ((3, 4, 5), None), ((6,), None)]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec
+from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec, PackedBatch
 from graphpass.encoder.costs import EncoderCosts
-from graphpass.encoder.planner import BatchPlanner, PlannedBatch
+from graphpass.encoder.planner import BatchPlanner
 
 CONFIG = EncoderCudaGraphConfig(
     ("image",),
@@ -34,7 +34,7 @@ def item(**changes: Any) -> EncoderItemSpec:
     return EncoderItemSpec(**{**given, "axes": tuple(zip(("size", "longest"), given["axes"], strict=True))})
 
 
-def planned(specs: list[EncoderItemSpec], has_costs: bool) -> list[PlannedBatch]:
+def planned(specs: list[EncoderItemSpec], has_costs: bool) -> list[PackedBatch]:
     """Sharing is cheaper than two replays, and an eager call is dearest."""
     replay = {key: 1.0 + key.tokens / 100 + dict(key.axes)["longest"] / 1000 for key in KEYS}  # type: ignore[operator]
     groups = {(path, size) for path in CONFIG.paths for size in ("s", "m")}
@@ -63,15 +63,16 @@ def planned(specs: list[EncoderItemSpec], has_costs: bool) -> list[PlannedBatch]
 def test_each_limit_takes_part(other: dict[str, Any], tokens: list[int | None], has_costs: bool) -> None:
     specs = [item(), item(**other)]
     batches = planned(specs, has_costs)
-    assert sorted((batch.key.tokens if batch.key else None for batch in batches), key=str) == sorted(tokens, key=str)
+    found = [batch.budget.tokens if batch.budget else None for batch in batches]
+    assert sorted(found, key=str) == sorted(tokens, key=str)
     for batch in batches:
-        if batch.key is not None:
+        if batch.budget is not None:
             mine = [specs[place] for place in batch.items]
-            assert sum(spec.output_tokens for spec in mine) <= batch.key.tokens
-            assert sum(spec.input_size for spec in mine) <= batch.key.patches
-            assert sum(spec.frames for spec in mine) <= (batch.key.frames or 0)
-            assert max(dict(spec.axes)["longest"] for spec in mine) <= dict(batch.key.axes)["longest"]  # type: ignore[operator,type-var]
-            assert {(spec.path, spec.axes[0]) for spec in mine} == {(batch.key.path, batch.key.axes[0])}
+            assert sum(spec.output_tokens for spec in mine) <= batch.budget.tokens
+            assert sum(spec.input_size for spec in mine) <= batch.budget.patches
+            assert sum(spec.frames for spec in mine) <= (batch.budget.frames or 0)
+            assert max(dict(spec.axes)["longest"] for spec in mine) <= dict(batch.budget.axes)["longest"]  # type: ignore[operator,type-var]
+            assert {(spec.path, spec.axes[0]) for spec in mine} == {(batch.budget.path, batch.budget.axes[0])}
 
 
 @pytest.mark.parametrize("has_costs", [False, True])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass.encoder.adapters.tables import BatchTables, Frame, Tables, piece_keys
-from graphpass.encoder.pieces import pieces_of
+from graphpass.encoder.attention import pieces_of
 
 CPU = torch.device("cpu")
 FRAMES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5)
