@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from graphpass.cli.result import CHECK_FAILED, Result, exit_codes
-from graphpass.errors import CommandError
+from graphpass.errors import CommandError, GraphpassError
 
-__all__ = ["app", "main"]
+if TYPE_CHECKING:
+    from graphpass.cli.program import Result
+
+CHECK_FAILED, INVALID_INPUT, OWN_FAILURE = 1, 2, 3
 
 _EXIT_CODES = """
 
@@ -61,8 +67,53 @@ def main() -> None:
     app()
 
 
-@app.command()
-@exit_codes
+def _command(run: Callable[..., Result]) -> Callable[..., None]:
+    """Make ``run`` a command, with the options ``--json`` and ``--html``, that shows its result."""
+
+    @functools.wraps(run)
+    def command(*, as_json: bool, html: Path | None, **options: Any) -> None:
+        # With --json, what the user's code prints goes to stderr.
+        with _exit_codes():
+            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                result = run(**options)
+            _show(result, as_json, html)
+
+    shown = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, default, kind in (("as_json", False, AsJson), ("html", None, HtmlFile))
+    ]
+    del run.__annotations__["return"]  # its module imports torch, which the help does not need
+    signature = inspect.signature(run, eval_str=True)
+    command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *shown])  # type: ignore[attr-defined]
+    command.__annotations__ = {**run.__annotations__, "as_json": AsJson, "html": HtmlFile}
+    app.command()(command)
+    return command
+
+
+@contextlib.contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn errors in the body into a message on stderr and an exit code."""
+    try:
+        yield
+    except GraphpassError as error:
+        typer.echo(
+            f"graphpass: {error.problem}\n  expected: {error.expected}\n  found: {error.found}\n"
+            f"  remedy: {error.remedy}",
+            err=True,
+        )
+        raise typer.Exit(INVALID_INPUT) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        from graphpass.cli.program import summary
+
+        with tempfile.NamedTemporaryFile("w", prefix="graphpass-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+        typer.echo(f"graphpass failed: {summary(error)}; its traceback is in {file.name}", err=True)
+        raise typer.Exit(OWN_FAILURE) from None
+
+
+@_command
 def explain(
     target: Target,
     *,
@@ -71,9 +122,7 @@ def explain(
     device: Device = None,
     split: Split = None,
     option: Options = None,
-    as_json: AsJson = False,
-    html: HtmlFile = None,
-) -> None:
+) -> Result:
     """Show how a model is cut into regions, why, at which lines, and where it can be padded.
 
     Runs the model once with its example inputs, without graphs and without a compiler. A factory takes no arguments and
@@ -90,20 +139,15 @@ def explain(
     from graphpass.cli.explain import explain as explained
     from graphpass.cli.program import device_named, load
 
-    with _stdout_for_json(as_json):
-        program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
-        result = explained(program, _options(split, option))
-    _show(result, as_json, html)
+    program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
+    return explained(program, _options(split, option))
 
 
-@app.command()
-@exit_codes
+@_command
 def doctor(
     device: Device = None,
     tries: Annotated[bool, typer.Option("--try/--no-try", help="Compile and replay a small function.")] = True,
-    as_json: AsJson = False,
-    html: HtmlFile = None,
-) -> None:
+) -> Result:
     """Show device, driver, compilers and attention kernels of this machine, and what will be slow on it.
 
     Fails if a small function cannot be compiled, captured or replayed.
@@ -116,13 +160,10 @@ def doctor(
     from graphpass.cli.doctor import doctor as examined
     from graphpass.cli.program import device_named
 
-    with _stdout_for_json(as_json):
-        result = examined(device_named(device), tries=tries)
-    _show(result, as_json, html)
+    return examined(device_named(device), tries=tries)
 
 
-@app.command()
-@exit_codes
+@_command
 def bench(
     target: Target,
     *,
@@ -134,9 +175,7 @@ def bench(
     compiler: Annotated[str, typer.Option(help="inductor, aot_eager or eager.")] = "inductor",
     rounds: Annotated[int, typer.Option(min=1, help="Values behind each median.")] = 15,
     calls: Annotated[int, typer.Option(min=1, help="Calls in each round.")] = 10,
-    as_json: AsJson = False,
-    html: HtmlFile = None,
-) -> None:
+) -> Result:
     """Time a model eagerly, compiled, with reduce-overhead, with graphpass, and as one graph replayed by hand.
 
     All variants run in one process in turn; the figures are medians. The host time is the time that a call takes on an
@@ -152,14 +191,11 @@ def bench(
     from graphpass.cli.benchmark import bench as measured
     from graphpass.cli.program import device_named, load
 
-    with _stdout_for_json(as_json):
-        program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
-        result = measured(program, _options(split, option), compiler, rounds=rounds, calls=calls)
-    _show(result, as_json, html)
+    program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
+    return measured(program, _options(split, option), compiler, rounds=rounds, calls=calls)
 
 
-@app.command()
-@exit_codes
+@_command
 def plan(
     traffic: Annotated[Path, typer.Argument(metavar="TRAFFIC", help="A JSON or CSV file of sizes and their counts.")],
     max_graphs: Annotated[int, typer.Option(min=1, help="The most sizes to capture.")] = 16,
@@ -167,9 +203,7 @@ def plan(
     bytes_file: Annotated[
         Path | None, typer.Option("--bytes", metavar="FILE", help="Bytes of a graph by size, JSON or CSV.")
     ] = None,
-    as_json: AsJson = False,
-    html: HtmlFile = None,
-) -> None:
+) -> Result:
     """Choose capture sizes for the traffic that was seen, beside doubling and fixed strides.
 
     TRAFFIC is JSON: {"size": count}, a list of sizes, or an object whose field "histogram" is one of these, as stats()
@@ -185,36 +219,16 @@ def plan(
     """  # noqa: D301
     from graphpass.cli.plan import plan as planned
 
-    _show(planned(traffic, max_graphs, tuple(stride or ()), bytes_file), as_json, html)
+    return planned(traffic, max_graphs, tuple(stride or ()), bytes_file)
 
 
 def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]:
     """Options of the backend from ``--split`` and ``--option``."""
-    options: dict[str, Any] = {"splitting_ops": list(split)} if split else {}
-    for text in texts or ():
-        name, _, value = text.partition("=")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-        if not value:
-            raise CommandError(
-                "an option cannot be read",
-                expected="NAME=JSON",
-                found=repr(text),
-                remedy="write --option mode=FULL or --option 'padding={\"attention_mask\": 0}'",
-            )
-    return options
+    from graphpass.cli.program import named_values
 
-
-@contextlib.contextmanager
-def _stdout_for_json(as_json: bool) -> Iterator[None]:
-    """With ``--json``, what the user's code prints goes to stderr."""
-    if not as_json:
-        yield
-        return
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    example = "write --option mode=FULL or --option 'padding={\"attention_mask\": 0}'"
+    options = named_values(texts or (), "an option", example=example)
+    return {**({"splitting_ops": list(split)} if split else {}), **options}
 
 
 def _show(result: Result, as_json: bool, html: Path | None) -> None:

@@ -14,14 +14,10 @@ from typing import Any
 import torch
 
 from graphpass.cli.explain import quiet_compiler
-from graphpass.cli.program import Program
-from graphpass.cli.result import Result, users_code
+from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import CommandError
 from graphpass.report.figures import counted
 from graphpass.report.parts import Bar, Bars, Table, Text
-
-__all__ = ["Spread", "bench", "host_us", "in_rounds", "with_own_code"]
-
 
 Step = Callable[[], Any]
 
@@ -53,14 +49,6 @@ def in_rounds(
     """Measure every variant once a round, each round starting with another one.
 
     A slow moment of the machine then falls on all of them. The garbage collector is off in the meantime.
-
-    Args:
-        steps: {variant: runs one step}.
-        figures: {name: measures a step once}, in this order.
-        rounds: values behind each median.
-
-    Returns:
-        {variant: {figure: its spread}}.
     """
     values: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in figures} for name in steps}
     names = list(steps)
@@ -116,36 +104,17 @@ _BUSY_SIZE = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """One way to run the model.
+    """One way to run the model."""
 
-    Attributes:
-        name: its name.
-        call: the model; None if it cannot run here.
-        missing: why it cannot run here.
-        first_s: seconds of the first calls, compiling and capturing included.
-        difference: the largest difference from the eager output, as a share of the tolerance.
-    """
-
-    name: str
-    call: Callable[..., Any] | None
-    missing: str | None = None
-    first_s: float = 0.0
-    difference: float = 0.0
+    name: str  #: its name
+    call: Callable[..., Any] | None  #: the model; None if it cannot run here
+    missing: str | None = None  #: why it cannot run here
+    first_s: float = 0.0  #: seconds of the first calls, compiling and capturing included
+    difference: float = 0.0  #: the largest difference from the eager output, as a share of the tolerance
 
 
 def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds: int, calls: int) -> Result:
-    """Compare and time all variants.
-
-    Args:
-        program: the model and an example call.
-        options: options of the backend cgpass.
-        compiler: the compiler of the compiled variants.
-        rounds: values behind each median.
-        calls: calls behind each value.
-
-    Raises:
-        GraphpassError: the model fails, or an option is invalid.
-    """
+    """Compare and time all variants."""
     if "compiler" in options:
         raise CommandError(
             "the compiler is no option of graphpass alone here",
@@ -194,11 +163,7 @@ def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> It
 
 
 class _RawReplay:
-    """The compiled model in one CUDA graph, captured by hand: what a replay costs with nothing around it.
-
-    Raises:
-        RuntimeError: the model cannot be captured, from the first call.
-    """
+    """The compiled model in one CUDA graph, captured by hand: what a replay costs with nothing around it."""
 
     def __init__(self, compiled: Callable[..., Any], program: Program) -> None:
         self._compiled, self._device = compiled, program.device

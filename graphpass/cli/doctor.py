@@ -18,23 +18,16 @@ import torch
 
 import graphpass
 from graphpass.cli.explain import quiet_compiler
-from graphpass.cli.result import Result
+from graphpass.cli.program import Result
 from graphpass.report.parts import Heading, Part, Table, Text
 from graphpass.text.paged.kernels import fault_in_place
-
-__all__ = ["doctor"]
 
 _OLDEST_TORCH = (2, 11)
 _BFLOAT16_CAPABILITY = (8, 0)
 
 
 def doctor(device: torch.device, *, tries: bool) -> Result:
-    """Look at the device, the compilers and the attention kernels.
-
-    Args:
-        device: the device to look at.
-        tries: compile, capture and replay a small function, too; a failure is a failed check.
-    """
+    """Look at the device, the compilers and the attention kernels."""
     machine, compilers = _machine(device), _compilers()
     kernels = _attention(device)
     checks = _checks(device) if tries else []

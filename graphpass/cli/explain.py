@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.lookup import runtime_of
-from graphpass.cli.program import Program
-from graphpass.cli.result import Result, users_code
+from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.report import Problem
 from graphpass.report.callables import CallableRecord

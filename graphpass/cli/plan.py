@@ -15,24 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from graphpass.cli.result import Result
+from graphpass.cli.program import Result
 from graphpass.errors import CommandError
 from graphpass.report.figures import counted
 from graphpass.report.parts import Bar, Bars, Columns, Table, Text
 from graphpass.sizeplan import plan_sizes
 
-__all__ = ["plan", "read_sizes"]
-
-
 _REMEDY = 'write {"8": 120, "16": 40} as JSON, or lines size,count as CSV'
 
 
 def read_sizes(path: Path) -> dict[int, float]:
-    """{size: number}; numbers of a size that comes several times are added.
-
-    Raises:
-        CommandError: the file cannot be read, or is in another form.
-    """
+    """{size: number}; numbers of a size that comes several times are added."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -91,35 +84,17 @@ _MOST_STRIDE_SIZES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class _Ladder:
-    """A ladder with what it costs.
+    """A ladder with what it costs."""
 
-    Attributes:
-        name: how its sizes were chosen.
-        sizes: ascending; the last one is the largest size of the traffic.
-        waste: the share of padding among the computed rows, 0 to 1.
-        rows: the mean number of computed rows of a batch, padding included.
-        num_bytes: bytes of its graphs, None if unknown.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    waste: float
-    rows: float
-    num_bytes: float | None
+    name: str  #: how its sizes were chosen
+    sizes: tuple[int, ...]  #: ascending; the last one is the largest size of the traffic
+    waste: float  #: the share of padding among the computed rows, 0 to 1
+    rows: float  #: the mean number of computed rows of a batch, padding included
+    num_bytes: float | None  #: bytes of its graphs, None if unknown
 
 
 def plan(traffic: Path, max_graphs: int, strides: Sequence[int], bytes_file: Path | None) -> Result:
-    """Choose sizes for the traffic in a file.
-
-    Args:
-        traffic: a JSON or CSV file of sizes and their counts.
-        max_graphs: the most sizes to choose.
-        strides: fixed strides to compare with; empty for the stride that gives as many graphs.
-        bytes_file: a JSON or CSV file of the bytes of graphs by size; None if they are unknown.
-
-    Raises:
-        GraphpassError: a file cannot be read, or has no traffic.
-    """
+    """Choose sizes for the traffic in a file."""
     histogram = read_sizes(traffic)
     bytes_of = read_sizes(bytes_file) if bytes_file is not None else {}
     start_s = time.perf_counter()

@@ -1,54 +1,80 @@
-"""Loads the model that a command is about, and its example inputs, from a factory or a Hugging Face configuration."""
+"""What the commands share: their result, errors of the user's code, and the model with its example inputs.
+
+A model comes from a factory or from a Hugging Face configuration.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphpass.cli.result import users_code
-from graphpass.errors import CommandError, did_you_mean
+from graphpass.errors import CommandError, GraphpassError, did_you_mean
+from graphpass.report.parts import Part
 
-__all__ = ["Program", "device_named", "inputs_for_config", "inputs_of_shapes", "load"]
-
-
+_LIBRARIES = ("site-packages", "dist-packages", str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent))
 _REMEDY = "name module:factory, file.py:factory, a config.json, or a model type of transformers"
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """The result of one command."""
+
+    command: str  #: ``explain``, ``doctor``, ``bench`` or ``plan``
+    subject: str  #: the model, file or machine that it is about
+    figures: Mapping[str, Any]  #: the content of ``--json``: dicts, lists, strings, numbers, booleans and None
+    parts: tuple[Part, ...]  #: the same for people, in reading order; empty tables are not drawn
+    failure: str | None = None  #: the check that failed, for exit code 1; None if none did
+
+
+@contextlib.contextmanager
+def users_code(what: str, *, expected: str, remedy: str) -> Iterator[None]:
+    """Report an exception in code or a file of the user as a typed error that names the line."""
+    try:
+        yield
+    except GraphpassError:
+        raise
+    except (Exception, SystemExit) as error:
+        own = getattr(error, "inner_exception", None)
+        if isinstance(own, GraphpassError):
+            raise own from error
+        raise CommandError(f"{what} failed", expected=expected, found=summary(error), remedy=remedy) from error
+
+
+def summary(error: BaseException) -> str:
+    """Type, first sentence and place of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES) and not f.filename.startswith("<")]
+    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}: `{own[-1].line}`" if own else ""
+    return f"{type(error).__name__}" + (f": {' '.join(lines[: first + 1])}" if lines else "") + place
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
-    """A model and one example call of it.
+    """A model and one example call of it."""
 
-    Attributes:
-        name: the target as the user wrote it.
-        model: the model, on its device and in eval mode.
-        args: positional example inputs.
-        kwargs: keyword example inputs.
-        device: the device that the command asked for.
-    """
-
-    name: str
-    model: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    device: torch.device
+    name: str  #: the target as the user wrote it
+    model: Callable[..., Any]  #: the model, on its device and in eval mode
+    args: tuple[Any, ...]  #: positional example inputs
+    kwargs: Mapping[str, Any]  #: keyword example inputs
+    device: torch.device  #: the device that the command asked for
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of ``--device``; by default the GPU if there is one.
-
-    Raises:
-        CommandError: torch knows no such device, or it is a GPU and there is none.
-    """
+    """The device of ``--device``; by default the GPU if there is one."""
     has_gpu = torch.cuda.is_available()
     try:
         device = torch.device(name or ("cuda" if has_gpu else "cpu"))
@@ -67,18 +93,11 @@ def device_named(name: str | None) -> torch.device:
 def load(
     target: str, *, shapes: Sequence[str] = (), config: Sequence[str] = (), device: torch.device | None = None
 ) -> Program:
-    """The model of ``target`` with an example call.
+    """The model of ``target`` with an example call, on ``device``.
 
-    Args:
-        target: ``module:factory``, ``file.py:factory``, a path to ``config.json`` or its folder, a configuration class
-            as ``transformers:LlamaConfig``, or a model type of transformers. A factory returns a model, or (model,
-            inputs): a tensor, a tuple of arguments, or a dict of keyword arguments.
-        shapes: ``--input``: inputs instead of those of the factory.
-        config: ``--config``: ``NAME=VALUE`` for the configuration.
-        device: where model and inputs go; None for the default of :func:`device_named`.
-
-    Raises:
-        CommandError: there is no such model, it failed, or it has no example inputs.
+    A target is ``module:factory``, ``file.py:factory``, a path to ``config.json`` or its folder, a configuration class
+    as ``transformers:LlamaConfig``, or a model type of transformers. A factory returns a model, or (model, inputs): a
+    tensor, a tuple of arguments, or a dict of keyword arguments. ``shapes`` replace the inputs of the factory.
     """
     device = device or device_named(None)
     with users_code(target, expected="a model and its example inputs", remedy="run it in Python to see the traceback"):
@@ -231,7 +250,7 @@ def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
             found="no such package",
             remedy="pip install transformers",
         ) from error
-    changed = _overrides(overrides)
+    changed = named_values(overrides, "a setting", example="write --config num_hidden_layers=2")
     content = {**content, **changed}
     known = transformers.CONFIG_MAPPING.keys()
     if content["model_type"] not in known:
@@ -263,17 +282,13 @@ def _instead_of(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, known, otherwise=_REMEDY)
 
 
-def _overrides(texts: Sequence[str]) -> dict[str, Any]:
+def named_values(texts: Iterable[str], what: str, *, example: str) -> dict[str, Any]:
+    """{name: value} of texts NAME=VALUE, where a value that is no JSON is a string."""
     values = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
-            raise CommandError(
-                "a setting cannot be read",
-                expected="NAME=VALUE",
-                found=repr(text),
-                remedy="write --config num_hidden_layers=2",
-            )
+            raise CommandError(f"{what} cannot be read", expected="NAME=VALUE", found=repr(text), remedy=example)
         try:
             values[name] = json.loads(value)
         except ValueError:
@@ -288,11 +303,7 @@ _INPUT_REMEDY = "write NAME=SHAPE:DTYPE<BELOW, as 6x16, x=6x16:float16 or input_
 
 
 def inputs_of_shapes(shapes: Sequence[str], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Random tensors for ``--input``: positional arguments and keyword arguments.
-
-    Raises:
-        CommandError: a shape or dtype is invalid.
-    """
+    """Random tensors for ``--input``: positional arguments and keyword arguments."""
     args: list[torch.Tensor] = []
     kwargs: dict[str, Any] = {}
     for text in shapes:
@@ -324,11 +335,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, below: int, device: torch.
 
 
 def inputs_for_config(model: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Small inputs for a Hugging Face model, by the name of its main input.
-
-    Raises:
-        CommandError: the main input is of an unknown kind.
-    """
+    """Small inputs for a Hugging Face model, by the name of its main input."""
     config, name = model.config, str(model.main_input_name)
     text = getattr(config, "text_config", config)
     if name == "input_ids" and hasattr(text, "vocab_size"):
