@@ -24,6 +24,10 @@ def lower(x: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=dtype).tril()
 
 
+def first_causal(x: Tensor) -> Tensor:
+    return scores(x).masked_fill(positions(x) > positions(x)[:, None], -INF)[..., 0]
+
+
 CAUSAL = [
     P("cumsum", "b+ s+", lambda x: x.cumsum(1)),
     P("cumprod", "b+ s+", lambda g: g.cumprod(1)),
@@ -69,6 +73,11 @@ CAUSAL = [
         "causal, compared the other way",
         "b+ s+",
         lambda x: scores(x).masked_fill(positions(x)[:, None] < positions(x), -INF).softmax(-1) @ x,
+    ),
+    P(
+        "unit rows of causal scores",
+        "b- s+",
+        lambda zeros, fm: (first_causal(zeros) / first_causal(zeros).square().sum(1, keepdim=True) * fm).sum(0),
     ),
     P(
         "allowed positions",

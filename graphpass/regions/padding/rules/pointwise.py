@@ -142,8 +142,11 @@ def _chosen(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         first, second = _operand(call, pads, "value"), _operand(call, pads, "self")
     if is_number(condition):
         return first if condition else second  # guard: proof_chosen_branch
-    if first != second:  # infinities where data says so: as in real rows, which a mask fills alike
-        first, second = (None if is_number(pad) and not is_finite(pad) else pad for pad in (first, second))
+    fills = [is_number(pad) and not is_finite(pad) for pad in (first, second)]
+    if first != second and any(fills):  # infinities where data says so: as in real rows, which a mask fills alike
+        others = [pad for pad, fill in zip((first, second), fills, strict=True) if not fill]
+        call.assumptions.update([ALL_FINITE] if others not in ([], [None]) else [])
+        return blurred(*others)  # guard: proof_zeros_beside_infinities
     return either(first, second)  # guard: proof_unknown_condition, proof_unknown_mask
 
 
