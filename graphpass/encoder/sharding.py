@@ -14,10 +14,7 @@ import torch.distributed as dist
 
 from graphpass.encoder.protocol import EncoderItemSpec
 from graphpass.errors import AgreementError, EncoderConfigError
-from graphpass.ranks.failures import FailureTexts, RankRows
-from graphpass.ranks.group import DataParallelAgreement
-
-_FAILURE = FailureTexts("could not encode its share", "a share of the items from every rank", "the next request")
+from graphpass.ranks.group import DataParallelAgreement, RankRows
 
 EncodeShare = Callable[
     [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
@@ -85,8 +82,14 @@ def encoded_by_all(
     encode: EncodeShare,
 ) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
     """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it."""
-    rows = RankRows(agreement, 1, _FAILURE)
-    with rows.failures_told():
+    rows = RankRows(
+        agreement,
+        1,
+        failed="could not encode its share",
+        expected="a share of the items from every rank",
+        retried="the next request",
+    )
+    with rows.sending_failures():
         specs = specs_of()
         balance = balance_items([spec.input_size for spec in specs], agreement.num_ranks)
         own = _encoded_share(specs, balance.share(agreement.rank), like, encode)

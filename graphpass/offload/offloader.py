@@ -23,8 +23,6 @@ from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.op import IN_CONTEXT, ONLOAD
 from graphpass.offload.slots import LayerLayout, SlotRotation, WeightPlace, copies_to, host_memory
 
-__all__ = ["WeightOffloader"]
-
 
 class WeightOffloader(ForwardHooks):
     """Stores the weights of equal layers in host memory (pinned for CUDA), and those of a few layers on the device.
@@ -80,7 +78,7 @@ class WeightOffloader(ForwardHooks):
         self._is_in_forward = False
         self._turn = threading.RLock()
         for index, layer in enumerate(self._layers):
-            self._announce(layer, index)
+            self._register_hooks(layer, index)
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -159,8 +157,13 @@ class WeightOffloader(ForwardHooks):
             OffloadError: a parameter is not at the address of its slot.
         """
         if not memory.data_ptrs_equal(self._weights, self._addresses, self._positions):  # guard: offload_moved
-            self._refuse_moved()
-        self._rotation.come_home()
+            raise OffloadError(
+                "a parameter of an offloaded layer is not at the address of its slot",
+                expected="parameters that are views of the offloader's slots",
+                found="another address: the model was moved or converted, or a parameter's data was replaced",
+                remedy="move or convert the model before its weights are offloaded; write new values with write()",
+            )
+        self._rotation.reset_to_start()
 
     def join_after_forward(self) -> None:
         """End a forward inside a capture: the current stream waits for all copies, as CUDA requires of a capture.
@@ -252,25 +255,21 @@ class WeightOffloader(ForwardHooks):
                     if buffer.device != self.device:
                         setattr(module, name, buffer.to(self.device))
 
-    def _announce(self, layer: nn.Module, index: int) -> None:
-        """Register hooks on a layer: its forward calls :meth:`onload`, its state dict uses the host memory."""
+    def _register_hooks(self, layer: nn.Module, index: int) -> None:
+        """A layer's forward calls :meth:`onload`, and its state dict uses the host memory."""
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             if torch.compiler.is_compiling():
                 torch.ops.graphpass.onload(index)
-            else:
-                _refuse_grad(args)
-                self._onload_eagerly(index)
+                return
+            _refuse_grad(args)
+            if index == 0 and not self._is_in_forward:  # without a manager, layer 0 begins a new forward
+                self.sync_prev_onload()
+            self.onload(index)
 
         layer.register_forward_pre_hook(before)
         layer.register_state_dict_post_hook(partial(self._saved))
         layer.register_load_state_dict_pre_hook(self._loaded)
-
-    def _onload_eagerly(self, index: int) -> None:
-        """Begin a layer outside of compiled code; without a manager, layer 0 begins a new forward."""
-        if index == 0 and not self._is_in_forward:
-            self.sync_prev_onload()
-        self.onload(index)
 
     # -- the weights in host memory -----------------------------------------------------------------------------------
 
@@ -298,14 +297,6 @@ class WeightOffloader(ForwardHooks):
             for place, value in values.items():
                 place.view(self._host[index]).copy_(value.detach())
             self._rotation.is_home = False  # guard: offload_new_weights
-
-    def _refuse_moved(self) -> NoReturn:
-        raise OffloadError(
-            "a parameter of an offloaded layer is not at the address of its slot",
-            expected="parameters that are views of the offloader's slots",
-            found="another address: the model was moved or converted, or a parameter's data was replaced",
-            remedy="move or convert the model before its weights are offloaded; write new values with write()",
-        )
 
 
 def _refuse_grad(args: Sequence[Any]) -> None:

@@ -13,8 +13,6 @@ from graphpass.compat import operators
 from graphpass.context import current_context
 from graphpass.errors import ContextError
 
-__all__ = ["IN_CONTEXT", "ONLOAD"]
-
 ONLOAD = "graphpass::onload"
 IN_CONTEXT = "onload"
 """Key in ``ForwardContext.extra`` of the function that the op calls with the layer's index."""
@@ -25,11 +23,6 @@ torch.library.define(ONLOAD, "(int layer) -> ()")
 
 @torch.library.impl(ONLOAD, "default")
 def _onload(layer: int) -> None:
-    """Call the forward context's function for this layer.
-
-    Raises:
-        ContextError: the forward context has no such function.
-    """
     context = current_context()
     extra = None if context is None else context.extra
     onload = extra.get(IN_CONTEXT) if isinstance(extra, dict) else None

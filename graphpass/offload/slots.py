@@ -16,24 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from graphpass.errors import OffloadError, OptionError
-
-__all__ = [
-    "Copies",
-    "CudaCopies",
-    "HostCopies",
-    "LayerLayout",
-    "SlotRotation",
-    "WeightPlace",
-    "copies_to",
-    "host_memory",
-]
-
 
 _ALIGNMENT = 256
 """Alignment of a parameter in bytes; at least that of an allocation by the CUDA allocator."""
@@ -41,20 +29,12 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """The place of one parameter in a layer's buffer.
+    """The place of one parameter in a layer's buffer."""
 
-    Attributes:
-        name: name within the layer, such as ``attention.q.weight``.
-        offset: offset in bytes.
-        shape: shape of the parameter.
-        stride: dense strides in elements.
-        dtype: dtype of the parameter.
-    """
-
-    name: str
-    offset: int
+    name: str  #: name within the layer, such as ``attention.q.weight``
+    offset: int  #: in bytes
     shape: torch.Size
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  #: dense, in elements
     dtype: torch.dtype
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
@@ -66,24 +46,14 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """The layout of a layer's parameters in one flat buffer.
+    """The layout of a layer's parameters in one flat buffer."""
 
-    Attributes:
-        places: the place of each parameter, in the order of ``named_parameters()``.
-        num_bytes: bytes of a buffer.
-    """
-
-    places: tuple[WeightPlace, ...]
-    num_bytes: int
+    places: tuple[WeightPlace, ...]  #: the place of each parameter, in the order of ``named_parameters()``
+    num_bytes: int  #: bytes of a buffer
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> LayerLayout:
-        """The common layout of these layers.
-
-        Raises:
-            OptionError: a layer has other parameters than the first one, or none.
-            OffloadError: two layers share a parameter.
-        """
+        """The common layout of these layers; refuses layers that differ or share a parameter."""
         _refuse_shared(layers)
         places, offset = [], 0
         for name, parameter in layers[0].named_parameters():
@@ -92,19 +62,10 @@ class LayerLayout:
             offset += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
         layout = cls(tuple(places), offset)
         for index, layer in enumerate(layers):
-            layout.refuse_other(layer, index)
+            layout._refuse_other(layer, index)
         return layout
 
-    def refuse_other(self, layer: nn.Module, index: int) -> None:
-        """Refuse a layer whose parameters do not have this layout.
-
-        Args:
-            layer: the layer.
-            index: its index, for the error.
-
-        Raises:
-            OptionError: a name, shape or dtype differs, or there are no parameters.
-        """
+    def _refuse_other(self, layer: nn.Module, index: int) -> None:
         wanted = [(place.name, tuple(place.shape), place.dtype) for place in self.places]
         found = [(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()]
         if found == wanted and self.num_bytes:
@@ -145,11 +106,15 @@ def host_memory(layout: LayerLayout, layer: nn.Module, *, is_pinned: bool) -> to
     return memory
 
 
-class Copies(Protocol):
-    """Copies from host memory to slots, concurrent with the compute stream: the current stream of each call."""
+class HostCopies:
+    """Copies from host memory to slots, concurrent with the compute stream, the current stream of each call.
+
+    On the CPU a copy is done when :meth:`launch` returns, so the other methods have nothing to do.
+    """
 
     def launch(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Launch a copy that starts after all work that is enqueued on the compute stream now."""
+        target.copy_(source)
 
     def wait(self, slot: int) -> None:
         """Make the compute stream wait for the last copy that was launched into ``slot``."""
@@ -161,44 +126,17 @@ class Copies(Protocol):
         """Make the compute stream wait for the compute stream of the last call, if they differ."""
 
     def is_recording(self) -> bool:
-        """Whether the compute stream is being captured."""
+        """Whether the compute stream is captured. Never on a tape: it records copies in the order of the program."""
+        return False
 
     def finish(self) -> None:
         """Block the host until all copies, also those inside graphs, have read the host memory."""
 
 
-class HostCopies(Copies):
-    """Copies on the CPU: a copy is done when :meth:`launch` returns, so the other methods have nothing to do."""
-
-    def launch(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy now."""
-        target.copy_(source)
-
-    def wait(self, slot: int) -> None:
-        """Nothing to wait for."""
-
-    def settle(self) -> None:
-        """Nothing to wait for."""
-
-    def follow_last(self) -> None:
-        """Nothing to wait for."""
-
-    def is_recording(self) -> bool:
-        """Always False: a tape records copies in program order, so no copy can cross its border."""
-        return False
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-
-class CudaCopies(Copies):
+class CudaCopies(HostCopies):
     """Copies from pinned memory on a separate CUDA stream.
 
     Inside a capture the events make this stream a branch of the graph, and the copies become memcpy nodes.
-
-    Args:
-        device: a CUDA device with an index.
-        num_slots: number of slots.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
@@ -207,67 +145,63 @@ class CudaCopies(Copies):
         self._arrived = [torch.cuda.Event() for _ in range(num_slots)]
         self._last_compute: torch.cuda.Stream | None = None
 
+    @override
     def launch(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy behind an event that the compute stream records now."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         self._arrived[slot].record(self._stream)
 
+    @override
     def wait(self, slot: int) -> None:
-        """Make the compute stream wait for the copy's event."""
         torch.cuda.current_stream(self._device).wait_event(self._arrived[slot])
 
+    @override
     def settle(self) -> None:
-        """Make the compute stream wait for the copy stream, since events may belong to a capture."""
+        # Not for the events, which may belong to a capture.
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
+    @override
     def follow_last(self) -> None:
-        """Make the current stream wait for the last stream that computed with the slots."""
         compute = torch.cuda.current_stream(self._device)
         if self._last_compute is not None and self._last_compute != compute:
             compute.wait_stream(self._last_compute)
         self._last_compute = compute
 
+    @override
     def is_recording(self) -> bool:
-        """Whether the current stream is being captured."""
         return torch.cuda.is_current_stream_capturing()
 
+    @override
     def finish(self) -> None:
-        """Wait for the whole device, because graphs copy on other streams."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)  # the whole device, because graphs copy on other streams
 
 
-def copies_to(device: torch.device, num_slots: int) -> Copies:
-    """The implementation of :class:`Copies` for a device."""
+def copies_to(device: torch.device, num_slots: int) -> HostCopies:
+    """The copies to slots on this device."""
     return CudaCopies(device, num_slots) if device.type == "cuda" else HostCopies()
 
 
 class SlotRotation:
     """Copies the weights of layers into slots, as the layers begin one after the other.
 
-    Args:
-        host: the weights of each layer in host memory, uint8 (bytes,) each.
-        slots: device memory, uint8 (bytes,) each.
-        copies: launches copies and waits for them.
-
-    Attributes:
-        is_home: the first layers are in their slots, or their copies are in flight. False after a write of weights or a
-            failed forward: the next :meth:`come_home` fills the slots again.
+    ``host`` has the weights of each layer, ``slots`` the device memory, each as uint8 (bytes,).
     """
 
-    def __init__(self, host: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], copies: Copies) -> None:
+    def __init__(self, host: Sequence[torch.Tensor], slots: Sequence[torch.Tensor], copies: HostCopies) -> None:
         self._host, self._slots, self._copies = host, slots, copies
         self._num_slots = len(slots)
         self._next = 0
         self._in_flight: dict[int, bool] = {}
+        #: The first layers are in their slots, or their copies are in flight. False after a write of weights or a
+        #: failed forward: the next :meth:`reset_to_start` fills the slots again.
         self.is_home = False
 
     def is_under_way(self) -> bool:
         """Whether a forward has begun and not ended."""
         return self._next > 0
 
-    def come_home(self) -> None:
+    def reset_to_start(self) -> None:
         """Make the current stream wait for the copies in flight, and fill the first slots if the state is not home."""
         self._copies.follow_last()
         if self._next == len(self._host):
@@ -281,11 +215,7 @@ class SlotRotation:
         self._wait_for_all()  # guard: offload_sync_before_capture
 
     def begin(self, index: int) -> None:
-        """Begin layer ``index``: start the copy into the slot of the layer before, and wait for this layer's weights.
-
-        Raises:
-            OffloadError: another layer must run next, or the state is not home.
-        """
+        """Begin layer ``index``: start the copy into the slot of the layer before, and wait for its weights."""
         if not self.is_home:
             raise OffloadError(
                 "the weights of the first layers are not on the device",
@@ -305,20 +235,12 @@ class SlotRotation:
         self._next = index + 1
 
     def join(self) -> None:
-        """End a forward, and make the current stream wait for all copies in flight.
-
-        Raises:
-            OffloadError: not all layers ran.
-        """
+        """End a forward, and make the current stream wait for all copies in flight."""
         self.end()
         self._wait_for_all()
 
     def end(self) -> None:
-        """End a forward: launch the copy that brings the slot of the last layer home.
-
-        Raises:
-            OffloadError: not all layers ran.
-        """
+        """End a forward, whose layers must all have run: launch the copy that resets the slot of the last layer."""
         if self._next != len(self._host):
             raise self._out_of_turn("the end of the forward")
         last = self._next - 1
@@ -347,7 +269,7 @@ class SlotRotation:
             del self._in_flight[slot]
 
     def _refuse_across(self, slot: int, is_recording: bool) -> None:
-        """Refuse to wait inside a capture for a copy that was launched outside of it, and the reverse."""
+        """A copy that was launched outside of a capture cannot be waited for in it, nor the reverse."""
         if self._in_flight[slot] != is_recording:
             raise OffloadError(
                 f"the copy into slot {slot} would cross the border of a capture",

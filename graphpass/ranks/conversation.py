@@ -20,17 +20,13 @@ from graphpass.errors import AgreementError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.ranks.decision import BATCH_WIDTH, MAX_FIELDS, AgreedStep, RankBatch, agree, extras_of
-from graphpass.ranks.failures import FailureTexts, RankRows
-from graphpass.ranks.group import DataParallelAgreement
+from graphpass.ranks.group import DataParallelAgreement, RankRows
 
-__all__ = ["IDLE_TOKENS", "AgreedSteps", "RankDecision"]
-
-_ROW_WIDTH = 2 + BATCH_WIDTH
-_FAILURE = FailureTexts("failed in this step", "a step, or a capture, on every rank", "the next step")
 IDLE_TOKENS = 2
 """Tokens of the dummy batch of a rank without work if no graph runs. One token would be compiled separately."""
 _SHOWN = 200
 """An error shows at most this many characters of a difference between ranks."""
+_Key = tuple[CUDAGraphMode, BatchDescriptor]
 
 
 class _RowKind(enum.IntEnum):
@@ -42,19 +38,12 @@ class _RowKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankDecision:
-    """The part of this rank in a step that all ranks agreed on.
+    """The part of this rank in a step that all ranks agreed on."""
 
-    Attributes:
-        step: mode, descriptor and reason for this rank.
-        agreed: the step of all ranks.
-        has_batch: False if this rank runs a dummy batch.
-        is_lower: whether this rank alone would have run its batch in a larger mode.
-    """
-
-    step: Dispatch
-    agreed: AgreedStep
-    has_batch: bool
-    is_lower: bool
+    step: Dispatch  #: mode, descriptor and reason for this rank
+    agreed: AgreedStep  #: the step of all ranks
+    has_batch: bool  #: False if this rank runs a dummy batch
+    is_lower: bool  #: whether this rank alone would have run its batch in a larger mode
 
 
 class AgreedSteps:
@@ -87,7 +76,13 @@ class AgreedSteps:
                 remedy="create it with lazy=False and call capture() on every rank",
             )
         self._agreement, self._dispatcher = agreement, dispatcher
-        self._rows = RankRows(agreement, _ROW_WIDTH, _FAILURE)
+        self._rows = RankRows(
+            agreement,
+            2 + BATCH_WIDTH,
+            failed="failed in this step",
+            expected="a step, or a capture, on every rank",
+            retried="the next step",
+        )
         self._configuration = dict(configuration)
         self._idle_tokens = idle_tokens
         self._common = dispatcher
@@ -110,7 +105,7 @@ class AgreedSteps:
         Raises:
             AgreementError: another rank failed, has ended, or is configured differently. No rank runs the step.
         """
-        with self._rows.failures_told():
+        with self._rows.sending_failures():
             request = propose()
             own, shape = self._own(request)
             self._refresh()
@@ -119,8 +114,8 @@ class AgreedSteps:
         num_fields = len(self._dispatcher.capture_fields)
         batches = [RankBatch.from_row(row, num_fields) for row in rows]
         agreed = agree(batches, self._common, self._extras, idle_tokens=self._idle_tokens)
-        is_lower = batch.has_work and int(agreed.mode.value) < int(own.mode.value)
-        return RankDecision(agreed.of_rank(self._agreement.rank, own, shape), agreed, batch.has_work, is_lower)
+        step, is_lower = agreed.of_rank(self._agreement.rank, own, shape), int(agreed.mode.value) < batch.mode
+        return RankDecision(step, agreed, bool(batch.has_work), is_lower)
 
     def _own(self, request: Mapping[str, Any] | None) -> tuple[Dispatch, BatchDescriptor]:
         """The decision of this rank alone, and the unpadded shape of its batch."""
@@ -135,7 +130,7 @@ class AgreedSteps:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Context for a capture on all ranks, in the same order of keys. A failure of one rank fails all of them."""
-        with self._rows.failures_told():
+        with self._rows.sending_failures():
             yield
         self.stops(False, 0)
 
@@ -150,8 +145,7 @@ class AgreedSteps:
             AgreementError: the ranks have different numbers of keys left, or a rank failed.
         """
         self._refresh()
-        rows = self._exchange(_RowKind.CAPTURE, [int(wants_to), num_left])
-        left = [row[1] for row in rows]
+        stopping, left, *_ = zip(*self._exchange(_RowKind.CAPTURE, [int(wants_to), num_left]), strict=True)
         if len(set(left)) > 1:
             raise AgreementError(
                 "the ranks capture different keys",
@@ -159,7 +153,7 @@ class AgreedSteps:
                 found=", ".join(f"{number} on rank {rank}" for rank, number in enumerate(left)),
                 remedy="call recapture() on every rank",
             )
-        return any(row[0] for row in rows)
+        return any(stopping)
 
     # -- messages between the ranks -----------------------------------------------------------------------------------
 
@@ -185,26 +179,26 @@ class AgreedSteps:
         """Compute the fingerprint of configuration and captured keys again if the dispatcher's keys changed."""
         if self._revision == self._dispatcher.revision:
             return
+        dispatcher = self._dispatcher
+        keys: list[_Key] = [(mode, key) for mode, keys in dispatcher.keys.items() for key in keys]
+        # What the decisions of the dispatcher depend on, as text.
         self._described = {
             **{name: (text,) for name, text in self._configuration.items()},
-            **_keys_of(self._dispatcher),
+            "mode": (str(dispatcher.mode),),
+            "fields": dispatcher.capture_fields,
+            "uniform_decode_query_len": (str(dispatcher.uniform_decode_query_len),),
+            "keys": tuple(sorted(f"{mode} {key}" for mode, key in keys)),
         }
-        self._captured = frozenset(_captured_keys(self._dispatcher))
-        text = repr((sorted(self._described.items()), sorted(_name_of(key) for key in self._captured)))
+        self._captured = frozenset(key for key in keys if dispatcher.is_captured(*key))
+        text = repr((sorted(self._described.items()), sorted(f"{mode} {key}" for mode, key in self._captured)))
         self._fingerprint = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        self._extras = extras_of(self._dispatcher)
-        self._revision = self._dispatcher.revision
+        self._extras = extras_of(dispatcher)
+        self._revision = dispatcher.revision
 
     def _settle(self, fingerprints: tuple[int, ...]) -> None:
-        """Determine the keys that all ranks have captured, if a fingerprint has changed.
+        """Determine the keys that all ranks have captured, if the fingerprint of a rank has changed.
 
         ``fingerprints`` and ``_settled`` are equal on all ranks, so either all of them exchange objects or none.
-
-        Args:
-            fingerprints: one for each rank.
-
-        Raises:
-            AgreementError: ranks are configured differently.
         """
         if fingerprints == self._settled:
             return
@@ -215,25 +209,6 @@ class AgreedSteps:
             captured = frozenset.intersection(*(keys for _, keys in of_ranks))  # guard: ranks_common_keys
         self._common = self._dispatcher.with_captured(captured)
         self._settled = fingerprints
-
-
-def _captured_keys(dispatcher: CudagraphDispatcher) -> Iterator[tuple[CUDAGraphMode, BatchDescriptor]]:
-    for mode, keys in dispatcher.keys.items():
-        yield from ((mode, key) for key in keys if dispatcher.is_captured(mode, key))
-
-
-def _name_of(key: tuple[CUDAGraphMode, BatchDescriptor]) -> str:
-    return f"{key[0]} {key[1]}"
-
-
-def _keys_of(dispatcher: CudagraphDispatcher) -> dict[str, tuple[str, ...]]:
-    """The parts of a dispatcher that its decisions depend on, as text."""
-    return {
-        "mode": (str(dispatcher.mode),),
-        "fields": dispatcher.capture_fields,
-        "uniform_decode_query_len": (str(dispatcher.uniform_decode_query_len),),
-        "keys": tuple(sorted(_name_of((mode, key)) for mode, keys in dispatcher.keys.items() for key in keys)),
-    }
 
 
 def _refuse_differences(configurations: Sequence[Mapping[str, tuple[str, ...]]]) -> None:

@@ -8,9 +8,9 @@ the minimum of the modes, and uniform decode only if every batch is uniform. Not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
@@ -18,41 +18,27 @@ from graphpass.dispatch.sizes import Extra
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["BATCH_WIDTH", "MAX_FIELDS", "AgreedStep", "RankBatch", "agree", "extras_of"]
-
 MAX_FIELDS = 8
 """All rows have the same length, for any number of fields, so that differently configured ranks can be reported."""
 BATCH_WIDTH = 8 + MAX_FIELDS
+REASONS = tuple(DispatchReason)
 
 _NO_BATCH = BatchDescriptor(0)
-_REASONS = tuple(DispatchReason)
 _UNKNOWN_EXTRA = -1
 
 
-@dataclass(frozen=True, slots=True)
-class RankBatch:
-    """The batch of one rank in a step.
+class RankBatch(NamedTuple):
+    """The batch of one rank in a step, as the integers that ranks exchange; without work only ``has_work`` counts."""
 
-    Attributes:
-        has_work: whether there is a batch; if not, all other attributes are meaningless.
-        mode, reason: the decision of this rank alone.
-        num_tokens: number of real tokens.
-        num_reqs: number of requests; None if the rank does not specify it.
-        uniform: whether it is a uniform decode batch.
-        num_active_loras: number of LoRA adapters in use.
-        extra: index of the batch's ``extra`` in :func:`extras_of` the dispatcher; -1 if no key has it.
-        sizes: the real size of each capture field.
-    """
-
-    has_work: bool = False
-    mode: CUDAGraphMode = CUDAGraphMode.NONE
-    reason: DispatchReason = DispatchReason.EMPTY
-    num_tokens: int = 0
-    num_reqs: int | None = None
-    uniform: bool = False
-    num_active_loras: int = 0
-    extra: int = 0
-    sizes: tuple[int, ...] = ()
+    has_work: int = 0  #: 1 if there is a batch
+    mode: int = 0  #: value of the runtime mode that the rank alone would run
+    reason: int = 0  #: index in :data:`REASONS` of the rank's own decision
+    num_tokens: int = 0  #: real tokens
+    num_reqs: int = -1  #: requests; -1 if the rank does not specify them
+    uniform: int = 0  #: 1 for a uniform decode batch
+    num_active_loras: int = 0  #: LoRA adapters in use
+    extra: int = 0  #: index of the batch's ``extra`` in :func:`extras_of` the dispatcher; -1 if no key has it
+    sizes: tuple[int, ...] = ()  #: the real size of each capture field
 
     @classmethod
     def of(
@@ -64,73 +50,37 @@ class RankBatch:
         num_reqs = request.get("num_reqs")
         fields, rest = dispatcher.read(request["num_tokens"], num_reqs=num_reqs, extra=request.get("extra", ()))
         return cls(
-            has_work=True,
-            mode=own.mode,
-            reason=own.reason,
-            num_tokens=request["num_tokens"],
-            num_reqs=num_reqs,
-            uniform=request.get("uniform_decode", False),
-            num_active_loras=request.get("num_active_loras", 0),
+            has_work=1,
+            mode=int(own.mode.value),
+            reason=REASONS.index(own.reason),
+            num_tokens=int(request["num_tokens"]),
+            num_reqs=-1 if num_reqs is None else int(num_reqs),
+            uniform=int(request.get("uniform_decode", False)),
+            num_active_loras=int(request.get("num_active_loras", 0)),
             extra=extras.index(rest) if rest in extras else _UNKNOWN_EXTRA,
-            sizes=tuple(fields.values()),
+            sizes=tuple(map(int, fields.values())),
         )
-
-    def to_row(self) -> list[int]:
-        """The batch as :data:`BATCH_WIDTH` integers."""
-        row = [
-            int(self.has_work),
-            int(self.mode.value),
-            _REASONS.index(self.reason),
-            self.num_tokens,
-            -1 if self.num_reqs is None else self.num_reqs,
-            int(self.uniform),
-            self.num_active_loras,
-            self.extra,
-            *self.sizes,
-        ]
-        return [*map(int, row), *[0] * (BATCH_WIDTH - len(row))]
 
     @classmethod
     def from_row(cls, row: Sequence[int], num_fields: int) -> RankBatch:
-        """The batch of a row of :meth:`to_row`.
+        """The batch of a row that begins with the integers of :meth:`to_row`."""
+        return cls(*row[:8], tuple(row[8 : 8 + num_fields])) if row[0] else cls()  # type: ignore[arg-type]
 
-        Args:
-            row: the integers.
-            num_fields: number of capture fields of the dispatcher.
-        """
-        if not row[0]:
-            return cls()
-        _, mode, reason, num_tokens, num_reqs, uniform, adapters, extra, *sizes = row
-        return cls(
-            has_work=True,
-            mode=CUDAGraphMode(mode),
-            reason=_REASONS[reason],
-            num_tokens=num_tokens,
-            num_reqs=None if num_reqs < 0 else num_reqs,
-            uniform=bool(uniform),
-            num_active_loras=adapters,
-            extra=extra,
-            sizes=tuple(sizes[:num_fields]),
-        )
+    def to_row(self) -> list[int]:
+        """The batch as a row of at most :data:`BATCH_WIDTH` integers."""
+        *numbers, sizes = self
+        return [*numbers, *sizes]  # type: ignore[list-item, misc]
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedStep:
-    """The step that all ranks run; equal on all ranks.
+    """The step that all ranks run; equal on all ranks."""
 
-    Attributes:
-        mode: mode of every rank.
-        descriptor: key of every rank; None if ``mode`` is NONE.
-        reason: reason of the decision; for NONE, why one rank or all ranks together have no graph.
-        why: the reason as a sentence that names the rank.
-        num_tokens_across_dp: tokens that each rank computes, padding included.
-    """
-
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor | None
-    reason: DispatchReason
-    why: str
-    num_tokens_across_dp: tuple[int, ...]
+    mode: CUDAGraphMode  #: mode of every rank
+    descriptor: BatchDescriptor | None  #: key of every rank; None if ``mode`` is NONE
+    reason: DispatchReason  #: for NONE, why one rank or all ranks together have no graph
+    why: str  #: the reason as a sentence that names the rank
+    num_tokens_across_dp: tuple[int, ...]  #: tokens that each rank computes, padding included
 
     @property
     def has_work(self) -> bool:
@@ -140,10 +90,7 @@ class AgreedStep:
     def of_rank(self, rank: int, own: Dispatch, shape: BatchDescriptor) -> Dispatch:
         """The decision for one rank, with the reason AGREED unless it equals the rank's own decision.
 
-        Args:
-            rank: the rank.
-            own: the decision of the rank alone.
-            shape: the unpadded shape of its batch; ignored for an idle rank.
+        ``own`` is the decision of the rank alone, ``shape`` the unpadded shape of its batch, ignored for an idle rank.
         """
         if not self.has_work or own.reason is DispatchReason.EMPTY:
             idle = BatchDescriptor(self.num_tokens_across_dp[rank])
@@ -191,49 +138,42 @@ def _common(
     working: Mapping[int, RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]
 ) -> tuple[Dispatch, str]:
     """The decision for all ranks that have a batch, and its reason as a sentence."""
-    lowest = min((batch.mode for batch in working.values()), key=lambda mode: int(mode.value))
-    bounding = {rank: batch for rank, batch in working.items() if batch.mode is lowest}
+    lowest = min(batch.mode for batch in working.values())
+    bounding = {rank: batch for rank, batch in working.items() if batch.mode == lowest}
     if not lowest:
         # Prefer a rank with another reason than DISABLED: the user knows that a mode is disabled.
-        rank = min(bounding, key=lambda rank: (bounding[rank].reason is DispatchReason.DISABLED, rank))
-        reason = bounding[rank].reason
+        rank = min(bounding, key=lambda rank: (REASONS[bounding[rank].reason] is DispatchReason.DISABLED, rank))
+        reason = REASONS[bounding[rank].reason]
         text = f"rank {rank} ({bounding[rank].num_tokens} tokens) has no graph, because {reason.explanation}"
-        return Dispatch(lowest, _NO_BATCH, reason), text
+        return Dispatch(CUDAGraphMode.NONE, _NO_BATCH, reason), text
     if len({batch.extra for batch in working.values()}) > 1:
         ranks = ", ".join(map(str, working))
         return Dispatch(CUDAGraphMode.NONE, _NO_BATCH, DispatchReason.NO_KEY), f"ranks {ranks} differ in their 'extra'"
-    request = _together(list(working.values()), dispatcher, extras)
-    allowed = {mode for mode in _runtime_modes() if int(mode.value) <= int(lowest.value)}
-    step = dispatcher.dispatch(**request, allowed_modes=allowed)
-    sizes = ", ".join(f"{name} {size}" for name, size in _sizes(working.values(), dispatcher).items())
+    largest = map(max, zip(*(batch.sizes for batch in working.values()), strict=True))
+    sizes = dict(zip(dispatcher.capture_fields, largest, strict=True))
+    request = _together(list(working.values()), sizes, dispatcher.uniform_decode_query_len, extras)
+    step = dispatcher.dispatch(**request, allowed_modes={CUDAGraphMode(value) for value in range(lowest + 1)})
+    text = ", ".join(f"{name} {size}" for name, size in sizes.items())
     if not step.mode:
-        return step, f"the ranks together ({sizes}) have no graph, because {step.reason.explanation}"
+        return step, f"the ranks together ({text}) have no graph, because {step.reason.explanation}"
     rank, batch = next(iter(bounding.items()))
     kind = "uniform decode" if batch.uniform else "mixed"
-    return step, f"rank {rank} ({batch.num_tokens} tokens, {kind}) can run at most {lowest}; common size: {sizes}"
+    most = CUDAGraphMode(lowest)
+    return step, f"rank {rank} ({batch.num_tokens} tokens, {kind}) can run at most {most}; common size: {text}"
 
 
-def _together(batches: Sequence[RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]) -> dict[str, Any]:
+def _together(
+    batches: Sequence[RankBatch], sizes: Mapping[str, int], query_len: int, extras: Sequence[Extra]
+) -> dict[str, Any]:
     """The arguments of ``dispatcher.dispatch`` for a batch as large as the largest of ``batches`` in every field."""
-    sizes = _sizes(batches, dispatcher)
     num_tokens = sizes["num_tokens"] if "num_tokens" in sizes else math.prod(sizes.values())
-    # The maximum of each field may not be a whole number of requests, even if every batch is.
-    uniform = all(batch.uniform for batch in batches) and num_tokens % dispatcher.uniform_decode_query_len == 0
-    num_reqs = max((batch.num_reqs for batch in batches if batch.num_reqs is not None), default=None)
+    num_reqs = max(batch.num_reqs for batch in batches)
     fields = tuple((name, size) for name, size in sizes.items() if name not in ("num_tokens", "num_reqs"))
     return {
         "num_tokens": num_tokens,
-        "num_reqs": sizes.get("num_reqs", num_reqs),
-        "uniform_decode": uniform,
+        "num_reqs": sizes.get("num_reqs", None if num_reqs < 0 else num_reqs),
+        # The maximum of each field may not be a whole number of requests, even if every batch is.
+        "uniform_decode": all(batch.uniform for batch in batches) and num_tokens % query_len == 0,
         "num_active_loras": max(batch.num_active_loras for batch in batches),
         "extra": (*fields, *extras[batches[0].extra]),
     }
-
-
-def _sizes(batches: Iterable[RankBatch], dispatcher: CudagraphDispatcher) -> dict[str, int]:
-    largest = map(max, zip(*(batch.sizes for batch in batches), strict=True))
-    return dict(zip(dispatcher.capture_fields, largest, strict=True))
-
-
-def _runtime_modes() -> list[CUDAGraphMode]:
-    return [mode for mode in CUDAGraphMode if mode.is_valid_runtime_mode()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -11,8 +12,6 @@ import torch
 from torch import distributed
 
 from graphpass.errors import AgreementError, OptionError
-
-__all__ = ["DataParallelAgreement"]
 
 
 class DataParallelAgreement:
@@ -134,3 +133,61 @@ def _unreachable(cause: str) -> AgreementError:
         found=cause,
         remedy="find out why a rank ended, hung, or called another method; then restart all ranks",
     )
+
+
+class RankRows:
+    """Exchanges rows of integers over an agreement. A failed rank sends its error, so that no rank waits for it.
+
+    Args:
+        agreement: the ranks.
+        width: number of integers in a row, equal on every rank.
+        failed: for the error of all ranks if one fails: the predicate after its number, as ``failed in this step``.
+        expected: the calls that were expected of every rank.
+        retried: the call that can be run on all ranks afterwards.
+    """
+
+    def __init__(
+        self, agreement: DataParallelAgreement, width: int, *, failed: str, expected: str, retried: str
+    ) -> None:
+        self._agreement, self._width = agreement, width
+        self._failed, self._expected, self._retried = failed, expected, retried
+        self._num_exchanges = 0
+
+    @contextlib.contextmanager
+    def sending_failures(self) -> Iterator[None]:
+        """If the body fails, send its error to the other ranks, which wait for a row of this rank.
+
+        An AgreementError after an exchange inside the body is not sent: every rank raises that error.
+        """
+        num_exchanges = self._num_exchanges
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, AgreementError) or self._num_exchanges == num_exchanges:
+                with contextlib.suppress(AgreementError):
+                    # guard: encoder_rank_fails
+                    self._exchanged([1, *[0] * self._width], f"{type(error).__name__}: {error}")
+            raise
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """The rows of all ranks, in their order, padded with zeros to the width. Every rank calls it.
+
+        Raises:
+            AgreementError: a rank failed, or has ended.
+        """
+        self._num_exchanges += 1
+        rows = self._exchanged([0, *row, *[0] * (self._width - len(row))], "")
+        return [of_rank[1:] for of_rank in rows]
+
+    def _exchanged(self, row: Sequence[int], failure: str) -> list[list[int]]:
+        rows = self._agreement.exchange(row)
+        failed = [rank for rank, of_rank in enumerate(rows) if of_rank[0]]
+        if failed:
+            texts = self._agreement.exchange_objects(failure)
+            raise AgreementError(
+                f"rank {failed[0]} {self._failed}",
+                expected=self._expected,
+                found="; ".join(f"rank {rank}: {texts[rank]}" for rank in failed),
+                remedy=f"fix the error of that rank; {self._retried} can be run on all ranks",
+            )
+        return rows

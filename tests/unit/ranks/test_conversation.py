@@ -14,7 +14,7 @@ from graphpass import Batch, BatchDescriptor, CudagraphDispatcher, CUDAGraphMode
 from graphpass.errors import AgreementError, CaptureError, OptionError, StaticInputError
 from graphpass.ranks import DataParallelAgreement
 from graphpass.ranks.conversation import AgreedSteps, RankDecision
-from graphpass.ranks.decision import RankBatch
+from graphpass.ranks.decision import REASONS, RankBatch
 from graphpass.regions import register_padding_rule
 from tests.unit.engine.managed import (
     EVENTS,
@@ -242,10 +242,14 @@ class Written:
         return [list(row), [*row[:3], *self.other.to_row()] if is_step else list(row)]
 
 
+def other(mode: CUDAGraphMode, reason: DispatchReason, num_tokens: int, uniform: int = 0) -> RankBatch:
+    return RankBatch(1, mode.value, REASONS.index(reason), num_tokens, uniform=uniform, sizes=(num_tokens,))
+
+
 OTHERS = {
-    "FULL": RankBatch(True, FULL, DispatchReason.PADDED, 3, uniform=True, sizes=(3,)),
-    "PIECEWISE": RankBatch(True, PIECEWISE, DispatchReason.PADDED, 3, sizes=(3,)),
-    "NONE": RankBatch(True, NONE, DispatchReason.TOO_LARGE, 9, sizes=(9,)),
+    "FULL": other(FULL, DispatchReason.PADDED, 3, uniform=1),
+    "PIECEWISE": other(PIECEWISE, DispatchReason.PADDED, 3),
+    "NONE": other(NONE, DispatchReason.TOO_LARGE, 9),
 }
 
 
@@ -337,7 +341,7 @@ def test_a_fallback_that_is_refused_is_refused_on_every_rank() -> None:
     # A mode that is switched off for such batches is what was asked for, here and there.
     manager = made(Rows().eval(), "FULL_DECODE_ONLY", agreement=written, on_fallback="error")
     manager.capture()
-    written.other = RankBatch(True, NONE, DispatchReason.DISABLED, 3, sizes=(3,))
+    written.other = other(NONE, DispatchReason.DISABLED, 3)
     run(manager, rows(3), uniform_decode=True)
     assert manager.stats().fallbacks == {DispatchReason.AGREED: 1}
 

@@ -64,7 +64,7 @@ def decided(dispatcher: CudagraphDispatcher, asked: Sequence[Asked | None]) -> t
         for one, step in zip(asked, own, strict=True)
     ]
     rows = [batch.to_row() for batch in batches]
-    assert {len(row) for row in rows} == {BATCH_WIDTH}
+    assert max(map(len, rows)) <= BATCH_WIDTH
     read = [RankBatch.from_row(row, len(dispatcher.capture_fields)) for row in rows]
     assert read == batches
     agreed = agree(read, dispatcher, extras, idle_tokens=IDLE_TOKENS)
