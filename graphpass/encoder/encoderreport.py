@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.runtimereport import figures_of
 from graphpass.encoder.stats import EncoderStats
-from graphpass.ladder.meter import MemoryGrowth
+from graphpass.ladder.estimate import MemoryGrowth
 from graphpass.ladder.traffic import Traffic
 from graphpass.ledger import Reason
 from graphpass.report import Costs, GroupCost, KeyUse, Problem, SizeTraffic, UncapturedCalls

@@ -32,10 +32,16 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.encoder.stats import EncoderCounts, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
-from graphpass.ladder.estimate import NOTHING_ESTIMATED, Key, MemoryEstimate, PoolModel
-from graphpass.ladder.estimating import estimated
-from graphpass.ladder.limit import KeyPool, capture_within
-from graphpass.ladder.meter import DeviceMemory
+from graphpass.ladder.estimate import (
+    NOTHING_ESTIMATED,
+    DeviceMemory,
+    Key,
+    KeyPool,
+    MemoryEstimate,
+    PoolModel,
+    capture_within,
+    estimated,
+)
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph

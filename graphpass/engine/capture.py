@@ -19,8 +19,7 @@ from graphpass.engine.learn import ModelLearner, ModelResults
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import nothing_reached
 from graphpass.engine.results import LeafSources, leaf_sources
-from graphpass.ladder.estimate import Key
-from graphpass.ladder.meter import DeviceMemory, MemoryMeter
+from graphpass.ladder.estimate import DeviceMemory, Key
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.paddedmemory import PaddedBuffer, by_tensor
@@ -75,7 +74,7 @@ class KeyCapturer:
 
     def __init__(self, model: CompiledModel, learner: ModelLearner) -> None:
         self._model, self._learner = model, learner
-        self.meter: MemoryMeter = DeviceMemory(model.inputs.device, model.runtime)
+        self.meter = DeviceMemory(model.inputs.device, model.runtime)
         self._states: dict[Any, ModelState] = {}
 
     def forget(self) -> None:

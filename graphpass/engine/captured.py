@@ -10,9 +10,7 @@ from graphpass.engine.learn import ModelLearner
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import moved_weights, nothing_captured, nothing_to_capture
 from graphpass.engine.stats import keys_by_group
-from graphpass.ladder.estimate import Key, MemoryEstimate, PoolModel
-from graphpass.ladder.estimating import estimated
-from graphpass.ladder.limit import KeyPool, capture_within
+from graphpass.ladder.estimate import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ranks.conversation import AgreedSteps

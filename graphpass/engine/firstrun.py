@@ -16,14 +16,14 @@ from graphpass.capture.scope import CaptureScope, EnteredCallable
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import dynamo
 from graphpass.engine.buffers import PaddedInputs
-from graphpass.engine.pythonstate import (
+from graphpass.engine.refusals import nothing_reached
+from graphpass.engine.results import Reached, ResultRecipe, learn_recipe
+from graphpass.ladder.modelstate import (
     PythonState,
     refuse_side_effects,
     refuse_stored_tensors,
     restoring_python_state,
 )
-from graphpass.engine.refusals import nothing_reached
-from graphpass.engine.results import Reached, ResultRecipe, learn_recipe
 from graphpass.paddedmemory import by_tensor, versions_of, written_since
 
 __all__ = ["FirstRun", "restoring_model_state"]

@@ -14,11 +14,11 @@ from graphpass.engine.firstrun import FirstRun, restoring_model_state
 from graphpass.engine.forward import fields_named
 from graphpass.engine.mixing import refuse_mixing, refuse_tensors_between
 from graphpass.engine.model import CompiledModel
-from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.refusals import not_with_offloading
 from graphpass.engine.results import LeafSources, Reached, ResultRecipe, leaf_sources, symbols_of
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
+from graphpass.ladder.modelstate import PythonState
 from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import by_tensor

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 
 from graphpass.capture.scope import ReachedCallable
 from graphpass.compat.nnmodules import where_of
-from graphpass.engine.pythonstate import PythonState
 from graphpass.engine.results import GraphSymbols
 from graphpass.errors import CaptureError
+from graphpass.ladder.modelstate import PythonState
 from graphpass.regions.padding import PaddingFinding
 from graphpass.regions.padding.mixing import mixing_of
 from graphpass.regions.split import Partition

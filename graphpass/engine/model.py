@@ -15,8 +15,7 @@ from graphpass.engine.buffers import PaddedInputs, Sizes, StepBuffers
 from graphpass.engine.forward import ForwardParts
 from graphpass.engine.refusals import not_with_offloading, too_large_key
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder.modelstate import ModelState, modules_of
-from graphpass.ladder.owncode import entry_of
+from graphpass.ladder.modelstate import ModelState, entry_of, modules_of
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Fallbacks, Settings
 

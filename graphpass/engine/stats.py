@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder.estimate import Key
-from graphpass.ladder.meter import NOTHING, MemoryGrowth
+from graphpass.ladder.estimate import NOTHING, Key, MemoryGrowth
 from graphpass.ladder.prometheus import Metric, prometheus_text
 from graphpass.ladder.traffic import Traffic, TrafficCounts
 from graphpass.modes import CUDAGraphMode

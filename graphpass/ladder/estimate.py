@@ -1,39 +1,135 @@
-"""Estimates the device memory that the capture of a ladder needs, from captures of a few of its keys.
+"""The device memory that the capture of a ladder needs: measured, estimated from a few keys, and limited.
+
+There are three kinds. The *graph pool* has the tensors that graphs compute. *Cached* memory is the rest of torch's
+allocator: memory of warm-ups that it caches for reuse, staging buffers, metadata. The *driver* allocates memory for
+executables and kernels, which torch's allocator does not report.
 
 All keys share one graph pool, so the pool is smaller than the sum of its keys: later graphs reuse memory of earlier
 ones. Only the bytes that each graph keeps add up. :class:`PoolModel` has three numbers for each key, fitted to sample
-captures in throwaway pools.
+captures in throwaway pools. The driver's memory for graph executables adds up over keys, but the driver first reuses
+memory of destroyed executables. So each group instantiates copies of its largest sample, as many as the group has keys.
+
+The bytes of a key are certain only after its capture, and the pool frees no memory while it has graphs. So if a key
+grows the pool above a limit, the whole pool is released and the other keys are captured again without that key. The
+model skips keys that will not fit, which makes this rare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 
+from graphpass.capture.executables import ExecutableCopies
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder.meter import NOTHING, MemoryGrowth
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.console import text_of
 from graphpass.report.parts import Table
 
-__all__ = [
-    "NOTHING_ESTIMATED",
-    "GroupEstimate",
-    "Groups",
-    "Key",
-    "Measured",
-    "MemoryEstimate",
-    "PoolModel",
-    "Sample",
-    "estimate_of",
-    "keys_to_sample",
-]
-
 Key = tuple[CUDAGraphMode, BatchDescriptor]
 Groups = Mapping[str, Sequence[Key]]
 """{name of a group: its keys}, both in the order of capture."""
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGrowth:
+    """Growth of the device's memory, in bytes."""
+
+    pool_bytes: int = 0  #: growth of the graph pool
+    cached_bytes: int = 0  #: growth of torch's allocator outside the pool
+    driver_bytes: int = 0  #: growth outside the allocator: executables and kernels, or other processes
+
+    @property
+    def total_bytes(self) -> int:
+        """Growth of pool, cached and driver memory together."""
+        return self.pool_bytes + self.cached_bytes + self.driver_bytes
+
+    @classmethod
+    def sum_of(cls, growths: Iterable[MemoryGrowth]) -> MemoryGrowth:
+        """The sum, for each kind of memory."""
+        parts = list(growths)
+        return cls(
+            sum(growth.pool_bytes for growth in parts),
+            sum(growth.cached_bytes for growth in parts),
+            sum(growth.driver_bytes for growth in parts),
+        )
+
+
+NOTHING = MemoryGrowth()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """A device's memory at one moment, in bytes."""
+
+    taken: int  #: memory in use by all processes
+    reserved: int  #: memory of torch's allocator, the pool included
+    pool: int  #: memory of the graph pool
+
+    def __sub__(self, earlier: MemoryReading) -> MemoryGrowth:
+        pool, reserved = self.pool - earlier.pool, self.reserved - earlier.reserved
+        return MemoryGrowth(pool, reserved - pool, self.taken - earlier.taken - reserved)
+
+
+class DeviceMemory:
+    """Reads the memory of a device. There is no pool on the CPU, so the runtime's own count of bytes is used.
+
+    Args:
+        device: the device of the buffers.
+        runtime: owner of the pool.
+    """
+
+    def __init__(self, device: torch.device, runtime: GraphRuntime) -> None:
+        self._device, self._runtime = device, runtime
+
+    def reading(self) -> MemoryReading:
+        """The device's memory now."""
+        pool = self._runtime.pool_bytes()
+        if self._device.type != "cuda":
+            return MemoryReading(pool, pool, pool)
+        reserved = torch.cuda.memory_reserved(self._device)
+        return MemoryReading(reserved + self.driver_bytes(), reserved, pool)
+
+    def kept_bytes(self) -> int:
+        """Bytes of all graph pools that later captures cannot reuse."""
+        if self._device.type != "cuda":
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["active_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+
+    def driver_bytes(self) -> int:
+        """Bytes of the device in use outside torch's allocator."""
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free) - torch.cuda.memory_reserved(self._device)
+
+    def copies(self) -> contextlib.AbstractContextManager[ExecutableCopies]:
+        """Further executables of recordings; leaving the context destroys them."""
+        return contextlib.closing(ExecutableCopies())
+
+    def open_pool(self) -> None:
+        """Allocate what a pool allocates once, for any capture: the workspaces of matrix products."""
+        self._runtime.lease.device_for([torch.empty(0, device=self._device)]).open()
+
+    def settle(self) -> None:
+        """Release the allocator's cached memory, so that readings are comparable."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+
+_DRIVER_BYTES_TO_SEE = 64 << 20
+"""No more copies are instantiated above this many bytes of driver memory; the bytes of the rest are extrapolated."""
+_FULL_RETRIES = 2
 _MOST_SAMPLES_A_MODE = 3
 # Samples are the slowest keys, and releasing their pool takes time. One sample for six keys keeps an estimate below a
 # quarter of the time of the capture.
@@ -71,35 +167,24 @@ def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The measured memory of one captured key. Earlier samples of the same pool are still in it.
+    """The measured memory of one captured key. Earlier samples of the same pool are still in it."""
 
-    Attributes:
-        key: the captured key.
-        growth: growth of the device's memory during the capture.
-        kept_bytes: bytes of the pool that later captures cannot reuse.
-    """
-
-    key: Key
-    growth: MemoryGrowth
-    kept_bytes: int
+    key: Key  #: the captured key
+    growth: MemoryGrowth  #: growth of the device's memory during the capture
+    kept_bytes: int  #: bytes of the pool that later captures cannot reuse
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All measurements for the estimate of a ladder.
+    """All measurements for the estimate of a ladder."""
 
-    Attributes:
-        groups: the samples of each group, captured in a separate pool for each group, the largest key first.
-        driver_bytes: driver memory for all keys of each group.
-        together: the largest key of each group, captured in one pool; empty if there is only one group.
-        around: memory that is allocated before the first key and released after the last one.
-        opening: memory that each pool allocates once, and torch's workspaces for the matrix products of warm-ups.
-    """
-
+    #: the samples of each group, captured in a separate pool for each group, the largest key first
     groups: Mapping[str, Sequence[Sample]]
-    driver_bytes: Mapping[str, int] = field(default_factory=dict)
+    driver_bytes: Mapping[str, int] = field(default_factory=dict)  #: driver memory for all keys of each group
+    #: the largest key of each group, captured in one pool; empty if there is only one group
     together: Sequence[Sample] = ()
-    around: MemoryGrowth = NOTHING
+    around: MemoryGrowth = NOTHING  #: memory that is allocated before the first key and released after the last one
+    #: memory that each pool allocates once, and torch's workspaces for the matrix products of warm-ups
     opening: MemoryGrowth = NOTHING
 
 
@@ -108,19 +193,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """Predicts how each captured key grows the pool.
+    """Predicts how each captured key grows the pool."""
 
-    Attributes:
-        needs: {key: bytes of an empty pool after its capture}. Later keys can reuse them except for ``kept``.
-        kept: {key: bytes that no later key can reuse}.
-        extra: {key: additional growth in a pool with enough free bytes, because no free block has the needed size}.
-        opening: bytes that a pool allocates once, for any capture.
-    """
-
+    #: {key: bytes of an empty pool after its capture}. Later keys can reuse them except for ``kept``.
     needs: Mapping[Key, int]
-    kept: Mapping[Key, int]
+    kept: Mapping[Key, int]  #: {key: bytes that no later key can reuse}
+    #: {key: additional growth in a pool with enough free bytes, because no free block has the needed size}
     extra: Mapping[Key, int]
-    opening: int = 0
+    opening: int = 0  #: bytes that a pool allocates once, for any capture
 
     def after(self, pool_bytes: int, captured: Iterable[Key], key: Key) -> int:
         """Size of the pool after the capture of ``key``, in bytes.
@@ -168,46 +248,31 @@ class PoolModel:
 
 @dataclass(frozen=True, slots=True)
 class GroupEstimate:
-    """Estimated memory of the keys of one group.
+    """Estimated memory of the keys of one group."""
 
-    Attributes:
-        name: ``mixed PIECEWISE``, ``decode FULL``, ``encoder``, ...
-        num_keys: number of keys in the group.
-        sampled: descriptors of the keys that were captured as samples.
-        growth: estimated bytes. ``pool_bytes`` is the growth of the pool after the groups before this one.
-    """
-
-    name: str
-    num_keys: int
-    sampled: tuple[BatchDescriptor, ...]
+    name: str  #: such as ``mixed PIECEWISE``, ``decode FULL`` or ``encoder``
+    num_keys: int  #: number of keys in the group
+    sampled: tuple[BatchDescriptor, ...]  #: descriptors of the keys that were captured as samples
+    #: estimated bytes. ``pool_bytes`` is the growth of the pool after the groups before this one.
     growth: MemoryGrowth
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Estimated device memory of the capture of a whole ladder; ``print(estimate)`` shows tables.
+    """Estimated device memory of the capture of a whole ladder; ``print(estimate)`` shows tables."""
 
-    Attributes:
-        groups: one estimate for each kind of keys, in the order of capture.
-        workspace_bytes: torch's workspaces for the matrix products of warm-ups.
-        spent_bytes: memory that the estimate itself has already used up (loaded kernels, metadata). The capture does
-            not allocate it again.
-        buffer_bytes: size of the input and output buffers.
-        buffers_exist: whether the buffers are already allocated. The buffers of a ``CudaGraphManager`` are; the buffers
-            of an encoder are allocated by the capture.
-        seconds: duration of the estimate.
-        keys: all keys of the ladder, in the order of capture.
-        pool: predicts the growth of the pool.
-    """
-
-    groups: tuple[GroupEstimate, ...]
-    workspace_bytes: int
+    groups: tuple[GroupEstimate, ...]  #: one estimate for each kind of keys, in the order of capture
+    workspace_bytes: int  #: torch's workspaces for the matrix products of warm-ups
+    #: memory that the estimate itself has already used up (loaded kernels, metadata). The capture does not allocate
+    #: it again.
     spent_bytes: int
-    buffer_bytes: int
+    buffer_bytes: int  #: size of the input and output buffers
+    #: whether the buffers are already allocated. The buffers of a ``CudaGraphManager`` are; the buffers of an encoder
+    #: are allocated by the capture.
     buffers_exist: bool
-    seconds: float
-    keys: tuple[Key, ...]
-    pool: PoolModel
+    seconds: float  #: duration of the estimate
+    keys: tuple[Key, ...]  #: all keys of the ladder, in the order of capture
+    pool: PoolModel  #: predicts the growth of the pool
 
     @property
     def pool_bytes(self) -> int:
@@ -299,3 +364,175 @@ def estimate_of(
 
 NOTHING_ESTIMATED = estimate_of({}, Measured({}))
 """The estimate for a ladder without keys."""
+
+
+# -- capturing samples -------------------------------------------------------------------------------------------------
+
+
+def estimated(
+    groups: Groups,
+    runtime: GraphRuntime,
+    meter: DeviceMemory,
+    capture: Callable[[Key], MemoryGrowth],
+    surroundings: Callable[[], contextlib.AbstractContextManager[None]],
+    *,
+    buffer_bytes: int,
+    buffers_exist: bool = True,
+) -> MemoryEstimate:
+    """Capture the keys of :func:`keys_to_sample`, each group in a throwaway pool, and estimate the whole ladder.
+
+    Args:
+        groups: all keys of the ladder.
+        runtime: owner of the captures.
+        meter: reads the device's memory.
+        capture: captures a key in the open capture scope and returns the growth of the device's memory.
+        surroundings: the context in which the ladder is captured; its memory is part of the estimate.
+        buffer_bytes: see :class:`MemoryEstimate`.
+        buffers_exist: see :class:`MemoryEstimate`.
+    """
+    started = time.perf_counter()
+    meter.settle()
+    at_first = meter.reading()
+    with surroundings():
+        around = meter.reading() - at_first
+        measured = _Measurement(runtime, meter, capture).of(groups, around)
+    meter.settle()
+    spent_bytes = max(meter.reading().taken - at_first.taken, 0)
+    seconds = time.perf_counter() - started
+    return estimate_of(
+        groups,
+        measured,
+        spent_bytes=spent_bytes,
+        buffer_bytes=buffer_bytes,
+        buffers_exist=buffers_exist,
+        seconds=seconds,
+    )
+
+
+class _Measurement:
+    """Captures samples in throwaway pools; for the arguments see :func:`estimated`."""
+
+    def __init__(self, runtime: GraphRuntime, meter: DeviceMemory, capture: Callable[[Key], MemoryGrowth]) -> None:
+        self._runtime, self._meter, self._capture = runtime, meter, capture
+        self._openings: list[MemoryGrowth] = []
+
+    def of(self, groups: Groups, around: MemoryGrowth) -> Measured:
+        """Measure the samples of each group in a separate pool, then the largest sample of every group in one pool."""
+        chosen = keys_to_sample(groups)
+        measured: dict[str, list[Sample]] = {}
+        driver_bytes: dict[str, int] = {}
+        with self._meter.copies() as copies:
+            for name, samples in chosen.items():
+                before = self._meter.driver_bytes()
+                with self._pool_opened():
+                    measured[name] = [self._sample(samples[0])]
+                    recordings = self._runtime.lease.recordings()
+                    measured[name] += [self._sample(key) for key in samples[1:]]
+                    driver_bytes[name] = self._driver_bytes(copies, recordings, len(groups[name]), before)
+        together: list[Sample] = []
+        if len(measured) > 1:
+            with self._pool_opened():
+                together = [self._sample(samples[0]) for samples in chosen.values()]
+        opening = self._openings[0] if self._openings else NOTHING
+        return Measured(measured, driver_bytes, together, around, opening)
+
+    @contextlib.contextmanager
+    def _pool_opened(self) -> Iterator[None]:
+        with self._runtime.throwaway():
+            unopened = self._meter.reading()
+            self._meter.open_pool()
+            self._openings.append(self._meter.reading() - unopened)
+            yield
+
+    def _sample(self, key: Key) -> Sample:
+        kept = self._meter.kept_bytes()
+        growth = self._capture(key)
+        return Sample(key, growth, max(self._meter.kept_bytes() - kept, 0))
+
+    def _driver_bytes(self, copies: ExecutableCopies, recordings: Sequence[Any], num_keys: int, before: int) -> int:
+        """Driver memory for ``num_keys`` keys like the one of ``recordings``, in bytes.
+
+        The copies stay alive until the last group is measured. The executables of the samples are destroyed with their
+        pool, and the next group reuses their driver memory. So the sum of all groups is too high by the executables of
+        the last group's samples only.
+        """
+        grown: list[tuple[int, int]] = []
+        num_copies = 0
+        while True:
+            taken = max(self._meter.driver_bytes() - before, 0)
+            if taken and (not grown or taken > grown[-1][1]):
+                grown.append((num_copies, taken))
+            # guard: estimate_driver
+            if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
+                break
+            num_copies += 1
+        if num_copies == num_keys or not grown:
+            return taken
+        # Until the first growth the driver reused free memory; the growth after it shows the bytes of one key.
+        (first_copies, first_taken), (last_copies, last_taken) = grown[0], grown[-1]
+        steps = last_copies - first_copies
+        bytes_of_key = (last_taken - first_taken) / steps if steps else taken / (num_copies + 1)
+        return taken + round(bytes_of_key * (num_keys - num_copies))
+
+
+# -- capturing within a limit ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPool:
+    """The pool of a ladder's graphs."""
+
+    num_bytes: Callable[[], int]  #: the current size of the pool
+    capture: Callable[[Key], None]  #: captures one more key
+    drop: Callable[[], None]  #: releases the pool and the graphs of all keys
+    #: whether a condition is true on any rank that captures the same keys, from its value on this rank. The default
+    #: is for a single rank: it returns its argument.
+    on_some_rank: Callable[[bool], bool] = bool
+
+
+def capture_within(
+    max_bytes: int | None, pool: KeyPool, present: Sequence[Key], missing: Sequence[Key], model: PoolModel
+) -> tuple[Key, ...]:
+    """Capture the ``missing`` keys, in this order, and skip keys that would grow the pool above ``max_bytes``.
+
+    Args:
+        max_bytes: the limit; None: only other ranks have one. A pool that is already larger is not reduced.
+        pool: the pool to capture into.
+        present: the keys whose graphs are in the pool, in the order of capture.
+        missing: the keys to capture.
+        model: predicts the size of the pool after the capture of a key.
+
+    Returns:
+        The keys of ``present`` and ``missing`` that have no graph afterwards.
+    """
+    captured, wanted, retries = list(present), list(missing), 0
+    while True:
+        too_large = _fill(max_bytes, pool, captured, wanted, model)
+        if too_large is None:
+            return tuple(key for key in (*present, *missing) if key not in captured)
+        pool.drop()
+        rest = wanted[wanted.index(too_large) + 1 :]
+        if captured:
+            retries += 1
+            # These keys fitted before the key that did not. If they do not fit again, retry with half of them.
+            again = captured if retries <= _FULL_RETRIES else captured[: len(captured) // 2]
+            rest = [*again, *(rest if retries == 1 else ())]  # guard: memory_limit_bounded
+        captured, wanted = [], rest
+
+
+def _fill(
+    max_bytes: int | None, pool: KeyPool, captured: list[Key], wanted: Sequence[Key], model: PoolModel
+) -> Key | None:
+    """Capture keys that should fit and append them to ``captured``. Stops at a key that did not fit and returns it."""
+
+    def exceeds(num_bytes: int) -> bool:
+        return pool.on_some_rank(max_bytes is not None and num_bytes > max_bytes)
+
+    for key in wanted:
+        if exceeds(model.after(pool.num_bytes(), captured, key)):
+            continue
+        pool.capture(key)
+        if exceeds(pool.num_bytes()):  # guard: memory_limit_kept
+            return key
+        captured.append(key)
+    return None

@@ -1,22 +1,28 @@
-"""Compares a model with its state at capture: settings of torch, parameters, buffers and submodules, layouts.
+"""The state of a model: whether it is the one of the capture, and how a capture leaves it unchanged.
 
-A replay does not evaluate Dynamo's guards; this comparison replaces them. Other attributes, hooks and the lengths of
-lists are not compared: after such a change the user has to capture again.
+A replay does not evaluate Dynamo's guards. The comparison of settings of torch, parameters, buffers, submodules and
+layouts (:class:`ModelState`) replaces them. Other attributes, hooks and the lengths of lists are not compared: after
+such a change the user has to capture again.
+
+A capture calls the model, so a model that counts its calls would count captures. :class:`PythonState` restores the
+Python attributes of modules; :mod:`graphpass.capture.snapshot` restores tensors and torch's random numbers.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 
-from graphpass.compat import memory, nnmodules
+from graphpass.compat import dynamo, memory, nnmodules
 from graphpass.errors import CaptureError, ShapeError
-
-__all__ = ["AmbientState", "DictSlots", "Layouts", "ModelState", "SharesWeights", "modules_of"]
 
 _TRAINING = operator.attrgetter("training")
 _DEPTH = 4
@@ -29,21 +35,14 @@ class SharesWeights:
 
 @dataclass(frozen=True, slots=True)
 class AmbientState:
-    """Settings that select the kernels of a forward. A graph replays the kernels that its capture selected.
+    """Settings that select the kernels of a forward. A graph replays the kernels that its capture selected."""
 
-    Attributes:
-        autocast: (device type, whether autocast is enabled, the dtype that it casts to), for each device type.
-        matmul_precision: precision of float32 matrix products.
-        default_dtype: dtype of new tensors.
-        deterministic: whether torch uses deterministic algorithms only.
-        training: the ``training`` flag of each module.
-    """
-
+    #: (device type, whether autocast is enabled, the dtype that it casts to), for each device type
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    matmul_precision: str
-    default_dtype: torch.dtype
-    deterministic: bool
-    training: tuple[bool, ...]
+    matmul_precision: str  #: precision of float32 matrix products
+    default_dtype: torch.dtype  #: dtype of new tensors
+    deterministic: bool  #: whether torch uses deterministic algorithms only
+    training: tuple[bool, ...]  #: the ``training`` flag of each module
 
     @classmethod
     def now(cls, modules: Sequence[torch.nn.Module]) -> AmbientState:
@@ -136,7 +135,7 @@ class Layouts:
         """
         if self._is_unchanged():
             return
-        changed = self._first_changed()
+        changed = self._first_changed()  # guard: layouts_kept
         if changed is not None:
             tensor, (shape, stride) = changed
             raise ShapeError(
@@ -183,18 +182,12 @@ class ModelState:
 
     There are two kinds. :meth:`of_arguments` describes the tensors that one graph reads; the graph's plan compares
     their addresses. :meth:`of_object` describes a whole object and compares addresses and the number of submodules too.
-
-    Attributes:
-        ambient: settings of torch and training flags.
-        modules: all modules of the model.
-        slots: the module dictionaries with the tensors and submodules.
-        layouts: shapes and strides of the tensors.
     """
 
-    ambient: AmbientState
-    modules: tuple[torch.nn.Module, ...]
-    slots: DictSlots
-    layouts: Layouts
+    ambient: AmbientState  #: settings of torch and training flags
+    modules: tuple[torch.nn.Module, ...]  #: all modules of the model
+    slots: DictSlots  #: the module dictionaries with the tensors and submodules
+    layouts: Layouts  #: shapes and strides of the tensors
     _extent: _Extent | None
 
     @classmethod
@@ -218,7 +211,7 @@ class ModelState:
                 if tensor is not None and id(tensor) in missing
             ]
             children = nnmodules.child_dict(module)
-            slots += [(children, name, child) for name, child in children.items()]
+            slots += [(children, name, child) for name, child in children.items()]  # guard: manager_children
         found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
         if missing != found:  # guard: tensors_kept_elsewhere
             return None
@@ -293,3 +286,164 @@ def _roots_within(value: object, depth: int, seen: set[int]) -> Iterator[torch.n
             parts = list(getattr(value, "__dict__", {}).values())
         for part in parts:
             yield from _roots_within(part, depth - 1, seen)
+
+
+# -- Python state -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PythonState:
+    """Shallow copies of the attributes of modules, and of all built-in containers that are reachable from them."""
+
+    copies: dict[int, tuple[Any, Any]]  #: {id of a dict, list, set or deque: (the container, a copy of its items)}
+    modules: frozenset[int]  #: ids of the modules
+    numbers: Any  #: state of Python's ``random`` module
+
+    @classmethod
+    def of(cls, modules: Sequence[torch.nn.Module]) -> PythonState:
+        """Copy the current state of these modules."""
+        copies: dict[int, tuple[Any, Any]] = {}
+        waiting: list[Any] = [vars(module) for module in modules]
+        while waiting:
+            container = waiting.pop()
+            if id(container) in copies:
+                continue
+            items = _items_of(container)
+            copies[id(container)] = (container, items)
+            values = items.values() if isinstance(items, dict) else items
+            waiting += [value for value in values if isinstance(value, _CONTAINERS)]
+        return cls(copies, frozenset(map(id, modules)), random.getstate())
+
+    def holds(self, owner: int) -> bool:
+        """Whether the object with this id is a module or container that :meth:`restore` restores."""
+        return owner in self.modules or owner in self.copies
+
+    def holds_tensor(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor object was in an attribute or container of the modules."""
+        return any(
+            value is tensor
+            for _, items in self.copies.values()
+            for value in (items.values() if isinstance(items, dict) else items)
+        )
+
+    def new_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Tensors that were added to a container since the copy, each with its key or position as text."""
+        found = []
+        for container, items in self.copies.values():
+            known = set(map(id, items.values() if isinstance(items, dict) else items))
+            now = container.items() if isinstance(container, dict) else enumerate(container)
+            found += [(repr(k), v) for k, v in now if isinstance(v, torch.Tensor) and id(v) not in known]
+        return found
+
+    def restore(self) -> None:
+        """Restore the containers that have changed; unchanged ones are not written to."""
+        for container, items in self.copies.values():
+            if not _same(_items_of(container), items):  # guard: manager_python_state
+                _refill(container, items)
+        random.setstate(self.numbers)  # guard: manager_python_random
+
+
+_CONTAINERS = (dict, list, set, collections.deque)
+
+
+def _items_of(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _same(found: Any, saved: Any) -> bool:
+    """Whether two copies contain the same objects in the same order."""
+    if isinstance(saved, dict) and list(found) != list(saved):
+        return False
+    pairs = (found.values(), saved.values()) if isinstance(saved, dict) else (found, saved)
+    return len(found) == len(saved) and all(one is other for one, other in zip(*pairs, strict=True))
+
+
+def _refill(container: Any, items: Any) -> None:
+    """Replace the items by methods of the built-in class, because a subclass may override them with side effects."""
+    kind = next(kind for kind in _REFILLED if isinstance(container, kind))
+    kind.clear(container)
+    _REFILLED[kind](container, items)
+
+
+_REFILLED: dict[Any, Callable[[Any, Any], None]] = {
+    collections.OrderedDict: collections.OrderedDict.update,
+    dict: dict.update,
+    list: list.extend,
+    set: set.update,
+    collections.deque: collections.deque.extend,
+}
+
+
+@contextlib.contextmanager
+def restoring_python_state(modules: Sequence[torch.nn.Module]) -> Iterator[PythonState]:
+    """Restore the Python state of modules after the body, also if it raises."""
+    state = PythonState.of(modules)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def refuse_side_effects(effects: Iterable[dynamo.SideEffect], state: PythonState) -> None:
+    """Refuse a model whose calls change Python state that a manager cannot restore.
+
+    Raises:
+        CaptureError: a call stores a tensor, whose memory later steps overwrite, or changes an object that is not
+            part of the model's modules.
+    """
+    for effect in effects:
+        if effect.keeps_tensor:  # guard: manager_kept_tensors
+            raise _keeps_tensor(f"a forward that {effect.text}")
+        if effect.owner is not None and not state.holds(effect.owner):  # guard: manager_state_elsewhere
+            raise CaptureError(
+                "the model changes Python state that cannot be restored after a capture",
+                expected="changes only to attributes of the model's modules, and to lists, dicts and sets in them",
+                found=f"a forward that {effect.text}",
+                remedy="store the state in an attribute of a module or in a registered buffer, or update it outside of "
+                "the model",
+            )
+
+
+def refuse_stored_tensors(state: PythonState, own: Collection[int]) -> None:
+    """Refuse a model whose Python code between graphs stores tensors in its modules.
+
+    Dynamo records the side effects inside of graphs alone, so the modules are compared before and after a run.
+
+    Args:
+        state: the state before the run.
+        own: ids of the model's buffers, which are allowed.
+
+    Raises:
+        CaptureError: the run has stored a tensor.
+    """
+    for name, tensor in state.new_tensors():
+        if id(tensor) not in own and not isinstance(tensor, torch.nn.Parameter):
+            raise _keeps_tensor(f"a forward that stores one as {name}")
+
+
+def _keeps_tensor(found: str) -> CaptureError:
+    return CaptureError(
+        "the model stores a tensor in a Python object",
+        expected="a forward that stores no argument and no result: the next step overwrites their memory",
+        found=found,
+        remedy="return the tensor; or, if it has the same size in every step, copy it into a registered buffer: "
+        "self.last.copy_(x)",
+    )
+
+
+# -- code -------------------------------------------------------------------------------------------------------------
+
+
+def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A new function that calls the model with keyword arguments; no other function shares its code object."""
+
+    def call_model(**arguments: Any) -> Any:
+        return model(**arguments)
+
+    return with_own_code(call_model)
+
+
+def with_own_code(function: Any) -> Callable[..., Any]:
+    """A copy of ``function`` with a new code object, because Dynamo limits the compilations of each code object."""
+    code = function.__code__.replace()
+    return types.FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)

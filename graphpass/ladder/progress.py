@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-__all__ = ["capture_progress", "progress_bar"]
-
 Key = TypeVar("Key")
 
 

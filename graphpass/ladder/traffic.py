@@ -6,8 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder.estimate import Key
-from graphpass.ladder.meter import MemoryGrowth
+from graphpass.ladder.estimate import Key, MemoryGrowth
 from graphpass.modes import CUDAGraphMode
 
 __all__ = ["CapturedGraph", "Traffic", "TrafficCounts", "padding_share"]

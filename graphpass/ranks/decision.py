@@ -64,12 +64,11 @@ class RankBatch(NamedTuple):
     @classmethod
     def from_row(cls, row: Sequence[int], num_fields: int) -> RankBatch:
         """The batch of a row that begins with the integers of :meth:`to_row`."""
-        return cls(*row[:8], tuple(row[8 : 8 + num_fields])) if row[0] else cls()  # type: ignore[arg-type]
+        return cls._make((*row[:8], tuple(row[8 : 8 + num_fields]))) if row[0] else cls()
 
     def to_row(self) -> list[int]:
         """The batch as a row of at most :data:`BATCH_WIDTH` integers."""
-        *numbers, sizes = self
-        return [*numbers, *sizes]  # type: ignore[list-item, misc]
+        return [*self[:-1], *self.sizes]
 
 
 @dataclass(frozen=True, slots=True)

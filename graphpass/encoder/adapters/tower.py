@@ -18,8 +18,7 @@ from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import kernel_of, use_attention
 from graphpass.errors import EncoderConfigError
-from graphpass.ladder.modelstate import ModelState, SharesWeights
-from graphpass.ladder.owncode import with_own_code
+from graphpass.ladder.modelstate import ModelState, SharesWeights, with_own_code
 from graphpass.report import KernelUse
 
 _STOCK_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|")

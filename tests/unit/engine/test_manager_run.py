@@ -188,12 +188,12 @@ def test_a_step_enters_neither_dynamo_nor_the_model(mode: str) -> None:
         with frames_seen() as seen:
             got = manager.run(batch)
         torch.testing.assert_close(got, expected)
-        assert "owncode.py:call_model" not in seen, "the compiled model"
+        assert "modelstate.py:call_model" not in seen, "the compiled model"
         assert f"{SHARED}:forward" not in seen, "its own Python"
         assert (f"{SHARED}:add_to_slots" in seen) == (expected_mode(mode, 3, uniform) is PIECEWISE)
     with frames_seen() as seen:
         manager.run(of_x(rows(9), attention=[9] * 9))
-    assert "owncode.py:call_model" in seen, "it is seen where a batch has no graph"
+    assert "modelstate.py:call_model" in seen, "it is seen where a batch has no graph"
     before = replays(manager)
     torch.compiler.set_stance("force_eager")
     try:

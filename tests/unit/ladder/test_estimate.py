@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.engine.stats import keys_by_group
 from graphpass.ladder import MemoryEstimate, MemoryGrowth
-from graphpass.ladder.estimate import Key, Measured, Sample, estimate_of, keys_to_sample
-from graphpass.ladder.estimating import estimated
-from graphpass.ladder.meter import MemoryReading
+from graphpass.ladder.estimate import Key, Measured, MemoryReading, Sample, estimate_of, estimated, keys_to_sample
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 MIB = 1 << 20

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode
-from graphpass.ladder.estimate import Key, PoolModel
-from graphpass.ladder.limit import KeyPool, capture_within
+from graphpass.ladder.estimate import Key, KeyPool, PoolModel, capture_within
 
 NOTHING_KNOWN = PoolModel({}, {}, {})
 
