@@ -139,7 +139,7 @@ class CompiledModel:
                 "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
             )
             return
-        self.runtime.traffic.without("uncompiled", _AT_LIMIT).saw(_AT_LIMIT)
+        self.runtime.ledger.without_graph("uncompiled", _AT_LIMIT).count_call(_AT_LIMIT)
         self._fallbacks.report(
             "no graph: Dynamo is at its recompile limit and no longer calls the backend",
             CaptureError(

@@ -1,11 +1,22 @@
-"""Reasons: why something has no graph, runs in pieces or is not padded, and what to do about it."""
+"""Reasons and counts: why something has no graph, and how often what happened. Reports read nothing else.
+
+A count belongs to an event of a subject at a key, as ``replayed`` of region ``g0.r3`` at (FULL, 8 tokens). Whoever
+makes the event happen keeps its :class:`Row` and adds to the fields: counting looks nothing up and allocates nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from graphpass.errors import CaptureError, GraphpassError
+
+_log = logging.getLogger("graphpass")
+_MAX_PLACES = 64  # places and sizes kept for one reason: traffic with ever new sizes must not fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +46,109 @@ def why_failed(error: BaseException, *, otherwise: str) -> Reason:
     """
     where = error.where if isinstance(error, CaptureError) else ""
     cause = error.__cause__ if where and error.__cause__ is not None else error
-    found = (
-        f"{cause.problem}: {cause.found}" if isinstance(cause, GraphpassError) else f"{type(cause).__name__}: {cause}"
-    )
+    found = f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, GraphpassError):
+        found = f"{cause.problem}: {cause.found}"
     remedy = error.remedy if isinstance(error, GraphpassError) else otherwise
     return Reason(f"the capture failed {where}: {found}" if where else f"the capture failed: {found}", remedy)
+
+
+@dataclass(slots=True)
+class Row:
+    """The sums of one event of a subject at a key."""
+
+    n: int = 0  #: how often it happened
+    items: int = 0  #: the things that it handled: inputs copied by replays, images encoded
+    real: int = 0  #: elements or tokens without padding
+    padded: int = 0  #: the same with padding
+    seconds: float = 0.0  #: duration in all
+    least_s: float = math.inf  #: host seconds of the shortest one; infinite if none was timed
+
+
+@dataclass(slots=True)
+class CountedReason:
+    """How often a reason applied to one subject, and where."""
+
+    subject: str  #: the callable, or what else ran without a graph; empty for a note, which has places of any subject
+    reason: Reason  #: its sizes are those of the first time
+    n: int = 0  #: how often it applied
+    is_problem: bool = False  #: a problem of its own in the report, which no other count says
+    places: dict[Hashable, int] = field(default_factory=dict)  #: {place or sizes: number of elements}, the largest 64
+
+    def count(self, place: Hashable, elements: int = 0) -> bool:
+        """Count one time. Returns whether the place is new and kept."""
+        self.n += 1
+        if place in self.places:
+            return False
+        if len(self.places) >= _MAX_PLACES:
+            least = min(self.places, key=self.places.__getitem__)
+            if elements <= self.places[least]:
+                return False
+            del self.places[least]
+        self.places[place] = elements
+        return True
+
+    def count_call(self, reason: Reason) -> bool:
+        """Count a call at the sizes of ``reason``. Returns whether these sizes are new and kept."""
+        return self.count(reason.sizes, math.prod(size for _, size in reason.sizes))
+
+    def sizes(self) -> tuple[str, ...]:
+        """The sizes of the calls, as ``batch=8 seq=64``, the largest first; empty if the reason has none."""
+        largest_first = sorted(self.places, key=self.places.__getitem__, reverse=True)
+        return tuple(named_sizes(sizes) for sizes in largest_first if isinstance(sizes, tuple) and sizes)
+
+
+class Ledger:
+    """The counts and reasons of a runtime, a manager or an encoder.
+
+    Args:
+        trace: writes an artifact for tlparse, by its name and a function that makes it; None for no artifacts.
+    """
+
+    def __init__(self, trace: Callable[[str, Callable[[], Mapping[str, Any]]], None] | None = None) -> None:
+        #: {(subject, event): {key: the event's sums}}
+        self.tables: defaultdict[tuple[Hashable, str], defaultdict[Any, Row]] = defaultdict(lambda: defaultdict(Row))
+        self.sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)  #: {key field: {size: calls}}
+        self.uncaptured: dict[tuple[str, str], CountedReason] = {}  #: calls without a graph, by subject and reason
+        self._notes: dict[tuple[str, str], CountedReason] = {}
+        self._trace = trace
+
+    def rows(self, subject: Hashable, event: str) -> defaultdict[Any, Row]:
+        """{key: the sums of one event of a subject}; the caller may keep it and add to its rows."""
+        return self.tables[subject, event]
+
+    def without_graph(self, subject: str, reason: Reason) -> CountedReason:
+        """The counts of a subject's calls that ``reason`` leaves without a graph; the caller keeps them."""
+        return self.uncaptured.setdefault((subject, reason.why), CountedReason(subject, reason))
+
+    def note(self, reason: Reason, *, at: str = "", level: int = logging.INFO, is_problem: bool = False) -> None:
+        """Count a reason for the log; log its first time, and at INFO the first time at each further place.
+
+        Args:
+            reason: what happened and why, without regions and keys.
+            at: the region, key or sizes that it happened to.
+            level: the level of the first log record.
+            is_problem: whether it is a problem of its own in the report; other counts of the report may say it.
+        """
+        note = self._notes.get((reason.why, reason.remedy))
+        first_level = level if note is None else min(level, logging.INFO)
+        if note is None:
+            note = self._notes[reason.why, reason.remedy] = CountedReason("", reason, is_problem=is_problem)
+        if note.count(at):
+            _log.log(first_level, "%s", _record(reason, at))
+            artifact = {"what": reason.why, "at": at, "remedy": reason.remedy, "is_warning": level > logging.INFO}
+            if self._trace is not None:
+                self._trace("graphpass_note", lambda: artifact)
+
+    def problems(self) -> tuple[CountedReason, ...]:
+        """The notes that are problems of their own."""
+        return tuple(note for note in self._notes.values() if note.is_problem)
+
+    def notes(self) -> dict[str, int]:
+        """{first log record of a note: how often it was counted}."""
+        return {_record(note.reason, next(iter(note.places))): note.n for note in self._notes.values()}
+
+
+def _record(reason: Reason, at: Hashable) -> str:
+    text = reason.why if at == "" else f"{at}: {reason.why}"
+    return f"{text}; {reason.remedy}" if reason.remedy else text

@@ -157,7 +157,7 @@ PUBLIC_NAMES = {
     ],
     "graphpass.report": [
         "Costs",
-        "GroupCost",
+        "CountedReason",
         "KernelUse",
         "KeyUse",
         "Problem",
@@ -166,7 +166,6 @@ PUBLIC_NAMES = {
         "ReportFigures",
         "SizeTraffic",
         "Table",
-        "UncapturedCalls",
     ],
     "graphpass.text": [
         "AdapterBatch",

@@ -30,7 +30,6 @@ from cgpass.reasons import (
     NoGraphNowError,
     refused,
 )
-from graphpass.capture.records import CallCounts, RefusedCalls, RegionId, RegionUse
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.snapshot import restoring
 from graphpass.compat import memory, trees
@@ -38,9 +37,10 @@ from graphpass.context import ForwardContext
 from graphpass.dispatch.recurring import KeyStep, RecurringKey
 from graphpass.errors import CaptureError, MismatchError, StaticInputError
 from graphpass.keys import BatchDescriptor
-from graphpass.ledger import Reason, named_sizes
+from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.split import Partition
+from graphpass.report.records import RegionId, RegionUse
 
 __all__ = ["AutoDispatcher", "RunsGraphs"]
 
@@ -92,7 +92,7 @@ class AutoDispatcher:
         self._owner, self._rules = owner, rules
         self.region, self._runtime = RegionId(owner.name), owner.runtime
         self._table = CallTable(owner.name, owner.runtime, graph, rules)
-        self._refused: dict[str, RefusedCalls] = {}
+        self._refused: dict[str, CountedReason] = {}
         self._failures = FailedCaptures(owner.name)
         self._due = DueChecks(rules.checks)
         self._is_refuted = False
@@ -191,7 +191,7 @@ class AutoDispatcher:
         generators = [value for value in example if isinstance(value, torch.Generator)]
         with restoring(written, generators, self._runtime.lease.device_for(example).device):
             # It serves nobody: the traffic has the calls of the user alone.
-            self._captured(replace(self._call_of(example), counts=CallCounts()), example)
+            self._captured(replace(self._call_of(example), counts=Row()), example)
         if not key.is_captured:
             raise CaptureError(
                 f"{self._owner.name} could not be captured at {descriptor}",
@@ -217,8 +217,8 @@ class AutoDispatcher:
         """Run without a graph, count the call under ``reason``, and report the reason the first time."""
         refused_calls = self._refused.get(reason.why)
         if refused_calls is None:
-            refused_calls = self._refused[reason.why] = self._runtime.traffic.without(self._owner.name, reason)
-        if refused_calls.saw(reason) and not reason.is_expected:
+            refused_calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._owner.name, reason)
+        if refused_calls.count_call(reason) and not reason.is_expected:
             self._warn(reason)
         if self._rules.is_strict:
             raise refused(self._owner.name, reason, "padding_check is 'strict'", "set padding_check='prove'")
@@ -280,7 +280,9 @@ class AutoDispatcher:
         )
         if call.cuts is None:
             outputs = self._key_outputs(call, context, args, clone=None)
-            call.counts.saw(1, 1)
+            call.counts.n += 1
+            call.counts.real += 1
+            call.counts.padded += 1
             return outputs
         self._runtime.lease.acquire(context, args, self._owner.name)
         try:
@@ -298,7 +300,9 @@ class AutoDispatcher:
                     args[padded.position].copy_(padded.real)  # guard: padded_copy_back
         finally:
             self._runtime.lease.release()
-        call.counts.saw(_volume(call.real), _volume(call.key.sizes))
+        call.counts.n += 1
+        call.counts.real += _volume(call.real)
+        call.counts.padded += _volume(call.key.sizes)
         if self._owner.returns_flat:
             return type(returned)(cut)
         return trees.unflatten(cut, trees.flatten(returned)[1])

@@ -19,7 +19,6 @@ from cgpass.keyshape import KeyShape
 from cgpass.plans import ReplayPlans
 from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
-from graphpass.capture.records import RegionId
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import EnteredCallable, ReachedCall
@@ -32,6 +31,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
+from graphpass.report.records import RegionId
 
 __all__ = ["CompiledGraph", "GraphedCallable"]
 
@@ -124,7 +124,7 @@ class GraphedCallable:
             ()
             if auto is not None
             else tuple(
-                (runtime.sizes_seen.of(field), position, dim) for field, position, dim in self._key_shape.fields()
+                (runtime.ledger.sizes[field], position, dim) for field, position, dim in self._key_shape.fields()
             )
         )
         # A proxy avoids a reference cycle: the callable is freed as soon as Dynamo drops it.

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import RegionId
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compile import CompiledRegion
@@ -15,6 +14,7 @@ from graphpass.context import current_context
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import layout_inputs
+from graphpass.report.records import RegionId
 
 __all__ = ["wrapped_regions"]
 

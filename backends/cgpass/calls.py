@@ -11,11 +11,10 @@ import torch
 
 from cgpass.graphsizes import GraphSizes, InputLayout, cuts_of, layout_numbers, value_at
 from graphpass.capture.layout import storage_id
-from graphpass.capture.records import CallCounts
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
 from graphpass.keys import BatchDescriptor
-from graphpass.ledger import Reason
+from graphpass.ledger import Reason, Row
 from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedMemory
 from graphpass.padrules import PadRule
@@ -71,7 +70,7 @@ class AutoCall:
     Attributes:
         key: the key that serves them.
         real: the real size of each key field.
-        counts: traffic counts of these calls.
+        counts: the row of these calls.
         seen: (counts of the sizes of a key field in all calls, the size in these calls).
         inputs: the padded inputs.
         numbers: (position, value) of the int arguments that depend on the key's sizes.
@@ -82,7 +81,7 @@ class AutoCall:
 
     key: RecurringKey
     real: tuple[int, ...]
-    counts: CallCounts
+    counts: Row
     seen: tuple[tuple[Counter[int], int], ...]
     inputs: tuple[PaddedInput, ...] = ()
     numbers: tuple[tuple[int, int], ...] = ()
@@ -209,7 +208,7 @@ class CallTable:
         return AutoCall(
             key,
             real,
-            self._counts(key, "padded" if key.sizes != real else "exact"),
+            self._counts(key),
             self._seen(real),
             inputs=inputs,
             numbers=numbers,
@@ -257,7 +256,7 @@ class CallTable:
         self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=is_silent)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
-        return AutoCall(key, real, self._counts(key, "exact"), self._seen(real))
+        return AutoCall(key, real, self._counts(key), self._seen(real))
 
     def _mask(
         self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any], mask: torch.Tensor | None
@@ -287,7 +286,7 @@ class CallTable:
 
     def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
         named = {field.name: size for field, size in zip(self._rules.keys.fields, real, strict=True)}
-        return tuple((self._runtime.sizes_seen.of(name), size) for name, size in named.items())
+        return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())
 
-    def _counts(self, key: RecurringKey, reason: str) -> CallCounts:
-        return self._runtime.traffic.of(self._name, self._rules.mode, key.descriptor, reason)
+    def _counts(self, key: RecurringKey) -> Row:
+        return self._runtime.ledger.rows(self._name, "called")[self._rules.mode, key.descriptor]

@@ -30,7 +30,7 @@ from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
 from graphpass.regions.symbols import graph_inputs
-from graphpass.report.callables import CallableRecord, CompileSeconds
+from graphpass.report.records import CallableRecord, CompileSeconds
 
 __all__ = ["backend"]
 
@@ -210,10 +210,10 @@ def _training(
     runtime.warn(why, remedy, at=name, is_recorded=True)
     runtime.register(CallableRecord(name=name, regions=(), artifacts=1, off=reason))
     compiled = compile_training(graph_module, example_inputs, settings.compiler)
-    calls = runtime.traffic.without(name, reason)
+    calls = runtime.ledger.without_graph(name, reason)
 
     def counted(*args: Any) -> Any:
-        calls.saw(reason)
+        calls.count_call(reason)
         return compiled(*args)
 
     return counted

@@ -134,7 +134,7 @@ def plan_of_regions(
         reads=joined([plan.reads for plan in plans]),
         checks=checks[0].joined(checks[1:]) if checks else InputChecks(callable_.name, None),
         staging=reduce(Staging.joined, staging, Staging()),
-        tallies=tuple(tally for plan in plans for tally in plan.tallies),
+        rows=tuple(row for plan in plans for row in plan.rows),
         pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
         pool_outputs=tuple(output for plan in plans for output in plan.pool_outputs),
         launch=lambda args: stitched(*args),

@@ -9,7 +9,7 @@ from cgpass.graphsizes import GraphSizes
 from graphpass.ledger import Reason
 from graphpass.regions.padding import PaddingFinding, PaddingProof
 from graphpass.regions.split import Partition
-from graphpass.report.callables import PaddingCause, RegionRecord, SizeRecord
+from graphpass.report.records import PaddingCause, RegionRecord, SizeRecord
 
 
 def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[RegionRecord, ...]:

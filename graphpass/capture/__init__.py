@@ -1,13 +1,16 @@
 """Capture and replay of graphs: devices, pool, static buffers, wrapper. Does not use FX."""
 
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import Counts, RegionId, RegionUse, RuntimeStats
 from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
-from graphpass.report.callables import (
+from graphpass.report.records import (
     CallableRecord,
     CompileSeconds,
+    Counts,
     PaddingCause,
+    RegionId,
     RegionRecord,
+    RegionUse,
+    RuntimeStats,
     SizeRecord,
 )
 

@@ -10,13 +10,13 @@ from typing import Any
 from graphpass.capture.arguments import Call
 from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import RegionId
 from graphpass.capture.replayplan import StaticSet
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
+from graphpass.report.records import RegionId
 
 __all__ = ["MAX_STATIC_SETS", "CapturePermit", "FreedInputs"]
 

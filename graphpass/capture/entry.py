@@ -14,10 +14,10 @@ import torch
 from graphpass.capture.arguments import Call
 from graphpass.capture.device import Graph
 from graphpass.capture.outputs import OutputPlan
-from graphpass.capture.records import RegionId
 from graphpass.capture.regioncalls import Observed
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.keys import BatchDescriptor
+from graphpass.report.records import RegionId
 
 __all__ = ["EntryTable", "GraphEntry"]
 

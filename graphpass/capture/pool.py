@@ -19,10 +19,10 @@ from graphpass.capture.cuda import CudaDevice
 from graphpass.capture.device import Graph, GraphDevice
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import HandedViews, clone_pool_tensors, fill_with_sentinel
-from graphpass.capture.records import Notes
 from graphpass.capture.tape import TapeDevice
 from graphpass.context import ForwardContext
 from graphpass.errors import DeviceError, PoolBusyError
+from graphpass.ledger import Ledger, Reason
 
 if TYPE_CHECKING:
     from graphpass.capture.entry import GraphEntry
@@ -78,7 +78,7 @@ class PoolLease:
     A runtime replaces the whole object to capture into another pool temporarily: see :meth:`of_another_pool`.
 
     Args:
-        notes: the runtime's notes.
+        ledger: the runtime's ledger.
         pool: a CUDA graph pool handle to share; None creates a private pool.
         device: the device that graphs run on; None means the device of the first captured call.
         keeps_recordings: keep the recorded graphs after instantiation, for :meth:`recordings`.
@@ -93,13 +93,13 @@ class PoolLease:
 
     def __init__(
         self,
-        notes: Notes,
+        ledger: Ledger,
         pool: Any = None,
         device: torch.device | None = None,
         *,
         keeps_recordings: bool = False,
     ) -> None:
-        self._notes = notes
+        self._ledger = ledger
         self._given_pool = pool
         self._keeps_recordings = keeps_recordings
         self._generations = itertools.count()
@@ -119,7 +119,7 @@ class PoolLease:
 
         The two share ``turn``, and their generation numbers never coincide.
         """
-        other = PoolLease(self._notes, device=self.device, keeps_recordings=True)
+        other = PoolLease(self._ledger, device=self.device, keeps_recordings=True)
         other.turn, other._generations, other.shows_stale = self.turn, self._generations, self.shows_stale
         other.entries_dropped()  # guard: throwaway_generation
         return other
@@ -249,8 +249,8 @@ class PoolLease:
 
     def _warn_of_held(self, name: str) -> None:
         text = "a view is still held after a later replay overwrote it: it was valid until the next replay"
-        remedy = "drop it, clone it, or set outputs='clone'"
-        self._notes.add(text, remedy=remedy, at=name, level=logging.WARNING, is_problem=True)
+        reason = Reason(text, "drop it, clone it, or set outputs='clone'")
+        self._ledger.note(reason, at=name, level=logging.WARNING, is_problem=True)
 
     def _make_device(self, device: torch.device) -> GraphDevice:
         if device.type == "cpu":

@@ -22,7 +22,6 @@ from graphpass.capture.entry import GraphEntry
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.records import RegionId, RunningCounts
 from graphpass.capture.regioncalls import Observed, RegionCalls
 from graphpass.capture.replayplan import ReplayPlan, StaticSet, launch_of
 from graphpass.capture.runtime import GraphRuntime
@@ -32,7 +31,9 @@ from graphpass.capture.torchsettings import without_cached_casts, without_collec
 from graphpass.compat import dynamo, memory, nnmodules, operators, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
+from graphpass.ledger import Row
 from graphpass.modes import CUDAGraphMode
+from graphpass.report.records import RegionId
 
 __all__ = ["Recorder"]
 
@@ -99,7 +100,7 @@ class Recorder:
         """The region's name in errors, for example ``g0.r3``."""
         return str(self.region)
 
-    def record(self, context: ForwardContext, tally: RunningCounts) -> tuple[GraphEntry, Sequence[Any]]:
+    def record(self, context: ForwardContext) -> tuple[GraphEntry, Sequence[Any]]:
         """Copy inputs into buffers, warm up and record; mutated tensors and generators are restored after each run.
 
         Returns the entry and the flat outputs of the recording. The outputs own their pool memory, the entry does not.
@@ -108,11 +109,12 @@ class Recorder:
             CaptureError: the region writes to an input outside ``mutated_inputs``, or one of its ops failed.
             DeviceError: an argument is on another device.
         """
+        self._row(context, "warmed")  # the counts list the key, whatever comes of it
         device = self.runtime.lease.device_for(self.call.leaves)
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
         held = self.arena.held()
         try:
-            return self._recorded(device, inside, context, tally)
+            return self._recorded(device, inside, context)
         except BaseException as error:
             try:
                 self._explain(error, inside, context)  # guard: failed_capture_is_typed
@@ -121,7 +123,7 @@ class Recorder:
                 self.arena.restore(held)  # guard: failed_capture_bytes
 
     def _recorded(
-        self, device: GraphDevice, inside: RegionCalls, context: ForwardContext, tally: RunningCounts
+        self, device: GraphDevice, inside: RegionCalls, context: ForwardContext
     ) -> tuple[GraphEntry, Sequence[Any]]:
         start_s = time.perf_counter()
         sources = self._sources(device.device)
@@ -142,7 +144,7 @@ class Recorder:
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
                 device.warm_up(body)
-                tally.warmed += 1
+                self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = _storages(body.returned)  # guard: memory_reached_by_itself
             if scope is not None and scope.prepare is not None:
@@ -161,11 +163,16 @@ class Recorder:
                 device.refuse_frozen(built.pool_outputs)
             observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
         self.runtime.lease.make_stale(built.pool_outputs)  # guard: recorded_result_is_stale
-        tally.captured_in(time.perf_counter() - start_s, body.launch_s)
+        row = self._row(context, "captured")
+        row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s
+        row.least_s = min(row.least_s, body.launch_s)
         _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
         dynamo.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
         recording = _Recording(graph, staging, built, log.reads(), tuple(observed), body.returned_spec)
-        return self._entry(recording, sources, context, tally), outputs
+        return self._entry(recording, sources, context), outputs
+
+    def _row(self, context: ForwardContext, event: str) -> Row:
+        return self.runtime.ledger.rows(self.region, event)[self.mode, context.batch_descriptor]
 
     def _traced(self, context: ForwardContext, staging: Staging, outputs: OutputPlan) -> dict[str, object]:
         """One captured graph, for the trace."""
@@ -180,9 +187,7 @@ class Recorder:
             "pool_bytes": self.runtime.pool_bytes(),
         }
 
-    def _entry(
-        self, recording: _Recording, sources: _Sources, context: ForwardContext, tally: RunningCounts
-    ) -> GraphEntry:
+    def _entry(self, recording: _Recording, sources: _Sources, context: ForwardContext) -> GraphEntry:
         staging, outputs = recording.staging, recording.outputs
         launch = launch_of(recording.graph, staging, outputs)
         label = f"{self.name} {self.mode} {context.batch_descriptor}"
@@ -195,7 +200,7 @@ class Recorder:
             reads=recording.reads,
             checks=self._checks(context, sources, outputs),
             staging=staging,
-            tallies=((tally, len(staging.positions)),),
+            rows=((self._row(context, "replayed"), len(staging.positions)),),
             pool_storages=outputs.pool_storages,
             pool_outputs=outputs.pool_outputs,
             launch=launch,

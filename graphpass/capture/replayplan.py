@@ -20,10 +20,10 @@ from graphpass.capture.device import Graph
 from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import PoolLease
-from graphpass.capture.records import RunningCounts
 from graphpass.capture.staging import AliasPattern, Staging, alias_pattern
 from graphpass.compat import memory, operators
 from graphpass.context import ForwardContext
+from graphpass.ledger import Row
 
 __all__ = ["ReplayPlan", "StaticSet", "launch_of", "without_grad"]
 
@@ -74,7 +74,7 @@ class ReplayPlan:
         reads: the values that the graphs read from the forward context.
         checks: the other checks of the arguments; references static inputs that have no other owner.
         staging: buffers of the arguments that the plan copies before its first replay.
-        tallies: (counts of a region at this key, inputs that it copies in each replay).
+        rows: (the replays of a region at this key, inputs that it copies in each of them).
         pool_storages: addresses of the pool storages that the graphs write outputs to.
         pool_outputs: these outputs, as tensors that do not keep that memory reserved.
         launch: called with the arguments after the copies; runs the replays and returns the outputs.
@@ -89,7 +89,7 @@ class ReplayPlan:
     reads: ContextReads = field(repr=False)
     checks: InputChecks = field(repr=False)
     staging: Staging
-    tallies: tuple[tuple[RunningCounts, int], ...]
+    rows: tuple[tuple[Row, int], ...]
     pool_storages: frozenset[int]
     pool_outputs: tuple[torch.Tensor, ...]
     launch: Callable[[Sequence[Any]], Any]
@@ -134,9 +134,9 @@ class ReplayPlan:
             with without_grad():
                 self.staging.copy_in(args)
         lease.before_replay(self.pool_storages, self.pool_outputs)  # inputs may lie in outputs that this makes stale
-        for tally, num_copied in self.tallies:
-            tally.replayed += 1
-            tally.copied += num_copied
+        for row, num_copied in self.rows:
+            row.n += 1
+            row.items += num_copied
         return self.ranged()(args) if operators.is_profiled() else self.launch(args)
 
 

@@ -13,15 +13,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from graphpass.capture.pool import PoolLease
-from graphpass.capture.records import CallTraffic, Counts, Notes, RegionId, RegionUse, RuntimeStats, SizesSeen
-from graphpass.capture.runtimereport import captured_earlier, figures_of, left_behind
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.torchsettings import frozen_objects
 from graphpass.compat import dynamo
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Ledger, Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, Report
-from graphpass.report.callables import CallableRecord
+from graphpass.report.figures import ReportFigures, runtime_figures
+from graphpass.report.records import CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
 
 __all__ = ["SEE_WHAT_DIFFERS", "GraphRuntime"]
 
@@ -58,8 +58,8 @@ class GraphRuntime:
     """
 
     def __init__(self, pool: Any = None, *, device: torch.device | str | None = None) -> None:
-        self._notes = Notes()
-        self.lease = PoolLease(self._notes, pool, None if device is None else torch.device(device))
+        self.ledger = Ledger(dynamo.trace_json)
+        self.lease = PoolLease(self.ledger, pool, None if device is None else torch.device(device))
         self.scopes = CaptureScopes()
         self._wrappers: list[weakref.ref[_Wrapper]] = []
         self._callables: list[CallableRecord] = []
@@ -67,9 +67,7 @@ class GraphRuntime:
         self._retraced_for: str | None = None  # the first reason: one warning stands for all callables
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
-        self.sizes_seen = SizesSeen()
         self.num_entered = 0
-        self.traffic = CallTraffic()
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -93,7 +91,7 @@ class GraphRuntime:
                 with frozen_objects():
                     yield scope
                     self._serves_calls |= by_calls
-                    for problem in left_behind(self._alive(), self._callables) if by_calls else ():
+                    for problem in self._left_behind() if by_calls else ():
                         self.warn(problem.what, problem.remedy, is_recorded=True)
             finally:
                 gc.collect()
@@ -119,6 +117,8 @@ class GraphRuntime:
     def _hidden(self) -> Iterator[None]:
         """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
         held, aside = self.lease, {id(wrapper): wrapper.hidden() for wrapper in self._alive()}
+        tables = self.ledger.tables.copy()
+        self.ledger.tables.clear()
         self.lease = used = held.of_another_pool()
         in_body = used.generation
         try:
@@ -130,7 +130,7 @@ class GraphRuntime:
                 else:  # compiled in the body: the wrapper stays, its graphs and counts do not
                     wrapper.close()
                     wrapper.hidden()
-            self.lease = held
+            self.lease, self.ledger.tables = held, tables
             held.shows_stale |= used.shows_stale
             if used.generation != in_body:  # a parameter died, and hidden graphs that read it were dropped with it
                 held.entries_dropped()
@@ -170,7 +170,7 @@ class GraphRuntime:
             copied=sum(c.copied for c in counts),
             pool_bytes=self.pool_bytes(),
             buffer_bytes=self.buffer_bytes(),
-            histograms={field: dict(seen) for field, seen in self.sizes_seen.items()},
+            histograms={field: dict(seen) for field, seen in self.ledger.sizes.items()},
         )
 
     def report(self, subject: str = "a runtime") -> Report:
@@ -179,17 +179,27 @@ class GraphRuntime:
         Args:
             subject: what the report is about, for its title.
         """
-        return Report(figures_of(self, subject))
+        return Report(self.figures(subject))
+
+    def figures(self, subject: str) -> ReportFigures:
+        """The figures of a report."""
+        is_timed = self.device is not None and self.device.type != "cpu"
+        return runtime_figures(
+            subject, self.ledger, self.callables(), self.uses(), self.stats(), self.noted(), is_timed=is_timed
+        )
 
     @property
     def notes(self) -> Mapping[str, int]:
         """{log record of an explanation, as it was at first: how often it was added}."""
-        return MappingProxyType(self._notes.counts())
+        return MappingProxyType(self.ledger.notes())
 
     def noted(self) -> tuple[Problem, ...]:
         """The explanations that the report does not derive from its records."""
-        left = left_behind(self._alive(), self._callables) if self._serves_calls else ()
-        return (*self._notes.problems(), *left)
+        notes = (
+            Problem("note", note.reason.why, tuple(map(str, filter(None, note.places))), "", note.n, note.reason.remedy)
+            for note in self.ledger.problems()
+        )
+        return (*notes, *(self._left_behind() if self._serves_calls else ()))
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
@@ -269,7 +279,47 @@ class GraphRuntime:
 
     def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
         """The region that has this key's graph in another compilation of the same function; None when there is none."""
-        return captured_earlier(self._alive(), self._callables, region, mode, descriptor)
+        frames = {record.name: record.frame for record in self._callables if record.frame is not None}
+        for wrapper in self._alive():
+            other = wrapper.region
+            if (
+                other.callable != region.callable
+                and other.region == region.region
+                and wrapper.mode is mode
+                and frames.get(other.callable, -1) == frames.get(region.callable, -2)
+                and descriptor in wrapper.captured()
+            ):
+                return other
+        return None
+
+    def _left_behind(self) -> Iterator[Problem]:
+        """A problem for each compilation whose guards admit keys that only an earlier one has captured.
+
+        Of all compilations of a function, Dynamo calls the newest one whose guards pass.
+        """
+        captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
+        for wrapper in self._alive():
+            keys = captured.setdefault(wrapper.region.callable, {})
+            keys.update(dict.fromkeys((wrapper.mode, descriptor) for descriptor in wrapper.captured()))
+        for number, newer in enumerate(self._callables):
+            if newer.frame is None or newer.admits is None:
+                continue
+            for older in self._callables[:number]:
+                if older.frame != newer.frame:
+                    continue
+                keys = captured.get(older.name, {})
+                missing = [key for key in keys if key not in captured.get(newer.name, {}) and newer.admits(key[1])]
+                if missing:
+                    mode, descriptor = missing[0]
+                    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                    yield Problem(
+                        "note",
+                        f"torch.compile compiled {newer.name} after {older.name} was captured at {mode} {descriptor}"
+                        f"{more}: calls that reach {newer.name} now have no graph",
+                        (newer.name,),
+                        remedy="call it once more at these keys inside `with runtime.capturing():`, or compile before "
+                        "capturing, by a call in mode NONE whose dynamic sizes all differ",
+                    )
 
     def retraced(self, name: str) -> None:
         """Record that torch.compile traced the function of callable ``name`` again and got the same graph."""
@@ -298,7 +348,7 @@ class GraphRuntime:
             text: what happened, without regions, keys and sizes.
             at: the region, key or sizes that it happened to.
         """
-        self._notes.add(text, at=at)
+        self.ledger.note(Reason(text), at=at)
 
     def warn(self, text: str, remedy: str, *, at: str = "", is_silent: bool = False, is_recorded: bool = False) -> None:
         """Add to the report that something has no graph, is not padded or not checked; the first time is a WARNING.
@@ -312,7 +362,7 @@ class GraphRuntime:
             is_recorded: whether counts or records of the report say it, too.
         """
         level = logging.INFO if is_silent else logging.WARNING
-        self._notes.add(text, remedy=remedy, at=at, level=level, is_problem=not is_recorded)
+        self.ledger.note(Reason(text, remedy), at=at, level=level, is_problem=not is_recorded)
 
     @property
     def device(self) -> torch.device | None:

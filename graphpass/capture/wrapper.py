@@ -32,7 +32,6 @@ from graphpass.capture.compare import EagerRun
 from graphpass.capture.entry import EntryTable, GraphEntry
 from graphpass.capture.policy import CapturePolicy
 from graphpass.capture.recorder import Recorder
-from graphpass.capture.records import Counts, RegionId, RegionUse, RunningCounts
 from graphpass.capture.replayplan import ReplayPlan, without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import BufferArena
@@ -40,7 +39,9 @@ from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Row
 from graphpass.modes import CUDAGraphMode
+from graphpass.report.records import Counts, RegionId, RegionUse
 
 __all__ = ["CUDAGraphWrapper"]
 
@@ -52,7 +53,6 @@ class _Captured:
     """All capture state of a wrapper in one object, so that :meth:`CUDAGraphWrapper.hidden` can swap it."""
 
     entries: EntryTable = field(default_factory=EntryTable)
-    tallies: dict[BatchDescriptor, RunningCounts] = field(default_factory=dict)
     death_watch: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     freed: dict[BatchDescriptor, FreedInputs] = field(default_factory=dict)
     arena: BufferArena = field(default_factory=BufferArena)
@@ -173,25 +173,28 @@ class CUDAGraphWrapper:
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """Warm-ups, captures, replays and copies so far, for each key."""
-        return {key: tally.counts(self._static_sets(key)) for key, tally in self._captured.tallies.items()}
+        return {use.key: use.counts for use in self.uses()}
 
     def uses(self) -> Iterator[RegionUse]:
         """Counts and costs so far, for each key."""
-        for key, tally in self._captured.tallies.items():
-            counts = tally.counts(self._static_sets(key))
-            yield RegionUse(self.region, self._mode, key, counts, tally.capture_s, tally.launch_s, tally.replay_s)
+        warmed, captured, replayed = (
+            self._runtime.ledger.rows(self.region, event) for event in ("warmed", "captured", "replayed")
+        )
+        for (mode, key), row in warmed.items():
+            if mode is self._mode:
+                made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
+                counts = Counts(row.n, made.n, run.n, run.items, self._static_sets(key))
+                yield RegionUse(self.region, mode, key, counts, made.seconds, made.least_s, run.least_s)
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
         """Do not count replays of a key in the body of the ``with``: they test the graph and serve no call."""
-        before = self._captured.tallies.get(descriptor, RunningCounts())
-        replayed, copied = before.replayed, before.copied
+        row = self._replays(descriptor)
+        before = row.n, row.items
         try:
             yield
         finally:
-            tally = self._captured.tallies.get(descriptor)
-            if tally is not None:
-                tally.replayed, tally.copied = replayed, copied
+            row.n, row.items = before
 
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
@@ -267,8 +270,8 @@ class CUDAGraphWrapper:
         """Replay a graph right after its capture, and keep the host time, for the estimate of the time saved."""
         start_s = time.perf_counter()
         replayed = plan.run(leaves, self._runtime.lease)
-        tally = self._captured.tallies[descriptor]
-        tally.replay_s = min(tally.replay_s, time.perf_counter() - start_s)
+        row = self._replays(descriptor)
+        row.least_s = min(row.least_s, time.perf_counter() - start_s)
         return replayed
 
     def _run_eagerly(self, context: ForwardContext, entry: GraphEntry, leaves: Sequence[Any]) -> EagerRun:
@@ -299,11 +302,9 @@ class CUDAGraphWrapper:
     def _capture(
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
     ) -> tuple[GraphEntry, Sequence[Any]]:
-        tally = self._captured.tallies.get(descriptor, RunningCounts())
         freed = self._captured.freed.setdefault(descriptor, FreedInputs())
         permit = CapturePermit(self.region, self._mode, self._runtime, self._policy, self._captured.entries, freed)
         baked = permit.baked(context, descriptor, call)
-        self._captured.tallies[descriptor] = tally
         entry, recorded = Recorder(
             region=self.region,
             mode=self._mode,
@@ -313,15 +314,19 @@ class CUDAGraphWrapper:
             policy=self._policy,
             call=call,
             baked=baked,
-        ).record(context, tally)
+        ).record(context)
         self._captured.entries.add(descriptor, call, entry)
         freed.latest.clear()
-        watched = _Watched(weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry), tally)
+        replays = self._replays(descriptor)
+        watched = _Watched(weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry), replays)
         owned = [p for p in entry.plan.statics.positions if p in call.module_owned]
         self._captured.death_watch[id(entry)] = tuple(
             memory.watch_storage(call.leaves[p], functools.partial(watched.drop, p)) for p in owned
         )
         return entry, recorded
+
+    def _replays(self, descriptor: BatchDescriptor) -> Row:
+        return self._runtime.ledger.rows(self.region, "replayed")[self._mode, descriptor]
 
     def _static_sets(self, descriptor: BatchDescriptor) -> int:
         return len({tuple(entry.plan.statics.addresses) for entry in self._captured.entries.at(descriptor)})
@@ -335,7 +340,7 @@ class _Watched:
         table: the table that the entry was added to, which :meth:`CUDAGraphWrapper.hidden` may hide.
         descriptor: its key.
         entry_id: its ``id()``.
-        tally: the counts of the key.
+        replays: the replays of the key.
     """
 
     def __init__(
@@ -344,10 +349,10 @@ class _Watched:
         table: weakref.ref[EntryTable],
         descriptor: BatchDescriptor,
         entry_id: int,
-        tally: RunningCounts,
+        replays: Row,
     ) -> None:
         self._owner, self._table, self._descriptor, self._entry_id = owner, table, descriptor, entry_id
-        self._tally, self._replayed_before = tally, tally.replayed
+        self._replays, self._replayed_before = replays, replays.n
 
     def drop(self, position: int, _dead: Any) -> None:
         """Drop the entry, because the storage of the input at ``position`` was freed."""
@@ -358,7 +363,7 @@ class _Watched:
             return
         wrapper._captured.death_watch.pop(self._entry_id, None)
         freed = wrapper._captured.freed.setdefault(self._descriptor, FreedInputs())
-        freed.add(position, entry, self._tally.replayed - self._replayed_before)
+        freed.add(position, entry, self._replays.n - self._replayed_before)
         entry.graph.reset()
         wrapper._runtime.lease.entries_dropped()
         wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {self._descriptor}")

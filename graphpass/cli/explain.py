@@ -13,11 +13,11 @@ from graphpass.capture.lookup import runtime_of
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.report import Problem
-from graphpass.report.callables import CallableRecord
 from graphpass.report.drawing import assumptions_table, not_proved_table, region_maps, regions_table, sizes_table
 from graphpass.report.figures import graph_figures
 from graphpass.report.parts import Heading, Part, Table, Text
 from graphpass.report.problems import cuts_of, listed
+from graphpass.report.records import CallableRecord
 
 __all__ = ["explain", "quiet_compiler"]
 

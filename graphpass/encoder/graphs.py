@@ -30,7 +30,7 @@ from graphpass.encoder.protocol import (
     checked_specs,
     grouped,
 )
-from graphpass.encoder.stats import EncoderCounts, EncoderStats
+from graphpass.encoder.stats import EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
 from graphpass.ladder.estimate import (
     NOTHING_ESTIMATED,
@@ -45,7 +45,7 @@ from graphpass.ladder.estimate import (
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
-from graphpass.ledger import Reason, why_failed
+from graphpass.ledger import Ledger, Reason, why_failed
 from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
 
@@ -64,9 +64,10 @@ class CapturedEncoder:
     state: ModelState  #: weights and settings of the encoder at capture
     graph_pool: Any  #: the shared graph pool; None if the pool is not shared
 
-    def stats(self, counts: EncoderCounts) -> EncoderStats:
-        """A snapshot of ``counts`` with the budgets and the memory of these graphs."""
-        return counts.snapshot(
+    def stats(self, ledger: Ledger) -> EncoderStats:
+        """A snapshot of the counts in ``ledger`` with the budgets and the memory of these graphs."""
+        return EncoderStats.of(
+            ledger,
             tuple(self.budgets.values()),
             self.failed,
             pool_bytes=self.graphs.runtime.pool_bytes(),

@@ -19,7 +19,6 @@ from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.torchsettings import capture_settings
 from graphpass.encoder import reported
-from graphpass.encoder.encoderreport import encoder_figures
 from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, PackedBatch
@@ -32,9 +31,11 @@ from graphpass.encoder.protocol import (
     checked_specs,
 )
 from graphpass.encoder.sharding import encoded_by_all
-from graphpass.encoder.stats import EncoderCounts, EncoderStats
+from graphpass.encoder.stats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
+from graphpass.ledger import Ledger
+from graphpass.modes import CUDAGraphMode
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 
@@ -82,7 +83,9 @@ class EncoderCudaGraphManager:
         self._eager_planner = self._ladder.planner()
         self._compiler = _compiler_of(model, self._options, self._device)
         self._is_compiled = False
-        self._counts = EncoderCounts()
+        self._ledger = Ledger()
+        self._requests, self._eager = (self._ledger.rows("encoder", event)[""] for event in (REQUEST, EAGER))
+        self._replays = self._ledger.rows("encoder", REPLAYED)
         has_ranks = group is not None and dist.get_world_size(group) > 1
         self._agreement = DataParallelAgreement(group) if has_ranks else None
         self._lock = threading.RLock()
@@ -152,7 +155,7 @@ class EncoderCudaGraphManager:
             self._drop_graphs()  # an earlier capture may have failed for every budget
             self._compile()
             self._captured, self._is_to_recapture = self._ladder.capture(graph_pool), False
-            self._counts.captured_anew()
+            self._ledger.rows("encoder", OTHER_SETTING).clear()
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.
@@ -205,7 +208,7 @@ class EncoderCudaGraphManager:
         """
         with self._lock, capture_settings():
             results = self._encoded(items) if self._agreement is None else self._encoded_by_all(items, self._agreement)
-            if self._counts.requests % self._options.log_every == 0:
+            if self._requests.n % self._options.log_every == 0:
                 _log.info("%s", self.get_cumulative_stats().summary())
             return results
 
@@ -220,14 +223,14 @@ class EncoderCudaGraphManager:
     def get_cumulative_stats(self) -> EncoderStats:
         """Hits, misses and padding since the manager was created, for each budget and in total."""
         if self._captured is None:
-            return self._counts.snapshot((), (), pool_bytes=0, buffer_bytes=0)
-        return self._captured.stats(self._counts)
+            return EncoderStats.of(self._ledger)
+        return self._captured.stats(self._ledger)
 
     def report(self) -> Report:
         """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
         name, is_enabled = type(self._model).__name__, self._options.enable
-        figures = encoder_figures(self.get_cumulative_stats(), self.runtime, graphs, name, is_enabled=is_enabled)
+        figures = self.get_cumulative_stats().figures(self.runtime, graphs, name, is_enabled=is_enabled)
         return Report(replace(figures, kernels=self._kernels))
 
     def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:
@@ -269,7 +272,7 @@ class EncoderCudaGraphManager:
     def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
         """The sizes of the items of a request. Counts the request."""
         specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
-        self._counts.requests += 1
+        self._requests.n += 1
         return specs
 
     def _runs(
@@ -310,7 +313,7 @@ class EncoderCudaGraphManager:
         setting = self._captured.state.setting_changed()
         if setting is None:  # guard: encoder_settings
             return self._captured.planner
-        self._counts.under_another(setting)
+        self._ledger.rows("encoder", OTHER_SETTING)[setting].n += 1
         reported.another_setting(self.runtime, setting)
         return self._eager_planner
 
@@ -319,13 +322,19 @@ class EncoderCudaGraphManager:
         if batch.budget is None:
             outputs = eager_outputs(self._model, items)
             check_outputs(outputs, batch.tokens, self._config, "encoder_eager_forward")
-            self._counts.ran_eagerly(len(batch.items), batch.tokens)
+            self._eager.n += 1
+            self._eager.items += len(batch.items)
+            self._eager.real += batch.tokens
             if self._options.enable:
                 reported.why_eager(self.runtime, self._captured, batch.tokens)
             return outputs
         assert self._captured is not None
         outputs = self._captured.graphs.replay(batch.budget, items)
-        self._counts.replayed(batch.budget, len(batch.items), batch.tokens)
+        row = self._replays[CUDAGraphMode.FULL, batch.budget.descriptor]
+        row.n += 1
+        row.items += len(batch.items)
+        row.real += batch.tokens
+        self._ledger.sizes["tokens"][batch.tokens] += 1
         return tuple(output[: batch.tokens] for output in outputs)
 
     def _postprocessed(

@@ -1,59 +1,75 @@
-"""Statistics of an encoder manager: hits, misses, padding, and time and memory of captures."""
+"""Statistics of an encoder manager, as tables and as figures of its report."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.encoder.protocol import EncoderGraphKey
-from graphpass.ladder.traffic import CapturedGraph, Traffic, TrafficCounts, padding_share
-from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
+from graphpass.ladder.traffic import CapturedGraph, Traffic, padding_share
+from graphpass.ledger import CountedReason, Ledger, Reason, Row
+from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.console import text_of
-from graphpass.report.figures import counted
-from graphpass.report.parts import Table
+from graphpass.report.figures import counted, key_sizes
+from graphpass.report.records import CapturedGroup, MemoryGrowth
 
-__all__ = ["EncoderCounts", "EncoderStats"]
+REPLAYED, EAGER, REQUEST, OTHER_SETTING = "replayed", "ran eagerly", "request", "other setting"  # events of an encoder
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderStats:
-    """A snapshot of the counters since the manager was created; ``print(stats)`` shows tables.
+    """A snapshot of the counters since the manager was created; ``print(stats)`` shows tables."""
 
-    Attributes:
-        requests: calls of ``execute``.
-        hits: items encoded by a replay. Items of no tokens need none; they are neither hits nor misses.
-        misses: items encoded eagerly: before the capture, too large for every graph, under changed settings, or because
-            an eager call was cheaper.
-        eager_calls: number of eager calls.
-        eager_tokens: output tokens of the items that were encoded eagerly.
-        replays: replays of all graphs, including graphs that were released since.
-        replayed_tokens: output tokens of the items that were encoded by replays.
-        computed_tokens: output tokens of all replays, padding included.
-        budgets: use of the current graphs, the largest budget first.
-        histogram: {output tokens of a replayed batch: number of such batches}, ascending.
-            :func:`graphpass.plan_sizes` computes budgets from it.
-        other_settings: {setting that differs from the capture: requests since then that ran eagerly because of it}.
-        failed: (key, reason) of keys whose capture failed or that did not fit into ``max_pool_bytes``.
-        pool_bytes: size of the graph pool; 0 on the CPU tape.
-        buffer_bytes: size of the input buffers of graphs.
-    """
-
-    requests: int
-    hits: int
+    requests: int  #: calls of ``execute``
+    hits: int  #: items encoded by a replay; items of no tokens need none and are neither hits nor misses
+    #: Items encoded eagerly: before the capture, too large for every graph, under changed settings, or because an eager
+    #: call was cheaper.
     misses: int
-    eager_calls: int
-    eager_tokens: int
-    replays: int
-    replayed_tokens: int
-    computed_tokens: int
-    budgets: tuple[Traffic, ...]
+    eager_calls: int  #: number of eager calls
+    eager_tokens: int  #: output tokens of the items that were encoded eagerly
+    replays: int  #: replays of all graphs, including graphs that were released since
+    replayed_tokens: int  #: output tokens of the items that were encoded by replays
+    computed_tokens: int  #: output tokens of all replays, padding included
+    budgets: tuple[Traffic, ...]  #: use of the current graphs, the largest budget first
+    #: {output tokens of a replayed batch: number of such batches}, ascending. :func:`graphpass.plan_sizes` computes
+    #: budgets from it.
     histogram: Mapping[int, int]
+    #: {setting that differs from the capture: requests since then that ran eagerly because of it}
     other_settings: Mapping[str, int]
+    #: (key, reason) of keys whose capture failed or that did not fit into ``max_pool_bytes``
     failed: tuple[tuple[EncoderGraphKey, Reason], ...]
-    pool_bytes: int
-    buffer_bytes: int
+    pool_bytes: int  #: size of the graph pool; 0 on the CPU tape
+    buffer_bytes: int  #: size of the input buffers of graphs
+
+    @classmethod
+    def of(
+        cls,
+        ledger: Ledger,
+        captured: Sequence[CapturedGraph] = (),
+        failed: Sequence[tuple[EncoderGraphKey, Reason]] = (),
+        *,
+        pool_bytes: int = 0,
+        buffer_bytes: int = 0,
+    ) -> EncoderStats:
+        """The counts so far, which include replays of graphs that were released since; without graphs by default."""
+        replays, eager = ledger.rows("encoder", REPLAYED), ledger.rows("encoder", EAGER).get("", Row())
+        return cls(
+            requests=ledger.rows("encoder", REQUEST).get("", Row()).n,
+            hits=sum(row.items for row in replays.values()),
+            misses=eager.items,
+            eager_calls=eager.n,
+            eager_tokens=eager.real,
+            replays=sum(row.n for row in replays.values()),
+            replayed_tokens=sum(row.real for row in replays.values()),
+            computed_tokens=sum(row.n * descriptor.num_tokens for (_, descriptor), row in replays.items()),
+            budgets=tuple(Traffic.of(graph, replays) for graph in captured),
+            histogram=dict(sorted(ledger.sizes["tokens"].items())),
+            other_settings={setting: row.n for setting, row in ledger.rows("encoder", OTHER_SETTING).items()},
+            failed=tuple(failed),
+            pool_bytes=pool_bytes,
+            buffer_bytes=buffer_bytes,
+        )
 
     @property
     def hit_rate(self) -> float:
@@ -96,64 +112,76 @@ class EncoderStats:
         )
         return f"{self.summary()}\n{text_of(tables)}"
 
-
-class EncoderCounts:
-    """The running counts behind :class:`EncoderStats`."""
-
-    def __init__(self) -> None:
-        self.requests = self.misses = self.eager_calls = self.eager_tokens = 0
-        self._traffic = TrafficCounts()
-        self._histogram: Counter[int] = Counter()
-        self._other_settings: Counter[str] = Counter()
-
-    def replayed(self, key: EncoderGraphKey, num_items: int, num_tokens: int) -> None:
-        """Count one replay."""
-        self._traffic.replayed((CUDAGraphMode.FULL, key.descriptor), num_tokens, num_items)
-        self._histogram[num_tokens] += 1
-
-    def ran_eagerly(self, num_items: int, num_tokens: int) -> None:
-        """Count one eager call."""
-        self.misses += num_items
-        self.eager_calls += 1
-        self.eager_tokens += num_tokens
-
-    def captured_anew(self) -> None:
-        """Forget the settings that differed from an earlier capture."""
-        self._other_settings.clear()
-
-    def under_another(self, setting: str) -> None:
-        """Count a request that runs eagerly because ``setting`` changed since the capture."""
-        self._other_settings[setting] += 1
-
-    def snapshot(
-        self,
-        captured: Sequence[CapturedGraph],
-        failed: Sequence[tuple[EncoderGraphKey, Reason]],
-        *,
-        pool_bytes: int,
-        buffer_bytes: int,
-    ) -> EncoderStats:
-        """The current counts, which include replays of graphs that were released since.
+    def figures(
+        self, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str, *, is_enabled: bool
+    ) -> ReportFigures:
+        """The figures of the encoder's report.
 
         Args:
-            captured: the current graphs.
-            failed: (key, reason) of keys without a graph.
-            pool_bytes: size of the graph pool.
-            buffer_bytes: size of the input buffers.
+            compiled: the runtime of the compiled encoder.
+            graphs: the runtime of the captured graphs; None before the capture.
+            subject: the encoder's name.
+            is_enabled: whether the options ask for graphs.
         """
-        return EncoderStats(
-            requests=self.requests,
-            hits=self._traffic.items,
-            misses=self.misses,
-            eager_calls=self.eager_calls,
-            eager_tokens=self.eager_tokens,
-            replays=self._traffic.replays,
-            replayed_tokens=self._traffic.real_tokens,
-            computed_tokens=self._traffic.padded_tokens,
-            budgets=tuple(map(self._traffic.of, captured)),
-            histogram=dict(sorted(self._histogram.items())),
-            other_settings=dict(self._other_settings),
-            failed=tuple(failed),
-            pool_bytes=pool_bytes,
-            buffer_bytes=buffer_bytes,
+        figures, captured = compiled.figures(subject), None if graphs is None else graphs.figures(subject)
+        budgets = tuple(sorted({budget.captured.descriptor.num_tokens for budget in self.budgets}))
+        sizes = SizeTraffic("tokens", "token_budgets", self.histogram, budgets, at_least=budgets[-1] if budgets else 0)
+        memory = MemoryGrowth.sum_of(budget.captured.memory for budget in self.budgets)
+        seconds = sum(budget.captured.seconds for budget in self.budgets)
+        return replace(
+            figures,
+            problems=(*figures.problems, *(() if captured is None else captured.problems), *self._problems()),
+            keys=tuple(map(_key_use, self.budgets)),
+            uncaptured=self._eager(is_enabled),
+            traffic=(sizes,) if self.histogram else (),
+            costs=replace(
+                figures.costs,
+                graphs=len(self.budgets),
+                capture_s=seconds,
+                pool_bytes=self.pool_bytes,
+                buffer_bytes=self.buffer_bytes,
+                replays=self.replays,
+                saved_s=None if captured is None else captured.costs.saved_s,
+                groups=(CapturedGroup("encoder", len(self.budgets), seconds, memory),) if self.budgets else (),
+            ),
         )
+
+    def _problems(self) -> Iterator[Problem]:
+        keys: dict[Reason, list[str]] = {}
+        for key, reason in self.failed:
+            keys.setdefault(reason, []).append(f"tokens={key.tokens}")
+        for reason, budgets in keys.items():
+            yield Problem("not captured", str(reason), tuple(budgets), remedy=reason.remedy)
+        for setting, requests in self.other_settings.items():
+            what = f"{setting} changed since the capture, so requests ran eagerly"
+            yield Problem("no graph", what, times=requests, remedy="call clear() and capture() under the new setting")
+
+    def _eager(self, is_enabled: bool) -> tuple[CountedReason, ...]:
+        if not self.eager_calls:
+            return ()
+        reason = Reason("an eager call was cheaper, or no budget holds the item", is_expected=True)
+        if not is_enabled:
+            reason = Reason("enable=False", is_expected=True)
+        elif not self.budgets:
+            reason = Reason("nothing is captured", "call capture()")
+        return (CountedReason("encoder", reason, self.eager_calls),)
+
+
+def _key_use(budget: Traffic) -> KeyUse:
+    captured = budget.captured
+    return KeyUse(
+        graph="encoder",
+        mode=str(captured.mode),
+        sizes={
+            "tokens": captured.descriptor.num_tokens,
+            "items": captured.descriptor.num_reqs,
+            **key_sizes(captured.descriptor, ()),
+        },
+        graphs=1,
+        calls=budget.replays,
+        replays=budget.replays,
+        real=budget.real_tokens,
+        padded=budget.padded_tokens,
+        capture_s=captured.seconds,
+        pool_bytes=captured.pool_bytes,
+    )

@@ -1,7 +1,8 @@
 """Runs any model over a ladder of captured sizes: dispatch a batch, pad it, replay its graph, cut the results."""
 
 from graphpass.engine.hooks import ForwardHooks
-from graphpass.engine.stats import CapturedGroup, ManagerStats
+from graphpass.engine.stats import ManagerStats
+from graphpass.report.records import CapturedGroup
 
 __all__ = [
     "CapturedGroup",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from graphpass.engine.captured import CapturedLadder
 from graphpass.engine.forward import ForwardParts
 from graphpass.engine.hooks import ForwardHooks
 from graphpass.engine.learn import ModelLearner
-from graphpass.engine.managerreport import manager_figures
 from graphpass.engine.model import CompiledModel
 from graphpass.engine.refusals import (
     inside_transform,
@@ -32,10 +32,12 @@ from graphpass.engine.refusals import (
     refuse_options,
     too_large,
 )
-from graphpass.engine.stats import ManagerStats, StepCounts
+from graphpass.engine.stats import ManagerStats
 from graphpass.engine.step import StepRunner
 from graphpass.ladder.estimate import MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
+from graphpass.ladder.traffic import Traffic
+from graphpass.ledger import Ledger
 from graphpass.modes import resolve_mode
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
 from graphpass.ranks.group import DataParallelAgreement
@@ -104,7 +106,9 @@ class CudaGraphManager:
         self._ranks = None if agreement is None else self._steps_of_ranks(agreement)
         self._fields = frozenset(dispatcher.capture_fields)
         self._captured = CapturedLadder(self._compiled, self._learner, self._ranks)
-        self._counts = StepCounts()
+        self._ledger = Ledger()
+        self._replays, self._fallbacks = (self._ledger.rows("steps", event) for event in ("replayed", "without graph"))
+        self._sizes = self._ledger.sizes["num_tokens"]
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
 
@@ -227,18 +231,18 @@ class CudaGraphManager:
     def stats(self) -> ManagerStats:
         """A snapshot of the captured keys, their memory and traffic, and the batches without a graph."""
         return ManagerStats(
-            keys=tuple(map(self._counts.traffic.of, self._captured.records.values())),
-            fallbacks=self._counts.by_reason(),
-            fallback_tokens=self._counts.fallback_tokens,
+            keys=tuple(Traffic.of(graph, self._replays) for graph in self._captured.records.values()),
+            fallbacks=MappingProxyType({reason: row.n for reason, row in self._fallbacks.items()}),
+            fallback_tokens=sum(row.real for row in self._fallbacks.values()),
             left_out=self._captured.left_out,
             pool_bytes=self.runtime.pool_bytes(),
             buffer_bytes=self._learner.buffer_bytes(),
-            histogram=dict(self._counts.histogram),
+            histogram=dict(self._sizes),
         )
 
     def report(self) -> Report:
         """What is slow or missing, which keys replay, where padding goes, and what it cost; ``print`` it."""
-        return Report(manager_figures(self.stats(), self.runtime, type(self.model).__name__))
+        return Report(self.stats().figures(self.runtime, type(self.model).__name__))
 
     def close(self) -> None:
         """Drop all graphs and release the pool. :meth:`capture` can be called again."""
@@ -309,13 +313,21 @@ class CudaGraphManager:
         across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
         with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
             result = self._runner.replay(captured, key, batch, sizes, across_dp)
-        self._counts.replayed(key, batch.num_tokens)
+        row = self._replays[key]  # one look-up: the hash of a descriptor is the most expensive part
+        row.n += 1
+        row.items += 1
+        row.real += batch.num_tokens
+        self._sizes[batch.num_tokens] += 1
         return result
 
     def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
         if step.reason is DispatchReason.NOT_CAPTURED:
             self._captured.refuse_none_captured()
-        self._counts.fell_back(step, batch.num_tokens)
+        row = self._fallbacks[step.reason]
+        row.n += 1
+        row.real += batch.num_tokens
+        if batch.num_tokens:
+            self._sizes[batch.num_tokens] += 1
         cause = step.reason if decision is None else decision.agreed.reason  # the same on all ranks, as is an error
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             self._report_fallback(step, cause, "" if decision is None else decision.agreed.why)

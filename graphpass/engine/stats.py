@@ -1,39 +1,25 @@
-"""Statistics of a manager: counters that every step increments, and snapshots of them as tables or Prometheus text."""
+"""Statistics of a manager as tables, as Prometheus text and as figures of its report."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from graphpass.dispatch.keys import Dispatch, DispatchReason
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.dispatch.keys import DispatchReason
+from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
-from graphpass.ladder.estimate import NOTHING, Key, MemoryGrowth
-from graphpass.ladder.prometheus import Metric, prometheus_text
-from graphpass.ladder.traffic import Traffic, TrafficCounts
+from graphpass.ladder.estimate import Key
+from graphpass.ladder.traffic import Traffic
+from graphpass.ledger import CountedReason, Reason
 from graphpass.modes import CUDAGraphMode
+from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.console import text_of
-from graphpass.report.parts import Table
+from graphpass.report.figures import captured_sizes, key_sizes
+from graphpass.report.records import CapturedGroup, MemoryGrowth, RegionUse
 
-__all__ = ["CapturedGroup", "ManagerStats", "StepCounts", "keys_by_group"]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedGroup:
-    """Time and memory of the captures of one group of keys.
-
-    Attributes:
-        name: ``mixed PIECEWISE``, ``mixed FULL`` or ``decode FULL``.
-        num_keys: number of captured keys.
-        seconds: total duration of their captures.
-        memory: total device memory that their captures allocated.
-    """
-
-    name: str
-    num_keys: int
-    seconds: float
-    memory: MemoryGrowth
+_EXPECTED = (DispatchReason.EMPTY, DispatchReason.DISABLED)  # nothing to run, and as the user asked
 
 
 def keys_by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
@@ -47,25 +33,17 @@ def keys_by_group(keys: Iterable[Key]) -> dict[str, list[Key]]:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """A snapshot of a manager's counters: ``print(stats)``, ``stats["Dispatches"]`` or :meth:`prometheus`.
+    """A snapshot of a manager's counters: ``print(stats)``, ``stats["Dispatches"]`` or :meth:`prometheus`."""
 
-    Attributes:
-        keys: capture and traffic of every captured key, in the order of capture.
-        fallbacks: {reason: number of batches without a graph}.
-        fallback_tokens: real tokens of these batches.
-        left_out: (mode, key) of each key that was not captured because of ``capture(max_bytes=...)``.
-        pool_bytes: bytes of the graph pool; 0 on the CPU, which has no pool.
-        buffer_bytes: bytes of the manager's input and output buffers.
-        histogram: {tokens of a batch: number of batches}, with or without a graph; empty batches are left out.
-            :func:`graphpass.plan_sizes` computes capture sizes from it.
-    """
-
-    keys: tuple[Traffic, ...]
-    fallbacks: Mapping[DispatchReason, int]
-    fallback_tokens: int
+    keys: tuple[Traffic, ...]  #: capture and traffic of every captured key, in the order of capture
+    fallbacks: Mapping[DispatchReason, int]  #: {reason: number of batches without a graph}
+    fallback_tokens: int  #: real tokens of these batches
+    #: (mode, key) of each key that was not captured because of ``capture(max_bytes=...)``
     left_out: tuple[tuple[CUDAGraphMode, BatchDescriptor], ...]
-    pool_bytes: int
-    buffer_bytes: int
+    pool_bytes: int  #: bytes of the graph pool; 0 on the CPU, which has no pool
+    buffer_bytes: int  #: bytes of the manager's input and output buffers
+    #: {tokens of a batch: number of batches}, with or without a graph; empty batches are left out.
+    #: :func:`graphpass.plan_sizes` computes capture sizes from it.
     histogram: Mapping[int, int]
 
     @property
@@ -103,17 +81,17 @@ class ManagerStats:
             for key in self.keys
         )
         columns = ("mode", "key", "hits", "real tokens", "padded tokens", "padding", "capture ms", "pool bytes")
-        memory = ((str(self.pool_bytes), str(self.buffer_bytes)),)
         groups = tuple(
-            (group.name, str(group.num_keys), f"{group.seconds:.3f}", *map(str, _parts(group.memory).values()))
+            (group.name, str(group.num_keys), f"{group.seconds:.3f}", *map(str, asdict(group.memory).values()))
             for group in self.groups
         )
+        kinds = ("pool bytes", "cached bytes", "driver bytes")
         return (
             Table("Dispatches", columns, rows),
             Table("Without a graph", ("reason", "batches"), tuple((str(r), str(n)) for r, n in self.fallbacks.items())),
             Table("Left out", ("mode", "key"), tuple((str(mode), str(key)) for mode, key in self.left_out)),
-            Table("Captured", ("group", "keys", "seconds", *(f"{kind} bytes" for kind in _parts(NOTHING))), groups),
-            Table("Memory", ("pool bytes", "buffer bytes"), memory),
+            Table("Captured", ("group", "keys", "seconds", *kinds), groups),
+            Table("Memory", ("pool bytes", "buffer bytes"), ((str(self.pool_bytes), str(self.buffer_bytes)),)),
         )
 
     def __str__(self) -> str:
@@ -128,58 +106,97 @@ class ManagerStats:
         Raises:
             OptionError: the package ``prometheus-client`` is not installed.
         """
-        return prometheus_text(self._metrics())
+        try:
+            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client.core import CounterMetricFamily as Counter
+            from prometheus_client.core import GaugeMetricFamily as Gauge
+        except ImportError as error:
+            raise OptionError(
+                "Prometheus text needs a package that is not installed",
+                expected="prometheus-client",
+                found=str(error),
+                remedy="pip install 'graphpass[prometheus]'",
+            ) from error
+        families: list[Any] = []
 
-    def _metrics(self) -> tuple[Metric, ...]:
-        labels = ("mode", "key")
-        of_keys = [((str(key.captured.mode), str(key.captured.descriptor)), key) for key in self.keys]
-        replays = [(names, key.replays) for names, key in of_keys]
-        real = [(names, key.real_tokens) for names, key in of_keys]
-        padded = [(names, key.padded_tokens) for names, key in of_keys]
-        seconds = [(names, key.captured.seconds) for names, key in of_keys]
-        fallbacks = [((str(reason),), times) for reason, times in self.fallbacks.items()]
-        group_seconds = [((group.name,), group.seconds) for group in self.groups]
-        group_bytes = [((g.name, kind), size) for g in self.groups for kind, size in _parts(g.memory).items()]
-        allocated = "Device memory that a group's captures allocated"
-        return (
-            Metric("graphpass_replays", "Batches that replayed a key", replays, labels, is_counter=True),
-            Metric("graphpass_real_tokens", "Tokens of those batches", real, labels, is_counter=True),
-            Metric("graphpass_padded_tokens", "Tokens of those batches with padding", padded, labels, is_counter=True),
-            Metric("graphpass_capture_seconds", "Seconds of a key's capture", seconds, labels),
-            Metric("graphpass_fallbacks", "Batches without a graph", fallbacks, ("reason",), is_counter=True),
-            Metric("graphpass_group_seconds", "Seconds of a group's captures", group_seconds, ("group",)),
-            Metric("graphpass_group_bytes", allocated, group_bytes, ("group", "kind")),
-            Metric("graphpass_pool_bytes", "Bytes of the graph pool", [((), self.pool_bytes)]),
-            Metric("graphpass_buffer_bytes", "Bytes of the buffers", [((), self.buffer_bytes)]),
+        def add(
+            kind: Any, name: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[object, ...]]
+        ) -> None:
+            family = kind(f"graphpass_{name}", text, labels=labels)
+            for *values, number in samples:
+                family.add_metric(list(map(str, values)), number)
+            families.append(family)
+
+        of_key, graphs = ("mode", "key"), [(key.captured.mode, key.captured.descriptor, key) for key in self.keys]
+        memory = [(g.name, asdict(g.memory)) for g in self.groups]
+        add(Counter, "replays", "Batches that replayed a key", of_key, [(*at, key.replays) for *at, key in graphs])
+        add(Counter, "real_tokens", "Tokens of those batches", of_key, [(*at, key.real_tokens) for *at, key in graphs])
+        text = "Tokens of those batches with padding"
+        add(Counter, "padded_tokens", text, of_key, [(*at, key.padded_tokens) for *at, key in graphs])
+        text = "Seconds of a key's capture"
+        add(Gauge, "capture_seconds", text, of_key, [(*at, key.captured.seconds) for *at, key in graphs])
+        add(Counter, "fallbacks", "Batches without a graph", ("reason",), self.fallbacks.items())
+        text = "Seconds of a group's captures"
+        add(Gauge, "group_seconds", text, ("group",), [(group.name, group.seconds) for group in self.groups])
+        text = "Device memory that a group's captures allocated"
+        bytes_of = [(name, kind.removesuffix("_bytes"), size) for name, of in memory for kind, size in of.items()]
+        add(Gauge, "group_bytes", text, ("group", "kind"), bytes_of)
+        add(Gauge, "pool_bytes", "Bytes of the graph pool", (), [(self.pool_bytes,)])
+        add(Gauge, "buffer_bytes", "Bytes of the buffers", (), [(self.buffer_bytes,)])
+
+        class Collector:
+            def collect(self) -> list[Any]:
+                return families
+
+        registry = CollectorRegistry()
+        registry.register(Collector())
+        return generate_latest(registry).decode()
+
+    def figures(self, runtime: GraphRuntime, subject: str) -> ReportFigures:
+        """The figures of a report: those of the runtime, with the keys, batches and captures that the manager counted.
+
+        Args:
+            runtime: the manager's runtime.
+            subject: the model's name.
+        """
+        of_runtime = runtime.figures(subject)
+        keys = tuple(self._key_uses(runtime.uses()))
+        sizes = SizeTraffic("num_tokens", "capture_sizes", self.histogram, captured_sizes(keys, "num_tokens"))
+        places = tuple(f"{mode} {key}" for mode, key in self.left_out)
+        remedy = "raise max_bytes, or leave sizes out of capture_sizes"
+        left_out = Problem("not captured", "the graph pool would exceed max_bytes", places, remedy=remedy)
+        return replace(
+            of_runtime,
+            problems=(*of_runtime.problems, left_out) if places else of_runtime.problems,
+            keys=keys,
+            uncaptured=tuple(
+                CountedReason("steps", Reason(why.explanation, why.remedy, is_expected=why in _EXPECTED), batches)
+                for why, batches in self.fallbacks.items()
+            ),
+            traffic=(sizes,) if self.histogram else (),
+            costs=replace(
+                of_runtime.costs,
+                capture_s=sum(group.seconds for group in self.groups),
+                buffer_bytes=self.buffer_bytes,
+                groups=self.groups,
+            ),
         )
 
-
-def _parts(memory: MemoryGrowth) -> dict[str, int]:
-    """{kind of memory: bytes}."""
-    return {"pool": memory.pool_bytes, "cached": memory.cached_bytes, "driver": memory.driver_bytes}
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """Counters that every step increments."""
-
-    traffic: TrafficCounts = field(default_factory=TrafficCounts)
-    fallbacks: Counter[DispatchReason] = field(default_factory=Counter)
-    fallback_tokens: int = 0
-    histogram: Counter[int] = field(default_factory=Counter)
-
-    def replayed(self, key: Key, num_tokens: int) -> None:
-        """Count a batch that replayed ``key``."""
-        self.traffic.replayed(key, num_tokens)
-        self.histogram[num_tokens] += 1
-
-    def fell_back(self, step: Dispatch, num_tokens: int) -> None:
-        """Count a batch without a graph."""
-        self.fallbacks[step.reason] += 1
-        self.fallback_tokens += num_tokens
-        if num_tokens:
-            self.histogram[num_tokens] += 1
-
-    def by_reason(self) -> Mapping[DispatchReason, int]:
-        """Batches without a graph, by reason."""
-        return MappingProxyType(dict(self.fallbacks))
+    def _key_uses(self, uses: Sequence[RegionUse]) -> Iterator[KeyUse]:
+        for key in self.keys:
+            captured = key.captured
+            of_key = [use.counts for use in uses if (use.mode, use.key) == captured.key]
+            sizes = key_sizes(captured.descriptor)
+            yield KeyUse(
+                graph="decode" if sizes.pop("uniform", None) is not None else "mixed",
+                mode=str(captured.mode),
+                sizes=sizes,
+                graphs=sum(counts.captured for counts in of_key),
+                calls=key.replays,
+                replays=sum(counts.replayed for counts in of_key),
+                copied=sum(counts.copied for counts in of_key),
+                real=key.real_tokens,
+                padded=key.padded_tokens,
+                capture_s=captured.seconds,
+                pool_bytes=captured.pool_bytes,
+            )

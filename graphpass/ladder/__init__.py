@@ -4,8 +4,9 @@ It pads inputs into buffers, checks that the model has not changed since the cap
 the device memory of captures.
 """
 
-from graphpass.ladder.estimate import GroupEstimate, MemoryEstimate, MemoryGrowth
+from graphpass.ladder.estimate import GroupEstimate, MemoryEstimate
 from graphpass.ladder.traffic import CapturedGraph, Traffic
+from graphpass.report.records import MemoryGrowth
 
 __all__ = [
     "CapturedGraph",

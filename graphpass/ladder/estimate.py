@@ -31,36 +31,13 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.console import text_of
 from graphpass.report.parts import Table
+from graphpass.report.records import MemoryGrowth
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]
 Groups = Mapping[str, Sequence[Key]]
 """{name of a group: its keys}, both in the order of capture."""
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGrowth:
-    """Growth of the device's memory, in bytes."""
-
-    pool_bytes: int = 0  #: growth of the graph pool
-    cached_bytes: int = 0  #: growth of torch's allocator outside the pool
-    driver_bytes: int = 0  #: growth outside the allocator: executables and kernels, or other processes
-
-    @property
-    def total_bytes(self) -> int:
-        """Growth of pool, cached and driver memory together."""
-        return self.pool_bytes + self.cached_bytes + self.driver_bytes
-
-    @classmethod
-    def sum_of(cls, growths: Iterable[MemoryGrowth]) -> MemoryGrowth:
-        """The sum, for each kind of memory."""
-        parts = list(growths)
-        return cls(
-            sum(growth.pool_bytes for growth in parts),
-            sum(growth.cached_bytes for growth in parts),
-            sum(growth.driver_bytes for growth in parts),
-        )
 
 
 NOTHING = MemoryGrowth()

@@ -1,22 +1,13 @@
 """Reports: what is slow or missing, what replays, where padding goes, and what it cost."""
 
-from graphpass.ledger import Reason
-from graphpass.report.figures import (
-    Costs,
-    GroupCost,
-    KernelUse,
-    KeyUse,
-    Problem,
-    ReportFigures,
-    SizeTraffic,
-    UncapturedCalls,
-)
+from graphpass.ledger import CountedReason, Reason
+from graphpass.report.figures import Costs, KernelUse, KeyUse, Problem, ReportFigures, SizeTraffic
 from graphpass.report.parts import Table
 from graphpass.report.report import Report
 
 __all__ = [
     "Costs",
-    "GroupCost",
+    "CountedReason",
     "KernelUse",
     "KeyUse",
     "Problem",
@@ -25,5 +16,4 @@ __all__ = [
     "ReportFigures",
     "SizeTraffic",
     "Table",
-    "UncapturedCalls",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 
-from graphpass.report.callables import CallableRecord, RegionRecord
 from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, counted
 from graphpass.report.parts import Bar, Bars, Cell, Columns, Heading, Part, Strip, Table, Text
 from graphpass.report.problems import listed
+from graphpass.report.records import CallableRecord, RegionRecord
 
 __all__ = [
     "QUESTIONS",
@@ -72,10 +73,10 @@ def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Par
     yield Heading(QUESTIONS[1])
     groups = alike(figures.callables)
     names = {record.name: _group_name(group) for group in groups for record in group}
-    calls, without = sum(key.calls for key in figures.keys), sum(use.calls for use in figures.uncaptured)
+    calls, without = sum(key.calls for key in figures.keys), sum(use.n for use in figures.uncaptured)
     expected: Counter[str] = Counter()
     for use in figures.uncaptured:
-        expected[use.reason] += use.calls if use.is_expected else 0
+        expected[use.reason.why] += use.n if use.reason.is_expected else 0
     why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
     yield Text(f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
     yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
@@ -289,16 +290,16 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
     groups = tuple(
         (
             group.name,
-            str(group.keys),
+            str(group.num_keys),
             f"{group.seconds:.2f}",
-            *map(_mib, (group.pool_bytes, group.cached_bytes, group.driver_bytes)),
+            *map(_mib, astuple(group.memory)),
         )
         for group in costs.groups
     )
     yield Table("Captured", ("group", "keys", "seconds", "pool", "cached", "driver"), groups)
     if with_pictures:
         memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
-        memory += [(f"{group.name}: driver", group.driver_bytes) for group in costs.groups if group.driver_bytes > 0]
+        memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
         yield Bars("Memory", tuple(Bar(name, float(size), _mib(size)) for name, size in memory if size))
 
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-from graphpass.ledger import Reason
-from graphpass.report.callables import CallableRecord, CompileSeconds
+from graphpass.keys import BatchDescriptor
+from graphpass.ledger import CountedReason, Ledger, Reason
+from graphpass.modes import CUDAGraphMode
+from graphpass.report.records import CallableRecord, CapturedGroup, CompileSeconds, RegionId, RegionUse, RuntimeStats
 from graphpass.sizeplan import plan_sizes
-
-__all__ = [
-    "Costs",
-    "GroupCost",
-    "KernelUse",
-    "KeyUse",
-    "Problem",
-    "SizeTraffic",
-    "UncapturedCalls",
-    "counted",
-    "graph_figures",
-]
 
 Figures = dict[str, Any]
 
@@ -33,55 +24,33 @@ def counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that is slow or missing.
+    """Something that is slow or missing."""
 
-    Attributes:
-        kind: short and stable: ``cut``, ``graph break``, ``never captured``, ``no graph``, ``not padded``,
-            ``not captured`` or ``note``.
-        what: what is slow or missing, and why.
-        places: the regions, graphs or keys that it is about.
-        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown.
-        times: how often it happened; None if it is no event.
-        remedy: what to do about it; empty if nothing is known.
-    """
-
+    #: Short and stable: ``cut``, ``graph break``, ``never captured``, ``no graph``, ``not padded``, ``not captured`` or
+    #: ``note``.
     kind: str
-    what: str
-    places: tuple[str, ...] = ()
-    where: str = ""
-    times: int | None = None
-    remedy: str = ""
+    what: str  #: what is slow or missing, and why
+    places: tuple[str, ...] = ()  #: the regions, graphs or keys that it is about
+    where: str = ""  #: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown
+    times: int | None = None  #: how often it happened; None if it is no event
+    remedy: str = ""  #: what to do about it; empty if nothing is known
 
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """The use of one key.
+    """The use of one key."""
 
-    Attributes:
-        graph: the callable, or the group of keys: ``g0``, ``decode``, ``encoder``.
-        mode: FULL or PIECEWISE.
-        sizes: the sizes of the key, by the user's names; empty if the shapes are fixed.
-        graphs: graphs that were captured for it: one for each region in mode PIECEWISE.
-        calls: calls, batches or requests that replayed it.
-        replays: replays of these graphs.
-        copied: inputs copied into static buffers; None if they are not counted.
-        real: elements or tokens of these calls without padding; None if unknown.
-        padded: the same with padding; None if unknown.
-        capture_s: seconds of the capture, warm-up included; None if it was not measured.
-        pool_bytes: growth of the graph pool by the capture; None if it was not measured.
-    """
-
-    graph: str
-    mode: str
-    sizes: Mapping[str, Hashable]
-    graphs: int
-    calls: int
-    replays: int
-    copied: int | None = None
-    real: int | None = None
-    padded: int | None = None
-    capture_s: float | None = None
-    pool_bytes: int | None = None
+    graph: str  #: the callable, or the group of keys: ``g0``, ``decode``, ``encoder``
+    mode: str  #: FULL or PIECEWISE
+    sizes: Mapping[str, Hashable]  #: the sizes of the key, by the user's names; empty if the shapes are fixed
+    graphs: int  #: graphs that were captured for it: one for each region in mode PIECEWISE
+    calls: int  #: calls, batches or requests that replayed it
+    replays: int  #: replays of these graphs
+    copied: int | None = None  #: inputs copied into static buffers; None if they are not counted
+    real: int | None = None  #: elements or tokens of these calls without padding; None if unknown
+    padded: int | None = None  #: the same with padding; None if unknown
+    capture_s: float | None = None  #: seconds of the capture, warm-up included; None if it was not measured
+    pool_bytes: int | None = None  #: growth of the graph pool by the capture; None if it was not measured
 
     @property
     def padding(self) -> float | None:
@@ -97,47 +66,16 @@ class KeyUse:
 
 
 @dataclass(frozen=True, slots=True)
-class UncapturedCalls:
-    """Calls that ran without a graph.
-
-    Attributes:
-        graph: the callable, or what else ran.
-        reason: why.
-        calls: how many.
-        is_expected: whether that is no problem: a first call of a key, which warms it up, or an empty batch.
-        remedy: what to do about it; empty if nothing is known.
-        sizes: the sizes of these calls, as ``batch=8 seq=64``, the largest first; empty if it does not depend on them.
-    """
-
-    graph: str
-    reason: str
-    calls: int
-    is_expected: bool = False
-    remedy: str = ""
-    sizes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class SizeTraffic:
-    """The sizes of one key field that calls had.
+    """The sizes of one key field that calls had."""
 
-    Attributes:
-        field: the user's name of the field.
-        option: how sizes are passed back: ``capture_sizes`` or ``token_budgets``.
-        histogram: {size: number of calls}.
-        captured: the sizes that have graphs, ascending.
-        is_padded: whether calls are padded along it; if not, a size that was captured serves that size alone.
-        limit: the most sizes to suggest.
-        at_least: a size that is always suggested, too; 0 for none.
-    """
-
-    field: str
-    option: str
-    histogram: Mapping[int, int]
-    captured: tuple[int, ...] = ()
-    is_padded: bool = True
-    limit: int = 16
-    at_least: int = 0
+    field: str  #: the user's name of the field
+    option: str  #: how sizes are passed back: ``capture_sizes`` or ``token_budgets``
+    histogram: Mapping[int, int]  #: {size: number of calls}
+    captured: tuple[int, ...] = ()  #: the sizes that have graphs, ascending
+    is_padded: bool = True  #: whether calls are padded along it; if not, a captured size serves that size alone
+    limit: int = 16  #: the most sizes to suggest
+    at_least: int = 0  #: a size that is always suggested, too; 0 for none
 
     @property
     def suggested(self) -> tuple[int, ...]:
@@ -148,11 +86,7 @@ class SizeTraffic:
         return plan_sizes({**always, **self.histogram}, self.limit).sizes
 
     def waste(self, sizes: tuple[int, ...]) -> float | None:
-        """Share of padding if calls were padded to these sizes; None if one of them fits none, or there is no traffic.
-
-        Args:
-            sizes: ascending.
-        """
+        """Share of padding if calls were padded to these ascending sizes; None if one fits none, or without calls."""
         used = {} if not self.is_padded else {size: weight for size, weight in self.histogram.items() if weight}
         if not used or not sizes or max(used) > sizes[-1]:
             return None
@@ -162,86 +96,153 @@ class SizeTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCost:
-    """Time and memory of the captures of a group of keys; see :class:`graphpass.ladder.MemoryGrowth`."""
-
-    name: str
-    keys: int
-    seconds: float
-    pool_bytes: int
-    cached_bytes: int
-    driver_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
-    """What compiling and capturing cost, and what replays save.
+    """What compiling and capturing cost, and what replays save."""
 
-    Attributes:
-        callables: graphs that Dynamo handed over.
-        artifacts: compiled artifacts.
-        compile_s: seconds of compiling, by phase.
-        graphs: graphs captured.
-        capture_s: seconds of their captures, warm-ups included.
-        pool_bytes: bytes of the graph pool; 0 on the CPU, which has none.
-        buffer_bytes: bytes of static buffers.
-        replays: replays of all graphs.
-        saved_s: estimated host time that the replays saved; None on the CPU, and before a replay.
-        groups: time and memory by group of keys, where it is measured.
-    """
-
-    callables: int = 0
-    artifacts: int = 0
-    compile_s: CompileSeconds = field(default_factory=CompileSeconds)
-    graphs: int = 0
-    capture_s: float = 0.0
-    pool_bytes: int = 0
-    buffer_bytes: int = 0
-    replays: int = 0
-    saved_s: float | None = None
-    groups: tuple[GroupCost, ...] = ()
+    callables: int = 0  #: graphs that Dynamo handed over
+    artifacts: int = 0  #: compiled artifacts
+    compile_s: CompileSeconds = field(default_factory=CompileSeconds)  #: seconds of compiling, by phase
+    graphs: int = 0  #: graphs captured
+    capture_s: float = 0.0  #: seconds of their captures, warm-ups included
+    pool_bytes: int = 0  #: bytes of the graph pool; 0 on the CPU, which has none
+    buffer_bytes: int = 0  #: bytes of static buffers
+    replays: int = 0  #: replays of all graphs
+    saved_s: float | None = None  #: estimated host time that the replays saved; None on the CPU, and before a replay
+    groups: tuple[CapturedGroup, ...] = ()  #: time and memory by group of keys, where it is measured
 
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """An attention kernel, the steps that it serves, and why.
+    """An attention kernel, the steps that it serves, and why."""
 
-    Attributes:
-        kernel: its name.
-        serves: the steps that it serves.
-        why: why it serves them, or serves none.
-        remedy: what makes a faster kernel possible; empty if there is none, or it is the fastest.
-    """
-
-    kernel: str
-    serves: str
-    why: str
-    remedy: str = ""
+    kernel: str  #: its name
+    serves: str  #: the steps that it serves
+    why: str  #: why it serves them, or serves none
+    remedy: str = ""  #: what makes a faster kernel possible; empty if there is none, or it is the fastest
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFigures:
-    """Everything that a report shows.
+    """Everything that a report shows."""
 
-    Attributes:
-        subject: what it is about: the model, ``a runtime``.
-        problems: what is slow or missing, apart from what the other figures say.
-        callables: the compiled callables.
-        keys: the keys that have graphs.
-        uncaptured: calls without a graph.
-        kernels: attention kernels.
-        traffic: the sizes of the calls.
-        costs: what it cost.
+    subject: str  #: what it is about: the model, ``a runtime``
+    problems: tuple[Problem, ...] = ()  #: what is slow or missing, apart from what the other figures say
+    callables: tuple[CallableRecord, ...] = ()  #: the compiled callables
+    keys: tuple[KeyUse, ...] = ()  #: the keys that have graphs
+    uncaptured: tuple[CountedReason, ...] = ()  #: calls without a graph
+    kernels: tuple[KernelUse, ...] = ()  #: attention kernels
+    traffic: tuple[SizeTraffic, ...] = ()  #: the sizes of the calls
+    costs: Costs = field(default_factory=Costs)  #: what it cost
+
+
+def runtime_figures(
+    subject: str,
+    ledger: Ledger,
+    callables: tuple[CallableRecord, ...],
+    uses: Sequence[RegionUse],
+    stats: RuntimeStats,
+    problems: tuple[Problem, ...],
+    *,
+    is_timed: bool,
+) -> ReportFigures:
+    """The figures of a runtime.
+
+    Args:
+        subject: what the report is about.
+        ledger: the runtime's counts.
+        callables: its callables.
+        uses: the use of their graphs.
+        stats: the totals.
+        problems: what these do not say.
+        is_timed: whether replays save host time: not on the tape.
     """
+    keys = tuple(_key_uses(callables, uses, ledger))
+    exact = {size.field for record in callables for size in record.sizes if not size.is_padded}
+    exact -= {size.field for record in callables for size in record.sizes if size.is_padded}
+    spent = [record.seconds for record in callables]
+    return ReportFigures(
+        subject,
+        problems=problems,
+        callables=callables,
+        keys=keys,
+        uncaptured=tuple(ledger.uncaptured.values()),
+        traffic=tuple(
+            SizeTraffic(field, "capture_sizes", seen, captured_sizes(keys, field), is_padded=field not in exact)
+            for field, seen in stats.histograms.items()
+        ),
+        costs=Costs(
+            callables=stats.callables,
+            artifacts=stats.artifacts,
+            compile_s=CompileSeconds(*map(sum, zip(*map(astuple, spent), strict=True))) if spent else CompileSeconds(),
+            graphs=stats.captured,
+            capture_s=sum(use.capture_s for use in uses),
+            pool_bytes=stats.pool_bytes,
+            buffer_bytes=stats.buffer_bytes,
+            replays=stats.replayed,
+            saved_s=saved_s(uses) if is_timed else None,
+        ),
+    )
 
-    subject: str
-    problems: tuple[Problem, ...] = ()
-    callables: tuple[CallableRecord, ...] = ()
-    keys: tuple[KeyUse, ...] = ()
-    uncaptured: tuple[UncapturedCalls, ...] = ()
-    kernels: tuple[KernelUse, ...] = ()
-    traffic: tuple[SizeTraffic, ...] = ()
-    costs: Costs = field(default_factory=Costs)
+
+def saved_s(uses: Iterable[RegionUse]) -> float | None:
+    """Estimated host seconds that the replays saved; None if nothing was timed.
+
+    The launches of a region take as long at any size, so the least times of all its keys count: those of a warm-up or a
+    recording, and of the replays that follow captures. Such a replay may also upload its graph, and a recording does
+    not submit its kernels, so the estimate is rather low.
+    """
+    by_region: dict[tuple[RegionId, CUDAGraphMode], list[RegionUse]] = {}
+    for use in uses:
+        by_region.setdefault((use.region, use.mode), []).append(use)
+    found = [
+        max(0.0, launch_s - replay_s) * sum(use.counts.replayed for use in of_region)
+        for of_region in by_region.values()
+        if math.isfinite(launch_s := min(use.launch_s for use in of_region))
+        and math.isfinite(replay_s := min(use.replay_s for use in of_region))
+    ]
+    return sum(found) if found else None
+
+
+def key_sizes(key: BatchDescriptor, fields: Collection[str] | None = None) -> dict[str, Hashable]:
+    """The sizes of a key by the user's names; values that JSON does not have are text.
+
+    Args:
+        key: the padded shape.
+        fields: the key fields of the callable that made the key; None if a dispatcher made it: the names are those of
+            :class:`graphpass.BatchDescriptor`.
+    """
+    sizes: dict[str, Hashable] = {"num_tokens": key.num_tokens} if fields is None or "num_tokens" in fields else {}
+    if fields is None:
+        named = {"num_reqs": key.num_reqs, "uniform": key.uniform or None, "num_active_loras": key.num_active_loras}
+        sizes |= {name: value for name, value in named.items() if value}
+    plain = (bool, int, float, str, type(None))
+    return {**sizes, **{name: value if isinstance(value, plain) else str(value) for name, value in key.extra}}
+
+
+def captured_sizes(keys: Iterable[KeyUse], field: str) -> tuple[int, ...]:
+    """The sizes of one field at which there are graphs, ascending."""
+    return tuple(sorted({size for key in keys if isinstance(size := key.sizes.get(field), int) and key.graphs}))
+
+
+def _key_uses(callables: Sequence[CallableRecord], uses: Iterable[RegionUse], ledger: Ledger) -> Iterator[KeyUse]:
+    fields = {record.name: [size.field for size in record.sizes] for record in callables}
+    by_key: dict[tuple[str, CUDAGraphMode, BatchDescriptor], list[RegionUse]] = {}
+    for use in uses:
+        by_key.setdefault((use.region.callable, use.mode, use.key), []).append(use)
+    for (name, mode, key), of_regions in by_key.items():
+        calls = ledger.rows(name, "called").get((mode, key))  # None if the callable's dispatcher never chose the key
+        yield KeyUse(
+            graph=name,
+            mode=str(mode),
+            sizes=key_sizes(key, None if calls is None else fields.get(name, ())),
+            graphs=sum(use.counts.captured for use in of_regions),
+            calls=max(use.counts.replayed for use in of_regions) if calls is None else calls.n,
+            replays=sum(use.counts.replayed for use in of_regions),
+            copied=sum(use.counts.copied for use in of_regions),
+            real=None if calls is None else calls.real,
+            padded=None if calls is None else calls.padded,
+            capture_s=sum(use.capture_s for use in of_regions),
+        )
 
 
 def graph_figures(record: CallableRecord) -> Figures:

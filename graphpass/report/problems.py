@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from graphpass.modes import CUDAGraphMode
-from graphpass.report.callables import CallableRecord
 from graphpass.report.figures import Problem, ReportFigures, counted
+from graphpass.report.records import CallableRecord
 
 __all__ = ["OF_A_NEW_KEY", "cuts_of", "listed", "problems_of"]
 
@@ -59,26 +59,27 @@ def _uncaptured(figures: ReportFigures) -> Iterator[Problem]:
     graphs: dict[tuple[str, str], list[str]] = {}
     times: dict[tuple[str, str], int] = {}
     for calls in figures.uncaptured:
-        if not calls.is_expected and calls.graph not in off:
-            cause = (calls.reason, calls.remedy)
-            graphs.setdefault(cause, []).extend([f"{calls.graph} {sizes}" for sizes in calls.sizes] or [calls.graph])
-            times[cause] = times.get(cause, 0) + calls.calls
+        if not calls.reason.is_expected and calls.subject not in off:
+            cause = (calls.reason.why, calls.reason.remedy)
+            named = [f"{calls.subject} {sizes}" for sizes in calls.sizes()]
+            graphs.setdefault(cause, []).extend(named or [calls.subject])
+            times[cause] = times.get(cause, 0) + calls.n
     for (reason, remedy), names in graphs.items():
         yield Problem("no graph", reason, tuple(names), times=times[reason, remedy], remedy=remedy)
 
 
 def _first_calls(figures: ReportFigures) -> Iterator[Problem]:
     """Traffic in which a size seldom comes twice: each first call of a key runs without a graph."""
-    first = [use for use in figures.uncaptured if use.is_expected and use.reason == OF_A_NEW_KEY]
-    times = sum(use.calls for use in first)
-    calls = sum(use.calls for use in figures.keys) + sum(use.calls for use in figures.uncaptured)
+    first = [use for use in figures.uncaptured if use.reason.is_expected and use.reason.why == OF_A_NEW_KEY]
+    times = sum(use.n for use in first)
+    calls = sum(use.calls for use in figures.keys) + sum(use.n for use in figures.uncaptured)
     fields = [seen for seen in figures.traffic if seen.option == "capture_sizes" and seen.suggested]
     most = round(_LARGEST_GRID ** (1 / max(len(fields), 1)))
     sizes = {seen.field: list(replace(seen, limit=min(seen.limit, most)).suggested) for seen in fields}
     if sizes and calls >= _CALLS_THAT_TELL and 2 * times >= calls:
         what = f"{counted(times, 'call')} of {calls} were the first of their sizes"
         remedy = f"declare a ladder, capture_sizes={sizes}, and capture it ahead of the calls (capture(), precapture())"
-        yield Problem("no graph", what, tuple(dict.fromkeys(use.graph for use in first)), times=times, remedy=remedy)
+        yield Problem("no graph", what, tuple(dict.fromkeys(use.subject for use in first)), times=times, remedy=remedy)
 
 
 def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:

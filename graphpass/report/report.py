@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+from graphpass.ledger import CountedReason
 from graphpass.report.drawing import cost_parts, padding_parts, problem_parts, replay_parts
 from graphpass.report.figures import Problem, ReportFigures, SizeTraffic, counted, graph_figures
 from graphpass.report.parts import Part, Table
 from graphpass.report.problems import problems_of
+from graphpass.report.records import CapturedGroup
 
 __all__ = ["Report"]
 
@@ -89,13 +91,28 @@ class Report:
             "problems": [{**asdict(problem), "places": list(problem.places)} for problem in self.problems],
             "replays": {
                 "keys": [{**asdict(key), "sizes": dict(key.sizes), "padding": key.padding} for key in figures.keys],
-                "without_graph": [{**asdict(calls), "sizes": list(calls.sizes)} for calls in figures.uncaptured],
+                "without_graph": list(map(_uncaptured, figures.uncaptured)),
                 "graphs": list(map(graph_figures, figures.callables)),
                 "attention": [asdict(use) for use in figures.kernels],
             },
             "padding": [_traffic(seen) for seen in figures.traffic],
-            "cost": {**costs, "groups": list(costs["groups"])},
+            "cost": {**costs, "groups": list(map(_group, figures.costs.groups))},
         }
+
+
+def _uncaptured(calls: CountedReason) -> dict[str, Any]:
+    return {
+        "graph": calls.subject,
+        "reason": calls.reason.why,
+        "calls": calls.n,
+        "is_expected": calls.reason.is_expected,
+        "remedy": calls.reason.remedy,
+        "sizes": list(calls.sizes()),
+    }
+
+
+def _group(group: CapturedGroup) -> dict[str, Any]:
+    return {"name": group.name, "keys": group.num_keys, "seconds": group.seconds, **asdict(group.memory)}
 
 
 def _traffic(seen: SizeTraffic) -> dict[str, Any]:

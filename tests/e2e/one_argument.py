@@ -99,8 +99,8 @@ def with_graph(fast: Any) -> int:
 def without_graph(fast: Any) -> Counter[str]:
     """{reason: calls that ran without a graph}."""
     runtime, found = started(fast), Counter[str]()
-    for calls in () if runtime is None else runtime.traffic.without_graph():
-        found[calls.reason] += calls.calls
+    for calls in () if runtime is None else runtime.ledger.uncaptured.values():
+        found[calls.reason.why] += calls.n
     return found
 
 

@@ -346,7 +346,7 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
     runtime.note("an event")
     runtime.warn("a reason", "a remedy", at="g0.r1")
     runtime.warn("a reason", "a remedy", at="g0.r3")
-    runtime.sizes_seen.of("num_tokens")[24] += 1
+    runtime.ledger.sizes["num_tokens"][24] += 1
     assert runtime.stats().histograms == {"num_tokens": {24: 1}}
     text = str(runtime.report())
     for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "model.py:3", "num_tokens=8", "a reason"):
@@ -397,13 +397,13 @@ def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> No
     ],
 )
 def test_suggested_sizes(rig: Any, seen: dict[int, int], limit: int, suggested: dict[str, list[int]]) -> None:
-    rig.runtime.sizes_seen.of("batch").update(seen)
+    rig.runtime.ledger.sizes["batch"].update(seen)
     assert rig.runtime.suggested_sizes(limit) == suggested
 
 
 def test_no_sizes_are_suggested_where_nothing_is_padded(rig: Any) -> None:
     rig.runtime.register(CallableRecord("g0", (), 1, sizes=(SizeRecord("seq", "s0", 4, 2, None, is_padded=False),)))
-    rig.runtime.sizes_seen.of("seq").update([3, 3, 8])
+    rig.runtime.ledger.sizes["seq"].update([3, 3, 8])
     assert rig.runtime.stats().histograms == {"seq": {3: 2, 8: 1}}
     assert rig.runtime.suggested_sizes() == {}
 

@@ -89,7 +89,7 @@ def calls_of(
 def given_up(rt: GraphRuntime) -> list[Any]:
     """The reasons of calls without a graph that name a failure."""
     figures = rt.report().figures
-    reasons = [*rt.notes, *(calls.reason for calls in figures.uncaptured)]
+    reasons = [*rt.notes, *(calls.reason.why for calls in figures.uncaptured)]
     return [reason for reason in reasons if "failed" in reason]
 
 

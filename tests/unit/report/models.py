@@ -9,16 +9,17 @@ from torch import nn
 
 from graphpass import GraphedModel, graphed
 from graphpass.capture import CallableRecord, PaddingCause, RegionRecord, SizeRecord
+from graphpass.engine import CapturedGroup
+from graphpass.ladder import MemoryGrowth
 from graphpass.report import (
     Costs,
-    GroupCost,
+    CountedReason,
     KernelUse,
     KeyUse,
     Problem,
     Reason,
     ReportFigures,
     SizeTraffic,
-    UncapturedCalls,
 )
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
@@ -76,13 +77,20 @@ def hostile_figures() -> ReportFigures:
     )
     size = SizeRecord(HOSTILE, HOSTILE, 4, 2, None, False, "unproved", (cause,), HOSTILE)
     record = CallableRecord(HOSTILE, regions, 1, ends=reason, sizes=(size,), assumptions=(HOSTILE,), off=reason)
+    group = CapturedGroup(HOSTILE, 1, 0.5, MemoryGrowth(1 << 20, 0, 1 << 18))
     return ReportFigures(
         HOSTILE,
         problems=(Problem("note", HOSTILE, (HOSTILE,), HOSTILE, 2, HOSTILE),),
         callables=(record,),
         keys=(KeyUse(HOSTILE, HOSTILE, {HOSTILE: HOSTILE}, 1, 3, 3, real=9, padded=12),),
-        uncaptured=(UncapturedCalls(HOSTILE, HOSTILE, 4, remedy=HOSTILE),),
+        uncaptured=(CountedReason(HOSTILE, Reason(HOSTILE, HOSTILE), 4),),
         kernels=(KernelUse(HOSTILE, HOSTILE, HOSTILE),),
         traffic=(SizeTraffic(HOSTILE, HOSTILE, {3: 5, 8: 1}, (4, 8)),),
-        costs=Costs(1, 1, graphs=1, pool_bytes=1 << 20, groups=(GroupCost(HOSTILE, 1, 0.5, 1 << 20, 0, 1 << 18),)),
+        costs=Costs(
+            1,
+            1,
+            graphs=1,
+            pool_bytes=1 << 20,
+            groups=(group,),
+        ),
     )

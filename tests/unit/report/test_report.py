@@ -11,12 +11,10 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
-from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RuntimeStats, SizeRecord
-from graphpass.capture.records import RegionUse
-from graphpass.capture.runtimereport import saved_s
-from graphpass.report import KeyUse, Reason, Report, ReportFigures
+from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RegionUse, RuntimeStats, SizeRecord
+from graphpass.report import CountedReason, KeyUse, Reason, Report, ReportFigures
 from graphpass.report.drawing import QUESTIONS
-from graphpass.report.figures import UncapturedCalls
+from graphpass.report.figures import saved_s
 from tests.pages import Page
 from tests.unit.report.models import ATTENTION, call, encoder
 
@@ -151,7 +149,8 @@ def test_equal_graphs_are_folded() -> None:
 
 def test_equal_reasons_and_equal_sizes_share_a_line() -> None:
     sizes = tuple(SizeRecord("batch", symbol, 4, 2, None, True, "proved") for symbol in ("s1", "s7"))
-    calls = [UncapturedCalls(graph, "first calls of a key", 2, is_expected=True) for graph in ("g0", "g1")]
+    first = Reason("first calls of a key", is_expected=True)
+    calls = [CountedReason(graph, first, 2) for graph in ("g0", "g1")]
     records = (CallableRecord("g0", (), 0, sizes=sizes),)
     report = Report(ReportFigures("a model", callables=records, uncaptured=tuple(calls)))
     assert "4 ran without a graph (first calls of a key: 4)." in str(report)
