@@ -42,8 +42,8 @@ class ForwardContext:
         extra: further values for the caller's ops.
         capture: the recorder of the capture in progress, None outside of a capture. Wrappers set it. A wrapper does not
             capture if it is set already, so of nested wrappers only the outermost captures.
-        owner: the callable whose auto dispatcher created this context, None for a context that a user set. Only that
-            callable, its wrappers and graphpass's own ops see a context with an owner.
+        owner: name of the callable whose auto dispatcher created this context, None for a context that a user set. Only
+            that callable, its wrappers and graphpass's own ops see a context with an owner.
         observer: a ``graphpass.capture.scope.CallObserver`` of the calls of graphs in this forward, or None.
     """
 

@@ -3,22 +3,42 @@
 Dynamo does not pass every tensor that its graph reads: the parameters and the state of an optimizer are attributes of
 the graph module. Each of these becomes a placeholder after Dynamo's own. So all tensors that a graph reads are inputs,
 with the same names, address guards and undo of a capture. The real sizes of padded dimensions follow them.
+
+They are read where a negative index from data counts from the end of a dimension, which has padding in padded calls:
+``x[i]`` with ``i = -2`` reads from the end of the tensor that the graph gets. In a graph with declared sizes the index
+becomes ``where(i < 0, i + n, i)``, where ``n`` is the real size of the dimension.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from cgpass.graphsizes import Expression, symbols_in, value_at
-from graphpass.compat import dynamo, memory
+from cgpass.sizes import Expression, symbols_in, value_at
+from graphpass.compat import dynamo, memory, symbolic
+from graphpass.options import Settings
+from graphpass.regions.execute import value_of
+from graphpass.regions.opnames import names_of
+from graphpass.regions.symbols import REAL_SIZE
 
-__all__ = ["AppendedInputs", "RealSizes", "append_placeholder", "attributes_read", "lift_attributes"]
+_Count: TypeAlias = Callable[[fx.Node, Expression], fx.Node]
+
+_LISTED = frozenset(f"aten::{name}" for name in ("index", "_unsafe_index", "index_put", "_unsafe_index_put"))
+"""``x[i, j]`` as an operator: the second argument has one index for each of the first dimensions, or None."""
+
+_FLAT = frozenset({"aten::take", "aten::put"})
+"""The second argument is an index into the flattened tensor."""
+
+_ALONG = frozenset({"aten::index_fill"})
+"""The second argument is a dimension, the third an index."""
+
+_DECOMPOSED = frozenset(f"aten::{name}" for name in ("index_select", "index_add", "index_copy", "index_reduce"))
+"""Like ``_ALONG``, but eager refuses negative indices. Inductor makes ``x[i]`` and ``x[i] = ...`` of them."""
 
 _MAX_REMEMBERED = 4096
 
@@ -131,3 +151,154 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _shown(layout: tuple[Any, ...]) -> str:
     shape, strides, dtype, device = layout
     return f"{shape} {dtype} on {device} with strides {strides}"
+
+
+# -- negative indices --------------------------------------------------------------------------------------------------
+
+
+def count_from_start(graph_module: fx.GraphModule, settings: Settings) -> RealSizes | None:
+    """Rewrite all indices from data into dimensions with symbolic sizes; return the inputs that this appends.
+
+    Args:
+        graph_module: the backend's copy of Dynamo's graph, which is changed.
+        settings: only sizes that the user declares are padded although data indexes them.
+
+    Returns:
+        The sizes to append to the arguments; None if there are none.
+    """
+    if not settings.dispatches_itself() or not (settings.dynamic_dims or settings.padding):
+        return None
+    return _Rewriting(graph_module.graph, decomposes=settings.compiler == "inductor").run()
+
+
+class _Rewriting:
+    """The state of one run: the graph, where its symbols are read, and the inputs appended so far."""
+
+    def __init__(self, graph: fx.Graph, *, decomposes: bool) -> None:
+        self._graph = graph
+        self._along = _ALONG | _DECOMPOSED if decomposes else _ALONG
+        self._places = _places_of(graph)
+        self._appended: dict[tuple[Expression, torch.device], fx.Node] = {}
+
+    def run(self) -> RealSizes | None:
+        for node in list(self._graph.nodes):
+            if node.op in ("call_function", "call_method"):
+                self._rewrite(node)
+        if not self._appended:
+            return None
+        self._graph.owning_module.recompile()  # type: ignore[union-attr]
+        return RealSizes(list(self._appended), self._places)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        indexed = _argument(node, 0, "self", "input")
+        value = value_of(indexed) if isinstance(indexed, fx.Node) else None
+        if not isinstance(value, torch.Tensor):
+            return
+        shape = [symbolic.expression_of(size) for size in value.shape]
+
+        def count(index: fx.Node, size: Any) -> fx.Node:
+            return self._counted(node, index, size)
+
+        if node.target in (operator.getitem, operator.setitem):
+            of = node.args[1]
+            parts = list(of) if isinstance(of, tuple) else [of]
+            counted = _by_dimension(parts, shape, count)
+            node.update_arg(1, tuple(counted) if isinstance(of, tuple) else counted[0])
+            return
+        names = names_of(node)
+        if names & _LISTED:
+            listed = _argument(node, 1, "indices")
+            if isinstance(listed, (list, tuple)):
+                parts = [slice(None) if part is None else part for part in listed]
+                counted = _by_dimension(parts, shape, count)
+                pairs = zip(listed, counted, strict=True)
+                _replace(node, 1, "indices", [None if old is None else new for old, new in pairs])
+        elif names & _FLAT:
+            index = _argument(node, 1, "index")
+            _replace(node, 1, "index", _of_dim(index, sympy.prod(shape), count))
+        elif names & self._along and isinstance(dim := _argument(node, 1, "dim"), int) and shape:
+            index = _argument(node, 2, "index")
+            _replace(node, 2, "index", _of_dim(index, shape[dim], count))
+
+    def _counted(self, user: fx.Node, index: fx.Node, size: Expression) -> fx.Node:
+        """``index`` counted from the start of a dimension of this size; ``index`` itself if the size has no symbol."""
+        value = value_of(index)
+        fake_mode = symbolic.fake_mode_of([value])
+        if fake_mode is None or not symbols_in([size]) or not symbols_in([size]) <= self._places.keys():
+            return index
+        length = self._appended.get((size, value.device))
+        with symbolic.quiet_shapes(fake_mode), fake_mode, torch.no_grad():
+            if length is None:
+                name = f"graphpass_real_size_{len(self._appended)}"
+                meta = {"example_value": torch.empty((), dtype=torch.int64, device=value.device), REAL_SIZE: True}
+                length = self._appended[size, value.device] = append_placeholder(self._graph, name, meta)
+            with self._graph.inserting_before(user):
+                whole = index if value.dtype is torch.int64 else _call(user, index, "long")
+                counted = _call(user, whole, "add", length)
+                return _call(user, counted, "where", _call(user, whole, "lt", 0), whole)
+
+
+def _call(user: fx.Node, on: fx.Node, method: str, *args: Any) -> fx.Node:
+    """A new call of a tensor's method, for the code of ``user``; the fake mode is active."""
+    node = user.graph.call_method(method, (on, *args))
+    value = getattr(value_of(on), method)(*(value_of(part) if isinstance(part, fx.Node) else part for part in args))
+    node.meta = {**user.meta, "example_value": value}
+    return node
+
+
+def _places_of(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """Where each symbol can be read in the arguments: in an int, else in the shape of a tensor."""
+    ints: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    dims: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = value_of(node)
+        if isinstance(value, torch.Tensor):
+            sizes = [symbolic.expression_of(size) for size in value.shape]
+            dims |= {size: (position, dim) for dim, size in enumerate(sizes) if isinstance(size, sympy.Symbol)}
+        elif isinstance(size := symbolic.expression_of(value), sympy.Symbol):
+            ints[size] = (position, None)
+    return dims | ints
+
+
+def _argument(node: fx.Node, position: int, *names: str) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+
+
+def _replace(node: fx.Node, position: int, name: str, value: Any) -> None:
+    if len(node.args) > position:
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def _of_dim(index: Any, size: Any, count: _Count) -> Any:
+    return count(index, size) if _is_index(index) else index
+
+
+def _is_index(part: Any) -> bool:
+    value = value_of(part) if isinstance(part, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def _by_dimension(parts: Sequence[Any], shape: Sequence[Any], count: _Count) -> list[Any]:
+    """The parts of ``x[part, part]`` with tensors of integers counted from the start of their dimensions."""
+    behind = sum(map(_num_dims, parts))
+    dim, counted = 0, []
+    for part in parts:
+        if part is Ellipsis:
+            dim += len(shape) - behind
+        counted.append(_of_dim(part, shape[dim] if dim < len(shape) else 1, count))
+        dim += _num_dims(part)
+    return counted
+
+
+def _num_dims(part: Any) -> int:
+    """How many dimensions a part of ``x[part, part]`` takes up."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    value = value_of(part) if isinstance(part, fx.Node) else None
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
+        return value.dim()
+    return 1

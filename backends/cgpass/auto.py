@@ -1,151 +1,204 @@
-"""Dispatches calls without a forward context: chooses a key by the sizes of the arguments, captures and replays it.
+"""Decides how calls without a forward context run: by which key, with which padded inputs, and how results are cut.
 
 The first call of a key runs the compiled regions without a graph and warms them up, the second captures, later calls
 replay. A size whose padding cannot change real entries is rounded up to the next size of its ladder: the graph's inputs
 are padded and its outputs cut. Dynamo has already run the user's Python with the unpadded tensors, so the user's code
 never sees padding.
+
+The decision about a call is an :class:`AutoCall`, which the callable runs. It is kept for later calls of equal sizes.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from cgpass.calls import AutoCall, AutoRules, CallTable
-from cgpass.float64run import Float64Run
-from cgpass.graphsizes import GraphSizes
-from cgpass.paddingcheck import DueChecks, PaddedCall, RunsInFloat64, check_padding
-from cgpass.reasons import (
-    BUSY,
-    CHECKED,
-    EMPTY,
-    FIRST_CALLS,
-    NOT_PADDED,
-    NUMBER_IN_KEY,
-    FailedCaptures,
-    NoGraphNowError,
-    refused,
-)
+from cgpass.reasons import BUSY, EMPTY, FIRST_CALLS, NUMBER_IN_KEY, FailedCaptures, refused
+from cgpass.rules import AutoRules
+from cgpass.sizes import InputLayout, value_at
+from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.snapshot import restoring
-from graphpass.compat import memory, trees
-from graphpass.context import ForwardContext
-from graphpass.dispatch.recurring import KeyStep, RecurringKey
-from graphpass.errors import CaptureError, MismatchError, StaticInputError
+from graphpass.capture.scope import CaptureScope
+from graphpass.compat import memory
+from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.modes import CUDAGraphMode
-from graphpass.regions.split import Partition
+from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedMemory
 from graphpass.report.records import RegionId, RegionUse
 
-__all__ = ["AutoDispatcher", "RunsGraphs"]
+_MAX_REMEMBERED = 4096
 
 
-class RunsGraphs(Protocol):
-    """The callable whose calls an :class:`AutoDispatcher` dispatches."""
+@dataclass(slots=True)
+class KeyChecks:
+    """What the run-time check of padding has covered of one key."""
 
-    name: str
-    runtime: GraphRuntime
-    partition: Partition
-    returns_flat: bool
+    is_often: bool  #: check at smaller sizes, too, and at every call whose number is a power of two; else once
+    calls: int = 0  #: padded calls so far
+    smallest: tuple[int, ...] | None = None  #: the smallest size checked of each field; None before the first check
 
-    def run_plain(self, args: Sequence[Any]) -> Any:
-        """Run the compiled regions, without graphs."""
+    def are_due(self, real: tuple[int, ...]) -> bool:
+        """Whether a padded call of these real sizes is to be checked; it then counts as checked."""
+        self.calls += 1
+        if self.smallest is not None:
+            is_smaller = any(size < seen for size, seen in zip(real, self.smallest, strict=True))
+            if not self.is_often or not (is_smaller or self.calls & (self.calls - 1) == 0):
+                return False
+        self.smallest = tuple(min(pair) for pair in zip(real, self.smallest or real, strict=True))
+        return True
 
-    def run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        """Capture or replay the key of ``context``.
 
-        Args:
-            context: forward context with the key and the runtime mode.
-            args: the graph's arguments at the key's sizes.
-            clone: whether outputs are copied out of the pool; None: as the capture policy says.
+@dataclass(frozen=True, slots=True)
+class AutoCall:
+    """The decision about all calls of the same real sizes: their key, inputs and cuts."""
 
-        Raises:
-            CaptureError: these arguments have no graph and capture is not permitted; nothing has run.
-            StaticInputError: the same, because a static input is at another address than at capture.
-        """
+    key: RecurringKey
+    real: tuple[int, ...]  #: the real size of each key field
+    counts: Row  #: of the key, for calls
+    seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
+    num_real: int = 1  #: product of the real sizes
+    num_padded: int = 1  #: product of the key's sizes
+    inputs: tuple[PaddedInput, ...] = ()
+    written: tuple[PaddedInput, ...] = ()  #: those of ``inputs`` that the graph writes to
+    numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
+    cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs
+    checks: KeyChecks | None = None  #: None if these calls have no padding, or it is never checked at run time
+    #: bool, one dimension for each padded field, True where a row is padding; None if no op reads it
+    mask: torch.Tensor | None = None
+    real_rows: torch.Tensor | None = None  #: the view of ``mask`` over the real rows
 
-    def uncounted(self, descriptor: BatchDescriptor) -> AbstractContextManager[None]:
-        """Leave replays of this key inside the ``with`` block out of the counts."""
+    def count(self) -> None:
+        """Count a call that has run over a graph."""
+        counts = self.counts
+        counts.n += 1
+        counts.real += self.num_real
+        counts.padded += self.num_padded
 
-    def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:
-        """Whether :meth:`run_key` without permission to capture either replays or raises before anything runs."""
+    def filled(self, args: Sequence[Any]) -> list[Any]:
+        """Fill the padded buffers; the graph's arguments at the key's sizes."""
+        filled = list(args)
+        for padded in self.inputs:
+            padded.fill(args[padded.position])
+            filled[padded.position] = padded.buffer
+        for position, number in self.numbers:
+            filled[position] = number
+        if self.mask is not None and self.real_rows is not None:
+            self.mask.fill_(True)
+            self.real_rows.fill_(False)
+        return filled
 
 
 class AutoDispatcher:
-    """Dispatches the calls of one callable that have no forward context. Owns the padded input buffers.
+    """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks.
 
     Args:
-        owner: the callable.
-        graph: the sizes of its graph.
-        rules: keys, padding and checks of the graph.
-
-    Attributes:
-        region: identity under which the runtime reports the buffers.
+        name: the callable.
+        runtime: counts the calls, and holds the buffers in its report.
+        rules: sizes, keys and padding of the graph.
     """
 
-    def __init__(self, owner: RunsGraphs, graph: GraphSizes, rules: AutoRules) -> None:
-        self._owner, self._rules = owner, rules
-        self.region, self._runtime = RegionId(owner.name), owner.runtime
-        self._table = CallTable(owner.name, owner.runtime, graph, rules)
+    def __init__(self, name: str, runtime: GraphRuntime, rules: AutoRules) -> None:
+        self.region, self.rules = RegionId(name), rules
+        self._name, self._runtime = name, runtime
+        self._places = tuple(size.place for size in rules.sizes.sizes)
+        self._layout_numbers = rules.sizes.layout_numbers
+        self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
+        self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
+        self._memory = PaddedMemory[int]()
+        self._masks: dict[BatchDescriptor, torch.Tensor] = {}
+        self._checks: dict[BatchDescriptor, KeyChecks] = {}
+        self._calls: dict[tuple[Any, ...], AutoCall] = {}
         self._refused: dict[str, CountedReason] = {}
-        self._failures = FailedCaptures(owner.name)
-        self._due = DueChecks(rules.checks)
+        self._failures = FailedCaptures(name)
         self._is_refuted = False
-        self._generation = self._runtime.lease.generation
-        self._runtime.adopt(self)
+        self._generation = runtime.lease.generation
+        runtime.adopt(self)
 
-    @property
-    def rules(self) -> AutoRules:
-        """Keys, padding and checks of the graph."""
-        return self._rules
-
-    def __call__(self, args: Sequence[Any]) -> Any:
-        """Run one call: replay, capture, or run without a graph.
+    def decide(self, args: Sequence[Any], scope: CaptureScope | None) -> AutoCall | Reason:
+        """How a call runs over a graph, or why it runs without one now.
 
         Args:
             args: the graph's arguments at their real sizes.
+            scope: the capture scope of this thread.
 
         Raises:
-            CaptureError: the call would run without a graph, and the options make that an error.
-            MismatchError: real entries depend on the padding, and ``padding_check`` is ``strict``.
-            Inside the thread's own ``with runtime.capturing():`` also the errors of a capture.
+            CaptureError: a key that recurs has no graph, and ``on_fallback`` makes that an error.
         """
-        off = self._rules.off
+        off = self.rules.off
         if off is not None:
-            return self._plain(off, args) if off.is_expected else self._fall_back(off, args)
-        is_busy = self._runtime.is_busy()
-        is_asked = is_busy and self._is_asked_to_capture()
-        if (is_busy and not is_asked) or memory.is_capturing_stream(self._runtime.lease.device):
-            return self._plain(BUSY, args)
-        if any(not args[position].numel() for position in self._rules.dynamic):
-            return self._plain(EMPTY, args)
-        call = self._call_of(args)
+            return off if off.is_expected else self._unless_error(off)
+        lease, scopes = self._runtime.lease, self._runtime.scopes
+        is_busy = scopes.is_any_open() if scope is None else scope.is_automatic
+        if is_busy or lease.turn.is_mine() or memory.is_capturing_stream(lease.device):
+            return BUSY
+        for position in self.rules.dynamic:
+            if not args[position].numel():
+                return EMPTY
+        call, keys = self._call_of(args), self.rules.keys
         for seen, size in call.seen:
             seen[size] += 1
-        step = KeyStep.CAPTURE if is_asked else self._rules.keys.step(call.key)
-        try:
-            if step is KeyStep.REPLAY:
-                return self._run(call, args)
-            if step is KeyStep.CAPTURE or (step is KeyStep.WARM and self._rules.is_strict):
-                return self._captured(call, args)
-        except NoGraphNowError as error:
-            return self._plain(error.reason, args)
-        if step is KeyStep.WARM:
-            numbers = self._rules.keys.numbers(call.key)
-            return self._plain(replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS, args)
-        reason = self._rules.keys.refusal(call.key)
-        assert reason is not None, "only a key that gets no graph is refused"
-        return self._fall_back(reason, args)
+        if scope is not None:
+            return call
+        if call.key.is_captured:
+            call.key.calls += 1
+            return call
+        is_warm, refusal = keys.counted(call.key), keys.refusal(call.key)
+        if refusal is not None:
+            return self._unless_error(refusal)
+        if is_warm or self.rules.is_strict:
+            return call
+        numbers = keys.numbers(call.key)
+        return replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS
+
+    def without_graph(self, reason: Reason) -> None:
+        """Count a call that runs without a graph under ``reason``, and report the reason the first time.
+
+        Raises:
+            CaptureError: ``padding_check`` is ``strict``.
+        """
+        calls = self._refused.get(reason.why)
+        if calls is None:
+            calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._name, reason)
+        if calls.count_call(reason) and not reason.is_expected:
+            self._warn(reason)
+        if self.rules.is_strict:
+            raise refused(self._name, reason, "padding_check is 'strict'", "set padding_check='prove'")
+
+    def _unless_error(self, reason: Reason) -> Reason:
+        if self.rules.on_fallback == "error":
+            raise refused(self._name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
+        return reason
+
+    def failed(self, key: RecurringKey, error: BaseException) -> Reason:
+        """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
+        key.refusal = self._failures.failed(self.rules.keys.named(key), error)
+        return key.refusal
+
+    def failed_in_parts(self, key: RecurringKey, error: BaseException) -> None:
+        """:meth:`failed`, and report it, for a call that has nevertheless run to its end."""
+        self._warn(self.failed(key, error))
+
+    def refute(self) -> None:
+        """Pad no further call: the run-time check found that padding changes results."""
+        self._is_refuted = True
+
+    def _warn(self, reason: Reason) -> None:
+        at = " ".join(filter(None, (self._name, named_sizes(reason.sizes))))
+        text, is_silent = f"runs without a graph: {reason.why}", self.rules.on_fallback == "silent"
+        self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
+
+    # -- what the runtime asks of its wrappers ------------------------------------------------------------------------
 
     @property
     def mode(self) -> CUDAGraphMode:
         """FULL or PIECEWISE: how keys are captured; NONE if they never are."""
-        return self._rules.mode
+        return self.rules.mode
 
     def uses(self) -> Iterator[RegionUse]:
         """Always empty: the wrappers count their graphs."""
@@ -161,228 +214,177 @@ class AutoDispatcher:
 
     def buffer_bytes(self) -> int:
         """Bytes of the padded inputs."""
-        return self._table.num_bytes()
+        return self._memory.num_bytes()
 
     def close(self) -> None:
-        """Drop keys and buffers; called when the graphs are dropped."""
-        self._table.clear()
-        self._due.clear()
-        self._rules.keys.forget()
+        """Drop keys, buffers and all remembered calls; called when the graphs are dropped."""
+        self._memory.clear()
+        self._masks.clear()
+        self._checks.clear()
+        self._calls.clear()
+        self.rules.keys.forget()
 
     # -- ahead of the calls -------------------------------------------------------------------------------------------
 
-    def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
+    def ladder(self, args: Sequence[Any]) -> list[RecurringKey]:
         """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
-        return [] if self._rules.off is not None else [key.descriptor for key in self._table.ladder_keys(args)]
+        return [] if self.rules.off is not None else self.rules.keys.ladder_keys(self._read(args))
 
-    def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes.
+    def example_of(self, key: RecurringKey, args: Sequence[Any]) -> tuple[AutoCall, list[Any]]:
+        """A call of exactly ``key``, which serves nobody and is not counted, and its arguments."""
+        example = self._stretched(args, key.sizes)
+        return replace(self._call_of(example), counts=Row()), example
 
-        Args:
-            descriptor: the key.
-            args: example arguments; their entries are repeated to the sizes of the key.
+    def _stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Arguments at other sizes: entries of ``args`` repeated, so that every value is valid."""
+        named = self.rules.sizes.named(sizes)
+        stretched = list(args)
+        for position, number in self.rules.sizes.numbers_at(named).items():
+            stretched[position] = number
+        for position, layout in self.rules.sizes.layouts.items():
+            value = args[position]
+            for dim, size in enumerate(layout.shape):
+                wanted = value_at(size, named)
+                if value.shape[dim] != wanted:
+                    value = value.index_select(dim, torch.arange(wanted, device=value.device) % value.shape[dim])
+            stretched[position] = value
+        return stretched
 
-        Raises:
-            CaptureError: the key cannot be captured.
-        """
-        key = next(key for key in self._table.ladder_keys(args) if key.descriptor == descriptor)
-        example = self._table.stretched(args, key.sizes)
-        written = [example[position] for position in self._rules.written]
-        generators = [value for value in example if isinstance(value, torch.Generator)]
-        with restoring(written, generators, self._runtime.lease.device_for(example).device):
-            # It serves nobody: the traffic has the calls of the user alone.
-            self._captured(replace(self._call_of(example), counts=Row()), example)
-        if not key.is_captured:
-            raise CaptureError(
-                f"{self._owner.name} could not be captured at {descriptor}",
-                expected="a graph that can be captured at each of its capture sizes",
-                found=str(key.refusal or "inputs that share memory, or another capture in progress"),
-                remedy="leave the size out of capture_sizes, or fix the cause that the report names",
-            )
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _is_asked_to_capture(self) -> bool:
-        """Whether the caller has opened a capture scope around this call, which lies in no other forward."""
-        scope = self._runtime.scopes.current()
-        return scope is not None and not scope.is_automatic and not self._runtime.lease.turn.is_mine()
+    def _read(self, args: Sequence[Any]) -> tuple[int, ...]:
+        return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
 
     def _call_of(self, args: Sequence[Any]) -> AutoCall:
+        """The decision about calls of the sizes and layouts of ``args``."""
         if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
-            self._rules.keys.recount()
-        return self._table.call_of(args, as_is=self._is_refuted)
+            self.rules.keys.recount()
+        real = self._read(args)
+        layout = tuple([args[position] for position in self._layout_numbers])
+        # guard: padded_inputs_share_memory
+        as_is = self._is_refuted or (self._watches_memory and self._shares_memory(args))
+        call = self._calls.get((real, layout, as_is))
+        if call is None:
+            if len(self._calls) >= _MAX_REMEMBERED:
+                self._calls.clear()
+            call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
+        return call
 
-    # -- without a graph ----------------------------------------------------------------------------------------------
+    def _shares_memory(self, args: Sequence[Any]) -> bool:
+        """Whether inputs share memory: in separate buffers, a write of the graph to one would not reach the others."""
+        storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
+        return len(set(storages)) != len(storages)
 
-    def _plain(self, reason: Reason, args: Sequence[Any]) -> Any:
-        """Run without a graph, count the call under ``reason``, and report the reason the first time."""
-        refused_calls = self._refused.get(reason.why)
-        if refused_calls is None:
-            refused_calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._owner.name, reason)
-        if refused_calls.count_call(reason) and not reason.is_expected:
-            self._warn(reason)
-        if self._rules.is_strict:
-            raise refused(self._owner.name, reason, "padding_check is 'strict'", "set padding_check='prove'")
-        return self._owner.run_plain(args)
-
-    def _warn(self, reason: Reason) -> None:
-        at = " ".join(filter(None, (self._owner.name, named_sizes(reason.sizes))))
-        text, is_silent = f"runs without a graph: {reason.why}", self._rules.on_fallback == "silent"
-        self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
-
-    def _fall_back(self, reason: Reason, args: Sequence[Any]) -> Any:
-        """Like :meth:`_plain`, for a key that recurs but has no graph: ``on_fallback`` may make it an error."""
-        if self._rules.on_fallback == "error":
-            raise refused(self._owner.name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
-        return self._plain(reason, args)
-
-    # -- over a graph -------------------------------------------------------------------------------------------------
-
-    def _captured(self, call: AutoCall, args: Sequence[Any]) -> Any:
-        """Run, and capture each missing graph."""
-        if self._runtime.scopes.is_mine():  # explicit capture: errors go to the caller who opened the scope
-            outputs = self._run(call, args)
-            if not call.key.is_captured:
-                self._rules.keys.captured(call.key)
-            return outputs
-        with self._permission(call.key) as allowed:
-            outputs = self._run(call, args)
-        if allowed:
-            self._rules.keys.captured(call.key)
-            if self._runtime.lease.device is not None and self._runtime.lease.device.type == "cuda":
-                torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
-        return outputs
-
-    @contextmanager
-    def _permission(self, key: RecurringKey) -> Iterator[list[bool]]:
-        """Permit capture inside the ``with`` block. Yields a list, which is empty afterwards if a capture failed."""
-        allowed = [True]
-        with self._runtime.scopes.opened_automatically() as scope:
-            if scope is None:
-                raise NoGraphNowError(BUSY)
-            try:
-                yield allowed
-            except (NoGraphNowError, MismatchError):
-                raise
-            except Exception as error:
-                if self._rules.mode is not CUDAGraphMode.FULL:  # some regions may have run
-                    raise
-                key.refusal = self._failures.failed(self._rules.keys.named(key), error)
-                raise NoGraphNowError(key.refusal) from error
-            if scope.failures:
-                allowed.clear()
-                key.refusal = self._failures.failed(self._rules.keys.named(key), scope.failures[0])
-                self._warn(key.refusal)
-
-    def _run(self, call: AutoCall, args: Sequence[Any]) -> Any:
-        """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
-        context = ForwardContext(
-            None, self._rules.mode, call.key.descriptor, None, None, None, call.mask, None, owner=self._owner
+    def _new_call(self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool) -> AutoCall:
+        keys = self.rules.keys
+        if not self.rules.padded:
+            return self._exact(keys.key_of(real), real)
+        if keys.differs(real):  # guard: sizes_of_one_name_differ
+            remedy = "give each a name of its own in dynamic_dims"
+            return self._as_is(real, "sizes of one key field differ in a call", remedy)
+        if self._watches_memory and as_is and self._shares_memory(args):
+            remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
+            return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
+        if as_is:
+            return self._exact(keys.key_of(real, as_is=True), real)
+        key = keys.key_of(real)
+        found = self._inputs(real, key.sizes, args)
+        if isinstance(found, InputLayout):
+            remedy = f"make it contiguous (`{found.name}.contiguous()`)"
+            return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
+        inputs, numbers = found
+        mask = self._masks.get(key.descriptor)  # one for each key, because graphs read its address
+        mask, real_rows = self._mask(real, key.sizes, args, mask) if self.rules.reads_padding else (None, None)
+        if mask is not None:
+            self._masks[key.descriptor] = mask
+        strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
+        checks = None
+        if key.sizes != real and self.rules.checks != "never":
+            checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
+        return AutoCall(
+            key,
+            real,
+            self._counts(key),
+            self._seen(real),
+            num_real=math.prod(real),
+            num_padded=math.prod(key.sizes),
+            inputs=inputs,
+            written=tuple(padded for padded in inputs if padded.is_written),
+            numbers=numbers,
+            cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
+            checks=checks,
+            mask=mask,
+            real_rows=real_rows,
         )
-        if call.cuts is None:
-            outputs = self._key_outputs(call, context, args, clone=None)
-            call.counts.n += 1
-            call.counts.real += 1
-            call.counts.padded += 1
-            return outputs
-        self._runtime.lease.acquire(context, args, self._owner.name)
-        try:
-            if call.cuts.views or any(padded.is_written for padded in call.inputs):
-                # This replay overwrites views that an earlier call returned.
-                args = self._runtime.lease.without_stale(args, tuple(self._rules.padded))
-            if call.is_padded and self._due.takes(call):  # guard: padding_checked_at_run_time
-                with self._owner.uncounted(call.key.descriptor):
-                    self._check(call, context, args)
-            filled = call.filled(args)
-            returned = self._key_outputs(call, context, filled, clone=False)
-            cut = call.cuts.apply(self._flat(returned), args, self._runtime.lease.forward_storages)
-            for padded in call.inputs:
-                if padded.is_written:
-                    args[padded.position].copy_(padded.real)  # guard: padded_copy_back
-        finally:
-            self._runtime.lease.release()
-        call.counts.n += 1
-        call.counts.real += _volume(call.real)
-        call.counts.padded += _volume(call.key.sizes)
-        if self._owner.returns_flat:
-            return type(returned)(cut)
-        return trees.unflatten(cut, trees.flatten(returned)[1])
 
-    def _flat(self, returned: Any) -> Sequence[Any]:
-        return returned if self._owner.returns_flat else trees.flatten(returned)[0]
+    def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
+        """``call``; before it, the call with at most half of its padding, if the graph admits that. They share buffers.
 
-    def _key_outputs(self, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        if self._runtime.scopes.is_mine():
-            return self._owner.run_key(context, args, clone=clone)
-        if self._owner.can_replay(context, args):
-            try:
-                return self._owner.run_key(context, args, clone=clone)
-            except StaticInputError:
-                if not self._rules.moves:
-                    raise
-            except CaptureError:
-                pass
-        keys = self._rules.keys
-        if not call.key.is_declared and keys.num_graphs >= keys.max_graphs:
-            why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
-            raise NoGraphNowError(Reason(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
-        with self._permission(call.key) as allowed:
-            outputs = self._owner.run_key(context, args, clone=clone)
-        if allowed:
-            keys.captured(call.key)
-        return outputs
-
-    # -- the run-time check -------------------------------------------------------------------------------------------
-
-    def _check(self, call: AutoCall, context: ForwardContext, args: Sequence[Any]) -> None:
-        """Replay with several contents of the padding; if real entries differ, no later call of this graph is padded.
-
-        Raises:
-            MismatchError: real entries differ, and ``padding_check`` is ``strict``.
+        Larger sizes than the key's are never tried: an index into a table could lie beyond its end.
         """
-        assert call.cuts is not None
-        filled = call.filled(args)
+        for share in (4, 3, 2):
+            sizes = tuple(real + (size - real) // share for size, real in zip(call.key.sizes, call.real, strict=True))
+            if sizes != call.real and self.rules.sizes.admits(sizes):
+                found = self._inputs(call.real, sizes, args)
+                if not isinstance(found, InputLayout):
+                    mask, rows = (None, None) if call.mask is None else self._mask(call.real, sizes, args, None)
+                    return [replace(call, inputs=found[0], numbers=found[1], mask=mask, real_rows=rows), call]
+        return [call]
 
-        def replay() -> Sequence[Any]:
-            return self._flat(self._key_outputs(call, context, filled, clone=False))
+    def _inputs(
+        self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]
+    ) -> tuple[tuple[PaddedInput, ...], tuple[tuple[int, int], ...]] | InputLayout:
+        """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
+        graph, rules = self.rules.sizes, self.rules
+        padded, unpadded = graph.named(sizes), graph.named(real)
+        numbers = graph.dense_numbers(rules.padded, padded)
+        if isinstance(numbers, InputLayout):
+            return numbers
+        inputs = []
+        for position, rule in rules.padded.items():
+            layout = graph.layouts[position]
+            shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
+            buffer = self._memory.view(position, shape, args[position], layout.order)
+            inputs.append(PaddedInput.of(position, buffer, real_shape, rule, is_written=position in rules.written))
+        return tuple(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
 
-        def run_unpadded() -> Sequence[Any]:
-            return self._flat(self._owner.run_plain(args))
+    def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:
+        """The decision about calls that cannot be padded, which is reported."""
+        is_silent = self.rules.on_fallback == "silent"
+        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=is_silent)
+        return self._exact(self.rules.keys.key_of(real, as_is=True), real)
 
-        found = check_padding(
-            PaddedCall(
-                inputs=call.inputs,
-                declared=self._rules.declared,
-                args=args,
-                written=[(f"written input {p}", filled[p]) for p in self._rules.written],
-                generators=[value for value in args if isinstance(value, torch.Generator)],
-                cuts=call.cuts,
-                contents=self._rules.check_contents,
-                replay=replay,
-                run_unpadded=run_unpadded,
-                in_float64=None
-                if self._rules.checks == "once"
-                else RunsInFloat64(Float64Run(self._owner.partition), self._table.amounts(call, args), context),
-                device=self._runtime.lease.device_for(filled).device,
-            )
-        )
-        name = f"{self._owner.name} {call.key.descriptor}"
-        for text, remedy in found.limits():
-            self._runtime.warn(text, remedy, at=name)
-        if found.fault is not None:
-            self._is_refuted = True
-            self._runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)
-            if self._rules.is_strict:
-                raise MismatchError(
-                    f"{name}: {found.fault}",
-                    expected="real entries that do not depend on the padding",
-                    found=f"others at the real sizes {call.real}",
-                    remedy=NOT_PADDED,
-                )
-            raise NoGraphNowError(CHECKED)
+    def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
+        return AutoCall(key, real, self._counts(key), self._seen(real))
 
+    def _mask(
+        self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any], mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mask of padded rows, a new one if there is none yet; and its real rows."""
+        fields = zip(self.rules.keys.fields, sizes, real, strict=True)
+        named = {field.name: (padded, size) for field, padded, size in fields if field.is_padded}
+        in_order = {name: named[name] for name in (*self._fields_in_order(), *named) if name in named}
+        if mask is None:
+            device = args[next(iter(self.rules.padded))].device
+            with torch.inference_mode(False):
+                mask = torch.zeros([padded for padded, _ in in_order.values()], dtype=torch.bool, device=device)
+        real_rows = mask
+        for dim, (_, size) in enumerate(in_order.values()):
+            real_rows = real_rows.narrow(dim, 0, size)
+        return mask, real_rows
 
-def _volume(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    def _fields_in_order(self) -> list[str]:
+        """The padded fields of the input that has the most, in the order of its dimensions."""
+        sizes = zip(self.rules.sizes.sizes, self.rules.keys.fields, strict=True)
+        names = {size.symbol: field.name for size, field in sizes if field.is_padded}
+        layouts = self.rules.sizes.layouts
+        rows = [[names[size] for size in layouts[p].shape if size in names] for p in self.rules.padded]
+        return max(rows, key=len, default=[])
+
+    def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
+        named = {field.name: size for field, size in zip(self.rules.keys.fields, real, strict=True)}
+        return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())
+
+    def _counts(self, key: RecurringKey) -> Row:
+        return self._runtime.ledger.rows(self._name, "called")[self.rules.mode, key.descriptor]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,57 +10,48 @@ from typing import Any
 import torch
 
 from cgpass.appended import AppendedInputs
-from cgpass.auto import AutoDispatcher
-from cgpass.callees import wrapped_regions
-from cgpass.calls import AutoRules
-from cgpass.graphsizes import GraphSizes
-from cgpass.keyshape import KeyShape
-from cgpass.plans import ReplayPlans
+from cgpass.auto import AutoCall, AutoDispatcher
+from cgpass.paddingcheck import PaddedCall, check_padding
+from cgpass.plans import ReplayPlans, wrapped_regions
+from cgpass.reasons import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
+from cgpass.rules import AutoRules
+from cgpass.sizes import NamedSizes
 from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replayplan import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import EnteredCallable, ReachedCall
+from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
+from graphpass.capture.snapshot import restoring
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import dynamo, operators, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, current_context, entered, without_context
-from graphpass.errors import CaptureError, ContextError, ShapeError
+from graphpass.dispatch.recurring import RecurringKey
+from graphpass.errors import CaptureError, ContextError, MismatchError, ShapeError, StaticInputError
 from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.report.records import RegionId
-
-__all__ = ["CompiledGraph", "GraphedCallable"]
 
 _RUNS_BEFORE_ADVICE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """A graph that was partitioned and compiled.
+    """A graph that was partitioned and compiled."""
 
-    Attributes:
-        name: the callable's name in its runtime.
-        partition: regions and stitched code.
-        compiled: region name -> compiled region, for the captured ones.
-        traces: region name -> its aten graph, for proofs.
-        taken: positions of Dynamo's arguments that the graph reads, in the order of the partition's inputs.
-        appended: the inputs after those, which Dynamo does not pass; None if there are none.
-        ends_early: why the graph ends before the model does (a graph break), or None.
-        returns_flat: whether the graph returns a tuple or list of values that are not containers.
-        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
-    """
-
-    name: str
-    partition: Partition
-    compiled: Mapping[str, CompiledRegion]
-    traces: Mapping[str, RegionTrace]
-    taken: Sequence[int]
-    appended: AppendedInputs | None
-    ends_early: str | None
-    returns_flat: bool
+    name: str  #: the callable's name in its runtime
+    partition: Partition  #: regions and stitched code
+    sizes: NamedSizes  #: the sizes that keys of a context have
+    compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
+    traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
+    used_argument_positions: Sequence[int]  #: of Dynamo's arguments, in the order of the partition's inputs
+    appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
+    ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
+    returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
+    #: changes of Python state that Dynamo's code makes after the graph has run
     side_effects: tuple[dynamo.SideEffect, ...]
 
 
@@ -75,15 +65,11 @@ class GraphedCallable:
         graph: the graph.
         runtime: owner of graphs and statistics.
         settings: the backend's options.
-        auto: sizes and rules of the graph's own dispatcher; None if only a forward context dispatches.
+        rules: of the graph's own dispatcher; None if only a forward context dispatches.
     """
 
     def __init__(
-        self,
-        graph: CompiledGraph,
-        runtime: GraphRuntime,
-        settings: Settings,
-        auto: tuple[GraphSizes, AutoRules] | None,
+        self, graph: CompiledGraph, runtime: GraphRuntime, settings: Settings, rules: AutoRules | None
     ) -> None:
         self.name = name = graph.name
         self.side_effects = graph.side_effects
@@ -92,7 +78,7 @@ class GraphedCallable:
         self.returns_flat = graph.returns_flat
         self.partition = partition = graph.partition
         self.runtime = runtime
-        self._taken, self._appended = tuple(graph.taken), graph.appended
+        self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
         self._compiled = dict(graph.compiled)
@@ -117,18 +103,12 @@ class GraphedCallable:
             policy=settings.policy,
         )
         self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
-        self._key_shape = KeyShape.of(partition.inputs, settings, is_first=len(runtime.callables()) == 1)
+        self._sizes = graph.sizes
         self._runs_without_graph = 0
         self.never_full = partition.never_full()
-        self._seen = (
-            ()
-            if auto is not None
-            else tuple(
-                (runtime.ledger.sizes[field], position, dim) for field, position, dim in self._key_shape.fields()
-            )
-        )
-        # A proxy avoids a reference cycle: the callable is freed as soon as Dynamo drops it.
-        self._auto = None if auto is None else AutoDispatcher(weakref.proxy(self), *auto)
+        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules)
+        places = graph.sizes.places() if rules is None else ()
+        self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 
     def runs(self, compiled: Mapping[str, CompiledRegion]) -> bool:
         """Whether the callable's regions are exactly the compiled objects in ``compiled``."""
@@ -138,7 +118,7 @@ class GraphedCallable:
 
     def __call__(self, *given: Any) -> Any:
         """Run with Dynamo's arguments."""
-        args = given if len(given) == len(self._taken) else tuple([given[position] for position in self._taken])
+        args = given if len(given) == len(self._used) else tuple([given[position] for position in self._used])
         if self._appended is None:
             return self.call(args)
         changed = self._appended.changed()  # guard: attributes_layout
@@ -158,14 +138,14 @@ class GraphedCallable:
         if operators.transform_over(args) is not None:
             return self._transformed(context, args)
         if context is None or context.capture is not None or context.owner is not None:
-            return self._undirected(context, args)
+            return self._without_user_context(context, args)
         scope = self.runtime.scopes.current()
         if scope is not None and scope.stops_at_entry:
             raise EnteredCallable(self, args)
         if context.observer is not None:
             context.observer.entering(self, args)
         if not context.runtime_mode:
-            return self._told_scope(args, self._stitched(*args))
+            return self._record_call(scope, context, args, self._stitched(*args))
         if context.runtime_mode not in self._modes:
             raise ContextError(
                 f"{self.name} was not built for runtime mode {context.runtime_mode}",
@@ -185,9 +165,9 @@ class GraphedCallable:
                 remedy="dispatch with mode PIECEWISE: the region stays eager and costs one split",
             )
         assert context.batch_descriptor is not None, "PIECEWISE and FULL come with a descriptor"
-        self._key_shape.check(context.batch_descriptor, args)
-        outputs, plan = self._as_a_whole(context, args) if full else self._piecewise(context, args)
-        return self._told_scope(args, outputs, plan)
+        self._sizes.check(context.batch_descriptor, args)
+        outputs, plan = self._as_a_whole(context, args, scope) if full else self._piecewise(context, args)
+        return self._record_call(scope, context, args, outputs, plan)
 
     def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
         """Run a call under ``vmap`` or forward-mode AD on the traced graph: compiled kernels would drop the tangents.
@@ -220,8 +200,15 @@ class GraphedCallable:
     def _as_traced(self, args: tuple[Any, ...]) -> Any:
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
-    def _told_scope(self, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None) -> Any:
-        scope, context = self.runtime.scopes.current(), current_context()
+    def _record_call(
+        self,
+        scope: CaptureScope | None,
+        context: ForwardContext | None,
+        args: tuple[Any, ...],
+        outputs: Any,
+        plan: ReplayPlan | None = None,
+    ) -> Any:
+        """Tell the scope and the context's observer of a call that has run; returns its outputs."""
         observer = None if context is None else context.observer
         if scope is not None or observer is not None:
             reached = ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan)
@@ -231,18 +218,18 @@ class GraphedCallable:
                 observer.returned(reached)
         return outputs
 
-    def _undirected(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
+    def _without_user_context(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
         """Run a call without a user's context: in a capture, by the callable's own dispatcher, or without graphs."""
         if context is not None and context.capture is not None:
             return self._stitched(*args)
         if context is not None:  # set by the dispatcher of an enclosing callable, which holds the pool lease
             with without_context():
-                return self._undirected(None, args)
+                return self._without_user_context(None, args)
         scope = self.runtime.scopes.current()
         if scope is not None and scope.reaches:
-            return self._told_scope(args, self._stitched(*args))
+            return self._record_call(scope, None, args, self._stitched(*args))
         if self._auto is not None:
-            return self._auto(args)
+            return self._dispatched(self._auto, args, scope)
         for seen, position, dim in self._seen:
             seen[args[position].shape[dim]] += 1
         self._runs_without_graph += 1
@@ -256,54 +243,34 @@ class GraphedCallable:
             )
         return self._stitched(*args)
 
-    # -- for the auto dispatcher --------------------------------------------------------------------------------------
+    # -- calls that the callable's own dispatcher decides about --------------------------------------------------------
 
-    def run_plain(self, args: Sequence[Any]) -> Any:
-        """Run the compiled regions, without graphs."""
-        return self._stitched(*args)
-
-    def run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        """Capture or replay the key of ``context``.
-
-        Args:
-            context: forward context with the key and the runtime mode.
-            args: the graph's arguments at the key's sizes.
-            clone: whether outputs are copied out of the pool; None: as the capture policy says.
+    def _dispatched(self, auto: AutoDispatcher, args: Sequence[Any], scope: CaptureScope | None) -> Any:
+        """Run a call as the dispatcher decides: replay, capture, or run the compiled regions without graphs.
 
         Raises:
-            CaptureError: FULL has no graph for these arguments and capture is not permitted; nothing has run.
-            StaticInputError: the same, because a static input is at another address than at capture.
+            CaptureError: the call would run without a graph, and the options make that an error.
+            MismatchError: real entries depend on the padding, and ``padding_check`` is ``strict``.
+            Inside the thread's own ``with runtime.capturing():`` also the errors of a capture.
         """
-        is_full = context.runtime_mode is CUDAGraphMode.FULL
-        if is_full and not self._policy.debug:
-            return self._full.call_flat(context, args, clone=clone)
-        with entered(context):
-            if is_full:  # an eager run reads the context that a graph has baked in
-                return self._full.call_flat(context, args, clone=clone)
-            return self._piecewise(context, tuple(args), clone=clone)[0]
-
-    def can_replay(self, context: ForwardContext, args: Sequence[Any]) -> bool:
-        """Whether :meth:`run_key` without permission to capture either replays or raises before anything runs."""
-        if context.runtime_mode is CUDAGraphMode.FULL:
-            return True
-        assert context.batch_descriptor is not None
-        return self._plans.serving(context.batch_descriptor, args) is not None
-
-    @contextlib.contextmanager
-    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
-        """Leave replays of this key inside the ``with`` block out of the counts."""
-        with contextlib.ExitStack() as stack:
-            for wrapper in (self._full, *self._callees.values()):
-                if isinstance(wrapper, CUDAGraphWrapper):
-                    stack.enter_context(wrapper.uncounted(descriptor))
-            yield
+        call = auto.decide(args, scope)
+        if isinstance(call, Reason):
+            auto.without_graph(call)
+            return self._stitched(*args)
+        try:
+            if scope is None and call.key.is_captured:
+                return self._run(auto, call, args, may_capture=False)
+            return self._captured(auto, call, args, scope)
+        except NoGraphNowError as error:
+            auto.without_graph(error.reason)
+            return self._stitched(*args)
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
         """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
-        return [] if self._auto is None else self._auto.ladder(args)
+        return [] if self._auto is None else [key.descriptor for key in self._auto.ladder(args)]
 
     def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Capture one key of :meth:`ladder`.
+        """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes.
 
         Args:
             descriptor: the key.
@@ -312,13 +279,177 @@ class GraphedCallable:
         Raises:
             CaptureError: the key cannot be captured.
         """
-        assert self._auto is not None, "only a callable that dispatches by itself has a ladder"
+        auto = self._auto
+        assert auto is not None, "only a callable that dispatches by itself has a ladder"
+        key = next(key for key in auto.ladder(args) if key.descriptor == descriptor)
         with torch.no_grad():  # as in the call: the step of an optimizer turns autograd off by itself
-            self._auto.capture_key(descriptor, args)
+            call, example = auto.example_of(key, args)
+            written = [example[position] for position in auto.rules.written]
+            generators = [value for value in example if isinstance(value, torch.Generator)]
+            with restoring(written, generators, self.runtime.lease.device_for(example).device):
+                self._captured(auto, call, example, self.runtime.scopes.current())
+        if not key.is_captured:
+            raise CaptureError(
+                f"{self.name} could not be captured at {descriptor}",
+                expected="a graph that can be captured at each of its capture sizes",
+                found=str(key.refusal or "inputs that share memory, or another capture in progress"),
+                remedy="leave the size out of capture_sizes, or fix the cause that the report names",
+            )
 
-    def _as_a_whole(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ReplayPlan | None]:
+    def _captured(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
+        """Run, and capture each missing graph."""
+        if scope is not None:  # explicit capture: errors go to the caller who opened the scope
+            outputs = self._run(auto, call, args, may_capture=True)
+            if not call.key.is_captured:
+                auto.rules.keys.captured(call.key)
+            return outputs
+        with self._permission(auto, call.key):
+            outputs = self._run(auto, call, args, may_capture=True)
+        device = self.runtime.lease.device
+        if call.key.is_captured and device is not None and device.type == "cuda":
+            torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
+        return outputs
+
+    @contextlib.contextmanager
+    def _permission(self, auto: AutoDispatcher, key: RecurringKey) -> Iterator[None]:
+        """Permit the capture of a key inside the ``with`` block; afterwards, record whether it succeeded."""
+        with self.runtime.scopes.opened_automatically() as scope:
+            if scope is None:
+                raise NoGraphNowError(BUSY)
+            try:
+                yield
+            except (NoGraphNowError, MismatchError):
+                raise
+            except Exception as error:
+                if auto.rules.mode is not CUDAGraphMode.FULL:  # some regions may have run
+                    raise
+                raise NoGraphNowError(auto.failed(key, error)) from error
+            if scope.failures:
+                auto.failed_in_parts(key, scope.failures[0])
+            else:
+                auto.rules.keys.captured(key)
+
+    def _run(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], *, may_capture: bool) -> Any:
+        """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
+        context = ForwardContext(
+            None, auto.rules.mode, call.key.descriptor, None, None, None, call.mask, None, owner=self.name
+        )
+        if call.cuts is None:
+            outputs = self._key_outputs(auto, call.key, context, args, may_capture=may_capture, clone=None)
+            call.count()
+            return outputs
+        lease = self.runtime.lease
+        lease.acquire(context, args, self.name)
+        try:
+            if call.cuts.views or call.written:  # this replay overwrites views that an earlier call returned
+                args = lease.without_stale(args, tuple(auto.rules.padded))
+            if call.checks is not None and call.checks.are_due(call.real):  # guard: padding_checked_at_run_time
+                self._check(auto, call, context, args, may_capture=may_capture)
+            filled = call.filled(args)
+            returned = self._key_outputs(auto, call.key, context, filled, may_capture=may_capture, clone=False)
+            cut = call.cuts.apply(self._flat(returned), args, lease.forward_storages)
+            for padded in call.written:
+                args[padded.position].copy_(padded.real)  # guard: padded_copy_back
+        finally:
+            lease.release()
+        call.count()
+        return type(returned)(cut) if self.returns_flat else _rebuilt(returned, cut)
+
+    def _key_outputs(
+        self,
+        auto: AutoDispatcher,
+        key: RecurringKey,
+        context: ForwardContext,
+        args: Sequence[Any],
+        *,
+        may_capture: bool,
+        clone: bool | None,
+    ) -> Any:
+        """The outputs of a key. A key that has a graph, but not for these static inputs, may be captured once more."""
+        if may_capture:
+            return self._run_key(context, args, clone=clone)
+        # PIECEWISE without permission must replay as a whole: else some regions would have run before one is refused.
+        if auto.rules.mode is CUDAGraphMode.FULL or self._plans.serving(key.descriptor, args) is not None:
+            try:
+                return self._run_key(context, args, clone=clone)
+            except StaticInputError:
+                if not auto.rules.recaptures_moved_inputs:
+                    raise
+            except CaptureError:
+                pass
+        keys = auto.rules.keys
+        if not key.is_declared and keys.num_graphs >= keys.max_graphs:
+            why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
+            raise NoGraphNowError(Reason(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
+        with self._permission(auto, key):
+            return self._run_key(context, args, clone=clone)
+
+    def _run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
+        """Capture or replay the key of ``context``; ``clone`` None: as the capture policy says."""
+        is_full = context.runtime_mode is CUDAGraphMode.FULL
+        if is_full and not self._policy.debug:
+            return self._full.call_flat(context, args, clone=clone)
+        with entered(context):
+            if is_full:  # an eager run reads the context that a graph has baked in
+                return self._full.call_flat(context, args, clone=clone)
+            return self._piecewise(context, tuple(args), clone=clone)[0]
+
+    def _check(
+        self, auto: AutoDispatcher, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool
+    ) -> None:
+        """Replay with several contents of the padding; if real entries differ, no later call of this graph is padded.
+
+        Raises:
+            MismatchError: real entries differ, and ``padding_check`` is ``strict``.
+        """
+        filled = call.filled(args)
+
+        def replay() -> Sequence[Any]:
+            return self._flat(self._key_outputs(auto, call.key, context, filled, may_capture=may_capture, clone=False))
+
+        with contextlib.ExitStack() as stack:
+            for wrapper in (self._full, *self._callees.values()):
+                if isinstance(wrapper, CUDAGraphWrapper):
+                    stack.enter_context(wrapper.uncounted(call.key.descriptor))
+            found = check_padding(
+                PaddedCall(
+                    call=call,
+                    rules=auto.rules,
+                    args=args,
+                    filled=filled,
+                    replay=replay,
+                    run_unpadded=lambda: self._flat(self._stitched(*args)),
+                    partition=self.partition,
+                    amounts=() if auto.rules.checks == "once" else auto.amounts(call, args),
+                    context=context,
+                    device=self.runtime.lease.device_for(filled).device,
+                )
+            )
+        name = f"{self.name} {call.key.descriptor}"
+        for text, remedy in found.limits():
+            self.runtime.warn(text, remedy, at=name)
+        if found.fault is not None:
+            auto.refute()
+            self.runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)
+            if auto.rules.is_strict:
+                raise MismatchError(
+                    f"{name}: {found.fault}",
+                    expected="real entries that do not depend on the padding",
+                    found=f"others at the real sizes {call.real}",
+                    remedy=NOT_PADDED,
+                )
+            raise NoGraphNowError(CHECKED)
+
+    def _flat(self, returned: Any) -> Sequence[Any]:
+        return returned if self.returns_flat else trees.flatten(returned)[0]
+
+    # -- over graphs --------------------------------------------------------------------------------------------------
+
+    def _as_a_whole(
+        self, context: ForwardContext, args: tuple[Any, ...], scope: CaptureScope | None
+    ) -> tuple[Any, ReplayPlan | None]:
         """Capture or replay the FULL graph; returns the outputs and, inside a capture scope, its plan."""
-        if self.runtime.scopes.current() is None:
+        if scope is None:
             return self._full.call_flat(context, args), None
         lease = self.runtime.lease
         # Under one lease: after its release, another thread's forward changes `forward_entries`.
@@ -348,7 +479,7 @@ class GraphedCallable:
                 outputs = self._stitched(*args)
                 if not self._policy.compare:  # comparison with eager runs region by region, without a plan
                     plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
-            flat = outputs if self.returns_flat else trees.flatten(outputs)[0]
+            flat = self._flat(outputs)
             pool = lease.forward_storages
             # guard: piecewise_outputs_cloned
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
@@ -359,5 +490,5 @@ class GraphedCallable:
             lease.release()
 
 
-def _rebuilt(outputs: Any, flat: list[Any]) -> Any:
+def _rebuilt(outputs: Any, flat: Sequence[Any]) -> Any:
     return trees.unflatten(flat, trees.flatten(outputs)[1])

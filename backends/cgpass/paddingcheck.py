@@ -14,22 +14,24 @@ rounds as visibly as a leak changes results; but a leak grows with the amount of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import fx
 
-from cgpass.calls import AutoCall
-from cgpass.float64run import Float64Run
+from cgpass.auto import AutoCall
+from cgpass.rules import AutoRules
 from graphpass.capture.snapshot import restoring
+from graphpass.compat import operators, trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import GraphpassError
-from graphpass.keys import BatchDescriptor
 from graphpass.paddedmemory import OutputCuts, PaddedInput, prefix
-
-__all__ = ["DueChecks", "PaddedCall", "PaddingCheck", "check_padding", "real_entries"]
+from graphpass.regions.execute import value_of
+from graphpass.regions.split import Partition
 
 _LARGE: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 1e2, torch.bfloat16: 1e2})
 _LARGE_OTHERWISE = 1e4
@@ -42,149 +44,80 @@ _OF_OWN_ROUNDING = 1e-7
 _ROUNDING: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-2})
 _ROUNDING_OTHERWISE = 5e-2
 """The same, at most, where an operator has run in its own type."""
+_Entries: TypeAlias = dict[str, torch.Tensor]
+"""Real entries by name: of an output, or of a tensor that the graph has written to."""
+
 _GROWTH_ALLOWED = 1.5
 """Of a difference by rounding, from less padding to more; that of a leak grows by twice or more."""
 
 
-@dataclass(slots=True)
-class _Checked:
-    """What was checked of one key: padded calls so far, and the smallest size checked of each field."""
-
-    calls: int = 0
-    smallest: tuple[int, ...] | None = None
-
-
-class DueChecks:
-    """Which padded calls of one graph are checked.
-
-    Args:
-        checks: once for each key; often: also at smaller sizes, and at every call whose number is a power of two; or
-            never.
-    """
-
-    def __init__(self, checks: Literal["once", "often", "never"]) -> None:
-        self._checks = checks
-        self._checked: dict[BatchDescriptor, _Checked] = {}
-
-    def takes(self, call: AutoCall) -> bool:
-        """Whether this call is to be checked; it then counts as checked."""
-        if self._checks == "never":
-            return False
-        checked = self._checked.setdefault(call.key.descriptor, _Checked())
-        checked.calls += 1
-        if checked.smallest is not None:
-            is_smaller = any(real < seen for real, seen in zip(call.real, checked.smallest, strict=True))
-            if self._checks == "once" or not (is_smaller or checked.calls & (checked.calls - 1) == 0):
-                return False
-        checked.smallest = tuple(min(pair) for pair in zip(call.real, checked.smallest or call.real, strict=True))
-        return True
-
-    def clear(self) -> None:
-        """Forget what was checked."""
-        self._checked.clear()
-
-
-def real_entries(cuts: OutputCuts, outputs: Sequence[Any]) -> list[tuple[str, torch.Tensor]]:
-    """The real parts of the outputs by name."""
-    return [(f"output {index}", part) for index, part in cuts.real_parts(outputs).items()]
-
-
-@dataclass(frozen=True, slots=True)
-class RunsInFloat64:
-    """How a call runs in float64.
-
-    Attributes:
-        run: the graph.
-        padded: the call with its padding; before it, one with less, where the graph admits a size in between.
-        context: what the graph's operators see, but for the mask of padded rows.
-    """
-
-    run: Float64Run
-    padded: Sequence[AutoCall]
-    context: ForwardContext
-
-
 @dataclass(frozen=True, slots=True)
 class PaddedCall:
-    """One call at a key larger than its real sizes, which can be repeated.
+    """One call at a key larger than its real sizes, which can be repeated."""
 
-    Attributes:
-        inputs: the padded inputs.
-        declared: positions of inputs whose padding the user declared; it is not changed.
-        args: the caller's arguments.
-        written: (name, tensor) of the tensors that the graph writes: padded buffers and the caller's other tensors.
-            They are restored after each replay.
-        generators: random number generators among the arguments.
-        cuts: how to cut the outputs.
-        contents: what other contents floats have: random numbers, or copies of real entries.
-        replay: replays with the current contents of the buffers; returns the flat outputs, uncut.
-        run_unpadded: runs without a graph at the real sizes; returns the flat outputs.
-        in_float64: the runs in float64; None where a proof covers all sizes.
-        device: where the graph runs.
-    """
+    call: AutoCall  #: its key, padded inputs and cuts
+    rules: AutoRules  #: of the graph's dispatcher
+    args: Sequence[Any]  #: the caller's arguments
+    filled: Sequence[Any]  #: the graph's arguments at the key's sizes
+    replay: Callable[[], Sequence[Any]]  #: replays with the buffers' contents; returns the flat outputs, uncut
+    run_unpadded: Callable[[], Sequence[Any]]  #: runs without a graph at the real sizes; returns the flat outputs
+    partition: Partition  #: the graph, for runs in float64
+    #: the call for runs in float64; before it, one with less padding, where the graph admits a size in between. Empty
+    #: where a proof covers all sizes.
+    amounts: Sequence[AutoCall]
+    context: ForwardContext  #: what the graph's operators see, but for the mask of padded rows
+    device: torch.device  #: where the graph runs
 
-    inputs: Sequence[PaddedInput]
-    declared: frozenset[int]
-    args: Sequence[Any]
-    written: Sequence[tuple[str, torch.Tensor]]
-    generators: Sequence[torch.Generator]
-    cuts: OutputCuts
-    contents: Literal["random", "real"]
-    replay: Callable[[], Sequence[Any]]
-    run_unpadded: Callable[[], Sequence[Any]]
-    in_float64: RunsInFloat64 | None
-    device: torch.device
+    def restoring(self, written: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
+        """Restore ``written`` and all random number generators after the body."""
+        return restoring(tuple(written), [arg for arg in self.args if isinstance(arg, torch.Generator)], self.device)
 
-    def observed(self, magnitude: Callable[[torch.dtype], float] | None) -> list[tuple[str, torch.Tensor]]:
-        """Replay, restore the state, and return copies of all real entries of the replay as (name, tensor).
+    def observed(self, magnitude: Callable[[torch.dtype], float] | None) -> _Entries:
+        """Replay, restore the state, and return copies of all real entries of the replay.
 
-        Args:
-            magnitude: dtype -> scale of random contents in the padding; None: the contents by the padding rules.
+        ``magnitude`` is the scale of random contents in the padding, by dtype; None: the contents by the padding rules.
         """
-        others = _OtherContents(self.device, self.contents)
-        for padded in self.inputs:
+        others = _OtherContents(self.device, self.rules.check_contents)
+        for padded in self.call.inputs:
             padded.fill(self.args[padded.position])
-            if magnitude is not None and padded.position not in self.declared:
+            if magnitude is not None and padded.position not in self.rules.declared:
                 others.fill(padded, magnitude)
-        # guard: padding_check_undone
-        with restoring([tensor for _, tensor in self.written], self.generators, self.device):
-            outputs = self.replay()
-            entries = real_entries(self.cuts, outputs)
-            for padded in self.inputs:
-                if padded.is_written:
-                    entries.append((f"written input {padded.position}", padded.real))
-            entries += self._written_unpadded()
-            return [(name, tensor.clone()) for name, tensor in entries]
+        with self.restoring(self.filled[p] for p in self.rules.written):  # guard: padding_check_undone
+            found = self.real_entries(self.replay())
+            found |= self._written({padded.position: padded.real for padded in self.call.written})
+            return {name: tensor.clone() for name, tensor in found.items()}
 
-    def _written_unpadded(self) -> list[tuple[str, torch.Tensor]]:
-        """The written tensors that are no padded buffers."""
-        buffers = {id(padded.buffer) for padded in self.inputs}
-        return [(name, tensor) for name, tensor in self.written if id(tensor) not in buffers]
-
-    def unpadded(self) -> dict[str, torch.Tensor]:
-        """The results of a run at the real sizes by name; restores the state."""
-        written = [(f"written input {p.position}", self.args[p.position]) for p in self.inputs if p.is_written]
-        written += self._written_unpadded()
-        with restoring([tensor for _, tensor in written], self.generators, self.device):
+    def unpadded(self) -> _Entries:
+        """The results of a run at the real sizes; restores the state."""
+        written = self._written({padded.position: self.args[padded.position] for padded in self.call.written})
+        with self.restoring(written.values()):
             outputs = self.run_unpadded()
-            found = {f"output {index}": outputs[index].clone() for index in self.cuts.real_parts(outputs)}
-            return found | {name: tensor.clone() for name, tensor in written}
+            found = {f"output {index}": outputs[index] for index in self._cuts.real_parts(outputs)}
+            return {name: tensor.clone() for name, tensor in (found | written).items()}
+
+    def real_entries(self, outputs: Sequence[Any]) -> _Entries:
+        """The real parts of the outputs."""
+        return {f"output {index}": part for index, part in self._cuts.real_parts(outputs).items()}
+
+    @property
+    def _cuts(self) -> OutputCuts:
+        assert self.call.cuts is not None, "a padded call is cut"
+        return self.call.cuts
+
+    def _written(self, padded: Mapping[int, torch.Tensor]) -> _Entries:
+        """The tensors that the graph writes to; ``padded`` has those that are padded, by position."""
+        order = (*padded, *(position for position in self.rules.written if position not in padded))
+        return {f"written input {position}": padded.get(position, self.filled[position]) for position in order}
 
 
 @dataclass(frozen=True, slots=True)
 class PaddingCheck:
-    """What a check found.
+    """What a check found."""
 
-    Attributes:
-        fault: why the graph cannot be padded: real entries depend on the padding, or the model fails for other
-            contents; None if it can be.
-        is_noisy: whether two replays differ although their contents are equal.
-        in_own_type: the operators that have run in their own type, because they have no float64.
-    """
-
+    #: why the graph cannot be padded: real entries depend on the padding, or the model fails for other contents
     fault: str | None
-    is_noisy: bool
-    in_own_type: tuple[str, ...] = ()
+    is_noisy: bool  #: whether two replays differ although their contents are equal
+    in_own_type: tuple[str, ...] = ()  #: the operators that have run in their own type, because they have no float64
 
     def limits(self) -> Iterator[tuple[str, str]]:
         """(text, remedy) of each way in which the comparison was weaker than it should be."""
@@ -198,20 +131,20 @@ class PaddingCheck:
 
 def check_padding(call: PaddedCall) -> PaddingCheck:
     """Repeat a call with other contents of its padding, and in float64 with other amounts; compare all real entries."""
-    with restoring((), call.generators, call.device):  # random contents come from the default generator
+    with call.restoring():  # random contents come from the default generator
         expected, control = call.observed(None), call.observed(None)
-        spreads = [_spread(one, other) for (_, one), (_, other) in zip(expected, control, strict=True)]
+        spreads = {name: _spread(one, control[name]) for name, one in expected.items()}
+        is_noisy = any(spreads.values())
         # guard: padding_that_is_not_finite
         fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(call, expected)
-        if fault is not None or call.in_float64 is None:  # guard: padding_against_no_padding
-            return PaddingCheck(fault, any(spreads))
-        fault = _fault_of_amounts(call, call.in_float64, dict(expected))
-        return PaddingCheck(fault, any(spreads), tuple(sorted(call.in_float64.run.in_own_type)))
+        if fault is not None or not call.amounts:  # guard: padding_against_no_padding
+            return PaddingCheck(fault, is_noisy)
+        run = Float64Run(call.partition)
+        fault = _fault_of_amounts(call, run, expected)
+        return PaddingCheck(fault, is_noisy, tuple(sorted(run.in_own_type)))
 
 
-def _fault_of_contents(
-    call: PaddedCall, expected: Sequence[tuple[str, torch.Tensor]], spreads: Sequence[float]
-) -> str | None:
+def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[str, float]) -> str | None:
     for magnitude in (_small, _large):  # guard: padding_of_large_values
         try:
             found = call.observed(magnitude)
@@ -219,32 +152,32 @@ def _fault_of_contents(
             raise
         except Exception as error:
             return f"it fails for other contents of the padding: {error}"
-        for (name, one), (_, other), spread in zip(expected, found, spreads, strict=True):
-            if _spread(one, other) > _SPREADS_ALLOWED * spread:
+        for name, one in expected.items():
+            if _spread(one, found[name]) > _SPREADS_ALLOWED * spreads[name]:
                 return f"real entries of {name} depend on the padding"
     return None
 
 
-def _fault_of_infinities(call: PaddedCall, expected: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+def _fault_of_infinities(call: PaddedCall, expected: _Entries) -> str | None:
     """NaN and infinity in a real entry may come from the padding, whatever its contents, or from the model."""
-    suspects = [(name, one) for name, one in expected if _is_real_number(one) and not bool(one.isfinite().all())]
+    suspects = {name: one for name, one in expected.items() if _is_real_number(one) and not bool(one.isfinite().all())}
     unpadded = call.unpadded() if suspects else {}
-    for name, one in suspects:
+    for name, one in suspects.items():
         for kind in (torch.isnan, torch.isinf):
             if not torch.equal(kind(one), kind(unpadded[name])):
                 return f"real entries of {name} are not finite, and differ from a run without padding"
     return None
 
 
-def _fault_of_amounts(call: PaddedCall, runs: RunsInFloat64, replayed: Mapping[str, torch.Tensor]) -> str | None:
+def _fault_of_amounts(call: PaddedCall, run: Float64Run, replayed: _Entries) -> str | None:
     try:
-        unpadded = _in_float64(call, runs, None)
-        padded = [_in_float64(call, runs, amount) for amount in runs.padded]
+        unpadded = _in_float64(call, run, None)
+        padded = [_in_float64(call, run, amount) for amount in call.amounts]
     except torch.AcceleratorError:
         raise
     except Exception as error:  # out of memory, too: what cannot be checked is not padded
         return f"it cannot be checked in float64: {error}"
-    own_types = set(runs.run.in_own_type.values())
+    own_types = set(run.in_own_type.values())
     rounding = min((_ROUNDING.get(dtype, _ROUNDING_OTHERWISE) for dtype in own_types), default=0.0)
     for name, expected in unpadded.items():
         found = [results[name] for results in padded]
@@ -256,16 +189,14 @@ def _fault_of_amounts(call: PaddedCall, runs: RunsInFloat64, replayed: Mapping[s
     return None
 
 
-def _in_float64(call: PaddedCall, runs: RunsInFloat64, padded: AutoCall | None) -> dict[str, torch.Tensor]:
-    """The real entries of a run in float64 by name; nothing that it reads changes."""
+def _in_float64(call: PaddedCall, run: Float64Run, padded: AutoCall | None) -> _Entries:
+    """The real entries of a run in float64; nothing that it reads changes."""
     args = call.args if padded is None else padded.filled(call.args)
-    context = replace(runs.context, is_padding=None if padded is None else padded.mask)
-    with restoring((), call.generators, call.device), entered(context):
-        outputs, written = runs.run(args)
-    found = dict(real_entries(call.cuts, outputs))
-    for position, tensor in written.items():
-        found[f"written input {position}"] = prefix(tensor, call.args[position].shape)
-    return found
+    context = replace(call.context, is_padding=None if padded is None else padded.mask)
+    with call.restoring(), entered(context):
+        outputs, written = run(args)
+    real = {position: prefix(tensor, call.args[position].shape) for position, tensor in written.items()}
+    return call.real_entries(outputs) | {f"written input {position}": tensor for position, tensor in real.items()}
 
 
 def _is_leak(found: torch.Tensor, expected: torch.Tensor, noise: tuple[torch.Tensor, torch.Tensor]) -> bool:
@@ -280,7 +211,7 @@ def _is_leak(found: torch.Tensor, expected: torch.Tensor, noise: tuple[torch.Ten
     differs = found != expected
     if spread <= _FLOAT64_ROUNDING * _largest(expected, differs):
         return False
-    return spread > _OF_OWN_ROUNDING * _largest(_wide(noise[0]) - _wide(noise[1]), differs)
+    return spread > _OF_OWN_ROUNDING * _largest(_double(noise[0]) - _double(noise[1]), differs)
 
 
 def _is_rounding(found: Sequence[torch.Tensor], expected: torch.Tensor, rounding: float) -> bool:
@@ -289,20 +220,20 @@ def _is_rounding(found: Sequence[torch.Tensor], expected: torch.Tensor, rounding
         return False
     if any(_spread(one, expected) > rounding * _largest(expected, one != expected) for one in found):
         return False
-    less, more = (_wide(one).sub(_wide(expected)).nan_to_num(0.0, 0.0, 0.0).norm() for one in found)
+    less, more = (_double(one).sub(_double(expected)).nan_to_num(0.0, 0.0, 0.0).norm() for one in found)
     return bool(more <= _GROWTH_ALLOWED * less)  # guard: padding_in_own_type
 
 
 def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
     """The largest finite magnitude among some entries."""
-    return float(_wide(tensor).abs().nan_to_num(0.0, 0.0, 0.0).masked_fill(~where, 0.0).max())
+    return float(_double(tensor).abs().nan_to_num(0.0, 0.0, 0.0).masked_fill(~where, 0.0).max())
 
 
 def _is_real_number(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -368,5 +299,133 @@ def _spread(one: torch.Tensor, other: torch.Tensor) -> float:
     same = (one == other) | (one.isnan() & other.isnan())
     if bool(same.all()):
         return 0.0
-    difference = (_wide(one) - _wide(other)).abs().masked_fill(same, 0.0).max()
+    difference = (_double(one) - _double(other)).abs().masked_fill(same, 0.0).max()
     return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+# -- runs in float64 ---------------------------------------------------------------------------------------------------
+
+_WIDE: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {
+        torch.float16: torch.float64,
+        torch.bfloat16: torch.float64,
+        torch.float32: torch.float64,
+        torch.complex32: torch.complex128,
+        torch.complex64: torch.complex128,
+    }
+)
+_OWN_OPERATORS = frozenset({"graphpass::zero_padding"})
+
+
+class Float64Run:
+    """A partitioned graph as a callable in float64, where results of another size differ by a leak, hardly by rounding.
+
+    Floating-point tensors become float64 when an operator reads them, and results in narrower types are asked for in
+    float64. So float64 copies of parameters live as long as an operator needs them, intermediate results until their
+    last use, and copies of written inputs for a whole run. An operator without float64 runs in the types of the traced
+    graph; its results become float64 after it. Nothing that the run is called with changes.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self.in_own_type: dict[str, torch.dtype] = {}  #: {operator: type} of the operators that ran without float64
+        self._written = partition.mutated_inputs
+        self._run = partition.bind(
+            {region.name: _Interpreter(region.graph_module, self.in_own_type).run for region in partition.regions}
+        )
+
+    def __call__(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
+        """Run the graph; returns its flat outputs, and {position: copy of a written input after the run}.
+
+        Args:
+            args: the graph's arguments at any sizes that it admits.
+        """
+        given = list(args)
+        with torch.no_grad():
+            for position in self._written:  # they share no memory, or the call would not be padded
+                given[position] = _wide(args[position].clone())  # guard: padding_float64_copies
+            outputs = trees.flatten(self._run(*given))[0]
+        return outputs, {position: given[position] for position in self._written}
+
+
+def _wide(value: Any) -> Any:
+    """A tensor or type in float64 or complex128 where it is narrower; any other value unchanged."""
+    if isinstance(value, torch.Tensor):
+        return value.to(_WIDE[value.dtype]) if value.dtype in _WIDE else value
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _narrow(value: Any, traced: Any) -> Any:
+    """``value`` with all tensors in the types of ``traced``, a value of the same structure."""
+    if isinstance(value, torch.Tensor) and isinstance(traced, torch.Tensor):
+        return value.to(traced.dtype)
+    if isinstance(value, (tuple, list)) and isinstance(traced, (tuple, list)):
+        return type(value)([_narrow(*pair) for pair in zip(value, traced, strict=True)])
+    return value
+
+
+class _NoFloat64Error(Exception):
+    """An operator depends on the type of its arguments."""
+
+
+class _InFloat64(operators.TorchDispatchMode):
+    """Gives operators float64 where they get or ask for a narrower type."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operators.schema_name(func)
+        leaves, structure = trees.flatten((args, kwargs or {}))
+        narrow = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in leaves)
+        if not (name.startswith(("aten::", "prims::")) or name in _OWN_OPERATORS):
+            raise _NoFloat64Error(name)
+        if func is torch.ops.aten.view.dtype or (narrow and operators.is_mutable(func)):
+            raise _NoFloat64Error(name)
+        args, kwargs = trees.unflatten([_wide(leaf) for leaf in leaves], structure)
+        return trees.map_tensors(_wide, func(*args, **kwargs))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs the traced graph of one region; adds the operators without float64 to ``in_own_type``."""
+
+    def __init__(self, module: fx.GraphModule, in_own_type: dict[str, torch.dtype]) -> None:
+        super().__init__(module)
+        self._in_own_type = in_own_type
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, in float64 if it can."""
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        try:
+            with _InFloat64():  # type: ignore[no-untyped-call]
+                return trees.map_tensors(_wide, super().run_node(n))
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return self._run_in_own_type(n)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """The arguments of a node in float64, except for the graph's own result."""
+        fetched = super().fetch_args_kwargs_from_env(n)
+        return fetched if n.op == "output" else trees.map_tensors(_wide, fetched)
+
+    def _run_in_own_type(self, n: fx.Node) -> Any:
+        """Run a node on arguments in the types that they have in the traced graph."""
+        wide = {argument: self.env[argument] for argument in n.all_input_nodes}
+        narrow = {argument: _narrow(value, value_of(argument)) for argument, value in wide.items()}
+        args, kwargs = fx.map_arg((n.args, n.kwargs), narrow.__getitem__)
+        result = getattr(self, n.op)(n.target, args, kwargs)
+        pairs = [
+            (one, other)
+            for argument in wide
+            for one, other in zip(*(trees.flatten(each[argument])[0] for each in (wide, narrow)), strict=True)
+            if isinstance(one, torch.Tensor) and one is not other
+        ]
+        for one, other in pairs:
+            is_kept = other == one.to(other.dtype)
+            if not bool(is_kept.all()):  # the operator wrote to it
+                one.copy_(torch.where(is_kept, one, other))
+        made = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        types = {tensor.dtype for tensor in (*made, *(other for _, other in pairs)) if tensor.is_floating_point()}
+        if types:
+            name = operators.operator_name(n.target) or getattr(n.target, "__name__", None)
+            self._in_own_type[name or str(n.target)] = max(types, key=lambda dtype: torch.finfo(dtype).eps)
+        originals = {id(other): one for one, other in pairs}
+        return trees.map_tensors(lambda tensor: _wide(originals.get(id(tensor), tensor)), result)

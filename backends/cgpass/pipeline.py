@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,29 +11,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass.appended import AppendedInputs, attributes_read, lift_attributes
-from cgpass.autorules import dispatched
+from cgpass.appended import AppendedInputs, attributes_read, count_from_start, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
-from cgpass.fromstart import count_from_start
-from cgpass.keysizes import KeySizes
 from cgpass.recorded import region_records, size_records
 from cgpass.reporting import report_graph
-from cgpass.retraces import Retraces, TraceKey
+from cgpass.rules import dispatched
+from cgpass.sizes import NamedSizes
 from graphpass.capture.lookup import runtime_of_compiler
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, nnmodules
-from graphpass.compile import RegionCompiler, compile_training, traced_regions
+from graphpass.compile import CompiledRegion, RegionCompiler, compile_training, traced_regions
+from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.errors import DeviceError, OptionError, compiles_late
 from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
+from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
 from graphpass.regions.split import Partition, partition
 from graphpass.regions.symbols import graph_inputs
 from graphpass.report.records import CallableRecord, CompileSeconds
-
-__all__ = ["backend"]
 
 
 def backend(
@@ -72,7 +71,7 @@ def backend(
     if _needs_autograd(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     traced = _Traced.of(graph_module, settings)
-    is_new = not runtime.owned(Retraces).knows(traced.key)
+    is_new = not runtime.owned(CallableCache).knows(traced.key)
     if is_new and settings.on_fallback == "error" and runtime.is_captured_ahead(dynamo.frame_id()):
         raise compiles_late(dynamo.recompile_reason())
     made = _captured(name, traced, runtime, settings)
@@ -84,7 +83,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     start_s = time.perf_counter()
     parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
-    sizes = KeySizes.of(parts, traced.whole, settings)
+    sizes = NamedSizes.of(parts, traced.whole, settings, is_first=not runtime.callables())
     # Proofs need aten graphs. Without symbolic sizes nothing can be padded, but a manager proves other properties.
     trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
     dynamo.forget_arguments(traced.whole.graph)
@@ -94,8 +93,8 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
         sizes.compiled_apart(),
         trace=trace,
     )
-    retraces = runtime.owned(Retraces)
-    known = retraces.serving(traced.key, compiled.by_name)
+    cache = runtime.owned(CallableCache)
+    known = cache.find(traced.key, compiled.by_name)
     if known is not None:
         runtime.retraced(known.name)
         return known
@@ -103,7 +102,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     eager = [region for region in parts.regions if region.kind == "eager"]
     traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, trace))}
     start_s = time.perf_counter()
-    auto, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
+    rules, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
     proof_s = time.perf_counter() - start_s
     runtime.register(
         CallableRecord(
@@ -114,52 +113,43 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
             ends=traced.ends_early,
             seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
             admits=sizes.admits if sizes.symbols else None,
-            sizes=() if auto is None or proof is None else size_records(*auto, proof),
+            sizes=() if rules is None or proof is None else size_records(rules, proof),
             assumptions=() if proof is None else proof.assumptions,
-            mode=None if auto is None else auto[1].mode if auto[1].off is None else CUDAGraphMode.NONE,
-            off=None if auto is None else auto[1].off,
+            mode=None if rules is None else rules.mode if rules.off is None else CUDAGraphMode.NONE,
+            off=None if rules is None else rules.off,
         )
     )
     _note_problems(name, sizes, traced.floats, runtime)
-    dispatch = None if auto is None or proof is None else (auto[1], proof)
+    dispatch = None if rules is None or proof is None else (rules, proof)
     report_graph(name, parts, traced.ends_early, dispatch, runtime, settings)
     graph = CompiledGraph(
         name=name,
         partition=parts,
+        sizes=sizes,
         compiled=compiled.by_name,
         traces=traces,
-        taken=traced.taken,
+        used_argument_positions=traced.used,
         appended=traced.appended,
         ends_early=None if traced.ends_early is None else f"graph break: {traced.ends_early}",
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,
     )
-    made = GraphedCallable(graph, runtime, settings, auto)
-    retraces.add(traced.key, made)
+    made = GraphedCallable(graph, runtime, settings, rules)
+    cache.add(traced.key, made)
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """A copy of Dynamo's graph, ready to be partitioned.
+    """A copy of Dynamo's graph, ready to be partitioned."""
 
-    Attributes:
-        whole: the copy, without unused tensor inputs and with appended ones.
-        floats: the Python floats among Dynamo's arguments.
-        taken: positions of the remaining inputs among Dynamo's.
-        appended: the inputs after those; None if there are none.
-        ends_early: the graph break after it; None if the function ends there.
-        side_effects: changes of Python state that Dynamo's code makes after the graph has run.
-        key: equal for traces that one callable can serve; None if no other trace can share the callable.
-    """
-
-    whole: fx.GraphModule
-    floats: FloatInputs
-    taken: list[int]
-    appended: AppendedInputs | None
-    ends_early: Reason | None
-    side_effects: tuple[dynamo.SideEffect, ...]
-    key: TraceKey | None
+    whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
+    floats: FloatInputs  #: the Python floats among Dynamo's arguments
+    used: list[int]  #: positions of the remaining inputs among Dynamo's
+    appended: AppendedInputs | None  #: the inputs after those; None if there are none
+    ends_early: Reason | None  #: the graph break after it; None if the function ends there
+    side_effects: tuple[dynamo.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
+    key: TraceKey | None  #: equal for traces that one callable can serve; None if none can share the callable
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, settings: Settings) -> _Traced:
@@ -168,11 +158,88 @@ class _Traced:
         floats = floats_as_tensors(whole)
         side_effects = dynamo.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
-        taken = _drop_unread_inputs(whole)
+        used = _drop_unread_inputs(whole)
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         sizes = count_from_start(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
-        return cls(whole, floats, taken, appended, ends_early, side_effects, key)
+        return cls(whole, floats, used, appended, ends_early, side_effects, key)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceKey:
+    """Identity of a trace: one callable can serve all traces with equal keys."""
+
+    frame: int | None  #: the Python frame that was traced
+    settings: Settings  #: which another ``torch.compile`` of the same function may set differently
+    ends_early: Reason | None  #: why the graph ends before the function does
+    inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]  #: (name, whether static, marked dimensions) of each
+    side_effects: tuple[dynamo.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
+    structure: StructuralKey  #: of the whole graph, including all ambient settings that a compiler reads
+
+    @classmethod
+    def of(
+        cls,
+        graph_module: fx.GraphModule,
+        settings: Settings,
+        ends_early: Reason | None,
+        side_effects: tuple[dynamo.SideEffect, ...],
+    ) -> TraceKey | None:
+        """The key of the graph that Dynamo has just traced, before unused inputs are erased.
+
+        None for a graph from another tracer: its nodes have no example values, and it is not traced again.
+        """
+        graph = graph_module.graph
+        if any(
+            value_of(node) is None
+            for node in (*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes)
+        ):
+            return None
+        inputs = graph_inputs(graph)
+        return cls(
+            frame=dynamo.frame_id(),
+            settings=settings,
+            ends_early=ends_early,
+            inputs=tuple(
+                (graph_input.source_name, graph_input.is_static, graph_input.marked_dims) for graph_input in inputs
+            ),
+            side_effects=side_effects,
+            structure=structure_of(graph_module, settings.compiler).key,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.frame, self.structure))  # options hold dicts
+
+
+class CallableCache:
+    """The callables of one runtime by :class:`TraceKey`. References are weak: Dynamo owns the callables.
+
+    Dynamo's guards distinguish more calls than graphs do. For example, Dynamo traces a function again if an input
+    becomes an inference tensor, or if a slice becomes as long as its buffer, and produces the same graph. A second
+    callable would have none of the keys that were captured for the first one.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[TraceKey, GraphedCallable] = weakref.WeakValueDictionary()
+
+    def find(self, key: TraceKey | None, compiled: Mapping[str, CompiledRegion]) -> GraphedCallable | None:
+        """The callable of an earlier trace of the same graph; None if there is none.
+
+        Args:
+            key: of the new trace; None for a trace that is never repeated.
+            compiled: the compiled regions of the new trace. The callable must use the same ones, because the new trace
+                has guards for their assumptions only.
+        """
+        known = None if key is None else self._known.get(key)
+        return known if known is not None and known.runs(compiled) else None
+
+    def knows(self, key: TraceKey | None) -> bool:
+        """Whether an earlier trace gave the same graph."""
+        return key is not None and key in self._known
+
+    def add(self, key: TraceKey | None, graphed: GraphedCallable) -> None:
+        """Let ``graphed`` serve later traces of its graph."""
+        if key is not None:
+            self._known[key] = graphed
 
 
 def _no_presets(mode: str) -> OptionError:
@@ -184,7 +251,7 @@ def _no_presets(mode: str) -> OptionError:
     )
 
 
-def _note_problems(name: str, sizes: KeySizes, floats: FloatInputs, runtime: GraphRuntime) -> None:
+def _note_problems(name: str, sizes: NamedSizes, floats: FloatInputs, runtime: GraphRuntime) -> None:
     rnn = dynamo.untraced_rnn()
     if rnn is not None and not any(
         record.ends for record in runtime.callables()
@@ -193,7 +260,7 @@ def _note_problems(name: str, sizes: KeySizes, floats: FloatInputs, runtime: Gra
     for number, op, where in floats.constants:
         text = f"the float {number} is a constant in the graph, and each value is compiled apart: {op} takes no tensor"
         runtime.warn(text + (f" at {where}" if where else ""), "pass few values of it", at=name)
-    for unmatched in sizes.unmatched_names(is_first=len(runtime.callables()) == 1):
+    for unmatched in sizes.unmatched_names():
         runtime.warn(unmatched, "name the inputs as the graph does", at=name)
     uncompiled = sizes.not_compiled_apart()
     if uncompiled is not None:

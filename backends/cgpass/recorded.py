@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cgpass.calls import AutoRules
-from cgpass.graphsizes import GraphSizes
+from cgpass.rules import AutoRules
 from graphpass.ledger import Reason
 from graphpass.regions.padding import PaddingFinding, PaddingProof
 from graphpass.regions.split import Partition
@@ -32,22 +31,22 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
     )
 
 
-def size_records(graph: GraphSizes, rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...]:
+def size_records(rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...]:
     """The sizes that distinguish the calls of a graph, in the order of its symbols, with their proofs."""
     remedies = {field: remedy for field, _, remedy in rules.unproved}
     return tuple(
         SizeRecord(
             field=field.name,
-            symbol=str(symbol),
-            traced=graph.hints[symbol],
-            least=graph.guards.ranges.get(symbol, (None, None))[0],
-            greatest=graph.guards.ranges.get(symbol, (None, None))[1],
+            symbol=str(size.symbol),
+            traced=rules.sizes.hints[size.symbol],
+            least=rules.sizes.guards.ranges.get(size.symbol, (None, None))[0],
+            greatest=rules.sizes.guards.ranges.get(size.symbol, (None, None))[1],
             is_padded=field.is_padded,
             verdict=proof.verdicts[field.name].name.lower() if field.name in proof.verdicts else None,
             causes=tuple(_cause(finding) for finding in proof.findings if finding.field == field.name),
             remedy=remedies.get(field.name, ""),
         )
-        for symbol, field in zip(graph.symbols, rules.keys.fields, strict=True)
+        for size, field in zip(rules.sizes.sizes, rules.keys.fields, strict=True)
     )
 
 

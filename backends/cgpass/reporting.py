@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from cgpass.calls import AutoRules
+from cgpass.rules import AutoRules
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
 from graphpass.ledger import Reason

@@ -7,15 +7,13 @@ of graphs, further keys run without one.
 
 from __future__ import annotations
 
-import enum
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason
-
-__all__ = ["CALLS_OF_A_NUMBER", "KeyField", "KeyStep", "RecurringKey", "RecurringKeys", "step_above"]
 
 # Bound of the number of remembered keys: traffic with ever new sizes must not fill the memory.
 _MAX_COUNTED = 4096
@@ -39,15 +37,6 @@ class KeyField:
     ladder: tuple[int, ...] | None
     is_padded: bool
     is_number: bool
-
-
-class KeyStep(enum.Enum):
-    """How a call of a key runs."""
-
-    WARM = "warm"
-    CAPTURE = "capture"
-    REPLAY = "replay"
-    REFUSE = "refuse"
 
 
 @dataclass(slots=True)
@@ -136,15 +125,10 @@ class RecurringKeys:
             self._keys[sizes, as_is] = key
         return key
 
-    def step(self, key: RecurringKey) -> KeyStep:
-        """Count a call of the key and decide how it runs."""
+    def counted(self, key: RecurringKey) -> bool:
+        """Count a call of a key without a graph; returns whether the key has had enough calls to be captured."""
         key.calls += 1
-        if key.is_captured:
-            return KeyStep.REPLAY
-        if self.refusal(key) is not None:
-            return KeyStep.REFUSE
-        needed = 0 if key.is_declared and self._at_once else self._calls_needed
-        return KeyStep.CAPTURE if key.calls > needed else KeyStep.WARM
+        return key.calls > (0 if key.is_declared and self._at_once else self._calls_needed)
 
     def refusal(self, key: RecurringKey) -> Reason | None:
         """Why the key gets no graph; None while it may get one."""
@@ -181,7 +165,7 @@ class RecurringKeys:
         combinations = [dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*rungs)]
         wanted = {tuple([named[field.name] for field in self.fields]) for named in combinations}
         padded = {self._padded(sizes) for sizes in filter(self._admits, wanted)}
-        return [self._key(sizes) for sizes in sorted(padded, key=_volume, reverse=True)]
+        return [self._key(sizes) for sizes in sorted(padded, key=math.prod, reverse=True)]
 
     def named(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
         """(field, size) of a key, in the order of the fields; fields of one name once."""
@@ -199,7 +183,7 @@ class RecurringKeys:
         if num_tokens is None:
             declared = {field.name: size for field, size in zip(self.fields, sizes, strict=True) if field.ladder}
             counted = [*{**self._fixed, **declared}.values()]
-            num_tokens = max(1, _volume(counted or sizes[:1]))
+            num_tokens = max(1, math.prod(counted or sizes[:1]))
         return BatchDescriptor(num_tokens, extra=(*named.items(), *([("as_is", True)] if as_is else ())))
 
     def _padded(self, real: tuple[int, ...]) -> tuple[int, ...]:
@@ -233,10 +217,3 @@ def _step(field: KeyField, size: int) -> int:
     if field.ladder is None:
         return step_above(size)
     return next((step for step in field.ladder if step >= size), size)
-
-
-def _volume(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -1,0 +1,239 @@
+"""The rules of a graph's own dispatcher: its keys, which sizes are padded and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cgpass.outputs import GraphOutputs
+from cgpass.sizes import GraphSizes, Size, symbols_in
+from graphpass.compile import RegionTrace
+from graphpass.dispatch.recurring import RecurringKeys
+from graphpass.errors import CaptureError
+from graphpass.ledger import Reason
+from graphpass.modes import CUDAGraphMode
+from graphpass.options import Settings
+from graphpass.padrules import PadRule
+from graphpass.regions.padding import PaddingProof, Verdict
+from graphpass.regions.padding.calls import CHECK_IF_DECLARED
+from graphpass.regions.padding.compose import prove_partition
+from graphpass.regions.split import Partition
+
+_EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
+
+
+@dataclass(frozen=True, slots=True)
+class AutoRules:
+    """Sizes, keys, padding and checks of one graph's dispatcher."""
+
+    sizes: GraphSizes
+    outputs: GraphOutputs
+    mode: CUDAGraphMode  #: FULL or PIECEWISE: how keys are captured; NONE where ``off`` says why not
+    keys: RecurringKeys  #: the key fields, their ladders, and the keys seen so far
+    padded: Mapping[int, PadRule]  #: {position: padding rule} of the inputs that have a padded field among their sizes
+    declared: frozenset[int]  #: positions of the inputs whose padding the user declared
+    written: tuple[int, ...]  #: positions of the tensors that the graph writes to
+    dynamic: tuple[int, ...]  #: positions of the tensors that are neither parameters nor buffers
+    #: When padded calls are checked at run time: once for each key, often if the safety of the padding depends on the
+    #: contents of a call, or never.
+    checks: Literal["once", "often", "never"]
+    #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
+    #: fail for other numbers.
+    check_contents: Literal["random", "real"]
+    on_fallback: Literal["warn", "error", "silent"]  #: how to react when a key that recurs has no graph
+    is_strict: bool  #: whether a call without a graph is an error
+    recaptures_moved_inputs: bool  #: whether a key may be captured again when a static input has moved
+    reads_padding: bool  #: whether an op of the graph reads the mask of padded rows
+    off: Reason | None  #: why no call is captured; None if calls are captured
+    #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
+    unproved: tuple[tuple[str, str, str], ...]
+
+
+def dispatched(
+    name: str, parts: Partition, traces: Mapping[str, RegionTrace], settings: Settings
+) -> tuple[AutoRules, PaddingProof]:
+    """The rules of a compiled graph's dispatcher, and the padding proof that they rely on.
+
+    Args:
+        name: the callable.
+        parts: the partitioned graph. Its regions are already compiled, so its guards hold
+            the assumptions of the compiler.
+        traces: region name -> its aten graph.
+        settings: the backend's options.
+
+    Raises:
+        CaptureError: ``padding_check`` is ``strict`` and a declared size is not proved.
+    """
+    sizes = GraphSizes.of(parts, settings)
+    outputs = GraphOutputs.of(parts, sizes.layouts)
+    proof = _proof(parts, traces, sizes, settings)
+    mode, off = _level(parts, settings)
+    off = off or _never_captured(parts, sizes)
+    verdicts = _verdicts(parts, sizes, outputs, proof, settings)
+    if off is None and settings.padding_check == "strict":
+        _refuse_unpadded(name, verdicts)
+    padded = {verdict.size.symbol for verdict in verdicts if verdict.is_padded}
+    problems = {verdict.size.name: verdict.problem for verdict in verdicts if verdict.problem and off is None}
+    checks: Literal["once", "often"] = "often" if any(verdict.contents_decide for verdict in verdicts) else "once"
+    positions = {
+        position: settings.padding.get(parts.inputs[position].shown, "repeat")
+        for position, layout in sizes.layouts.items()
+        if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
+    }
+    rules = AutoRules(
+        sizes=sizes,
+        outputs=outputs,
+        mode=mode,
+        keys=RecurringKeys(
+            [replace(size, is_padded=size.symbol in padded) for size in sizes.sizes],
+            admits=sizes.admits,
+            max_graphs=settings.max_graphs,
+            at_once=settings.policy.lazy_capture,
+            fixed=sizes.fixed,
+        ),
+        padded=positions,
+        declared=frozenset(p for p in positions if parts.inputs[p].shown in settings.padding),
+        written=parts.mutated_inputs,
+        dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
+        checks="never" if settings.padding_check == "off" else checks,
+        check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
+        on_fallback=settings.on_fallback,
+        is_strict=settings.padding_check == "strict",
+        recaptures_moved_inputs=settings.policy.on_moved_input == "copy",
+        reads_padding=_calls(parts, "zero_padding"),
+        off=off,
+        unproved=tuple((field, *problem) for field, problem in problems.items()),
+    )
+    return rules, proof
+
+
+def _proof(parts: Partition, traces: Mapping[str, RegionTrace], sizes: GraphSizes, settings: Settings) -> PaddingProof:
+    constants = {  # None where a function pads
+        position: rule if isinstance(rule, (bool, int, float)) else None
+        for position in sizes.layouts
+        if (rule := settings.padding.get(parts.inputs[position].source_name or "", "repeat")) != "repeat"
+    }
+    return prove_partition(parts, traces, {s.symbol: s.name for s in sizes.sizes if s.is_of_calls}, constants)
+
+
+def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, Reason | None]:
+    modes, not_whole = settings.undirected_modes(), parts.never_full()
+    if CUDAGraphMode.FULL in modes and not_whole is None:
+        return CUDAGraphMode.FULL, None
+    if CUDAGraphMode.PIECEWISE in modes:
+        return CUDAGraphMode.PIECEWISE, None
+    if not modes or not_whole is None:  # the user asked for no graphs
+        return CUDAGraphMode.NONE, Reason(f"mode {settings.mode}", "", is_expected=True)
+    why = f"mode {settings.mode}, and the graph cannot be captured whole: {not_whole}"
+    pieces = "set mode='FULL_AND_PIECEWISE': the regions around it get graphs"
+    return CUDAGraphMode.NONE, Reason(why, f"{pieces}, or {not_whole.remedy}" if not_whole.remedy else pieces)
+
+
+def _never_captured(parts: Partition, sizes: GraphSizes) -> Reason | None:
+    if sizes.unread:
+        why = f"sizes that cannot be read from an input: {', '.join(sorted(map(str, sizes.unread)))}"
+        return Reason(why, "pass the tensor that has this size as an argument of the model")
+    if _calls(parts, "c10d") or _calls(parts, "torch.distributed"):
+        why = "collectives: the ranks have to agree on a key"
+        return Reason(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
+    if not any(region.kind == "captured" for region in parts.regions):
+        cannot = parts.never_full()
+        return Reason("nothing to capture", "", is_expected=True) if cannot is None else cannot
+    return None
+
+
+def _calls(parts: Partition, part_of_name: str) -> bool:
+    """Whether a node calls a function whose module or name contains ``part_of_name``."""
+    nodes = (node for region in parts.regions for node in region.graph_module.graph.nodes)
+    return any(
+        part_of_name in f"{getattr(node.target, '__module__', '')}.{node.target}"
+        for node in nodes
+        if node.op == "call_function"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Whether one size is padded."""
+
+    size: Size
+    is_padded: bool
+    contents_decide: bool = False  #: whether the padding is safe for the contents of some calls only
+    why: str = ""  #: what stands against padding; empty if it is proved or checked
+    remedy: str = ""
+
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        """(text, remedy) for the report; None if the size is padded, and proved or checked."""
+        if not self.why:
+            return None
+        if self.is_padded:
+            return f"{self.size.name} is padded without a check: {self.why}", "set padding_check='declared'"
+        return f"{self.size.name} is not padded, its sizes are captured unpadded: {self.why}", self.remedy
+
+
+def _verdicts(
+    parts: Partition, sizes: GraphSizes, outputs: GraphOutputs, proof: PaddingProof, settings: Settings
+) -> list[_Verdict]:
+    never = parts.never_padded()  # guard: exchanged_memory_padded
+    uncut = {size.name: at for at, own in outputs.by_data.items() for size in sizes.sizes if size.symbol in own}
+    return [
+        _verdict(size, uncut.get(size.name), never, parts, proof, settings) for size in sizes.sizes if size.is_of_calls
+    ]
+
+
+def _verdict(
+    size: Size, uncut: int | None, never: Reason | None, parts: Partition, proof: PaddingProof, settings: Settings
+) -> _Verdict:
+    """The verdict on a size of call arguments.
+
+    ``uncut`` is the index of an output whose size depends on it and on data; ``never``, why this graph is not padded.
+    """
+    if never is not None:
+        return _Verdict(size, is_padded=False, why=str(never), remedy=never.remedy or _EXACT)
+    why, remedy = _obstacle(size, parts, proof)
+    if uncut is not None:  # guard: sizes_from_data
+        why = f"the size of output {uncut} depends on it and on data, so it cannot be cut"
+        return _Verdict(size, is_padded=False, why=why, remedy=remedy)
+    verdict = proof.verdicts[size.name]
+    if verdict is Verdict.PROVED:
+        return _Verdict(size, is_padded=True)
+    if size.is_declared and (verdict is Verdict.RUNTIME or settings.padding_check in ("declared", "off")):
+        unchecked = why if settings.padding_check == "off" else ""
+        return _Verdict(size, is_padded=True, contents_decide=True, why=unchecked)
+    return _Verdict(size, is_padded=False, why=why, remedy=remedy)
+
+
+def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> tuple[str, str]:
+    """Why no proof covers a size, and the remedy."""
+    findings = [finding for finding in proof.findings if finding.field == size.name]
+    findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
+    if not findings:
+        return "no proof covers it", _EXACT
+    remedy = findings[0].remedy or _EXACT
+    data_decides, by_option = all(finding.is_by_contents for finding in findings), remedy == CHECK_IF_DECLARED
+    if (data_decides or by_option) and not size.is_declared:
+        remedy = f"declare the dimension ({_declaration(size.name, parts)})" + f" and {remedy}" * by_option
+    if by_option or (data_decides and not size.is_declared):
+        remedy += ": it is then padded, and checked"
+    return str(findings[0]), remedy
+
+
+def _declaration(field: str, parts: Partition) -> str:
+    """How a user declares the dimension of a key field that is named after an input."""
+    source, _, dim = field.removesuffix("]").rpartition("[")
+    if any(graph_input.source_name == source for graph_input in parts.inputs):
+        return f"dynamic_dims={{{source!r}: {dim}}}"
+    return "dynamic_dims of graphpass.graphed, which knows the arguments by name"
+
+
+def _refuse_unpadded(name: str, verdicts: Sequence[_Verdict]) -> None:
+    for verdict in verdicts:
+        if verdict.size.is_declared and not verdict.is_padded:
+            raise CaptureError(
+                f"{name}: {verdict.size.name} cannot be padded",
+                expected="a graph whose real entries do not depend on padding",
+                found=verdict.why,
+                remedy=f"{verdict.remedy}, or set padding_check='prove' to capture exact sizes",
+            )

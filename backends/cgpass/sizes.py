@@ -1,0 +1,469 @@
+"""The symbolic sizes of one graph: where a call has them, their key fields and ladders, and which sizes are admitted.
+
+:class:`GraphSizes` is read by the graph's own dispatcher, and :class:`NamedSizes` where a forward context brings a key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass.compat import symbolic
+from graphpass.compile import SizeRanges
+from graphpass.dispatch.recurring import KeyField
+from graphpass.dispatch.sizes import SizeGrid
+from graphpass.errors import DispatchError, ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Reason
+from graphpass.options import Settings
+from graphpass.paddedmemory import dense_strides
+from graphpass.regions.split import Partition
+from graphpass.regions.symbols import GraphInput, GuardedSymbols, key_symbols
+
+Expression: TypeAlias = sympy.Expr | int
+Sizes: TypeAlias = Mapping[sympy.Symbol, int]
+
+_NAME_DIMENSION = (
+    "compile with dynamic=True, and name the dimension in dynamic_dims: {{input: {{dimension: {field!r}}}}}"
+)
+
+
+def value_at(expression: Expression, sizes: Sizes) -> int:
+    """The value of an expression whose symbols are all among ``sizes``."""
+    if isinstance(expression, int):
+        return expression
+    return int(expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()}))
+
+
+def symbols_in(expressions: Iterable[Expression]) -> frozenset[sympy.Symbol]:
+    """The free symbols of several expressions."""
+    return frozenset[sympy.Symbol]().union(*(getattr(e, "free_symbols", frozenset()) for e in expressions))
+
+
+def simplifier(env: Any) -> Callable[[Any], Expression]:
+    """A function that returns a size as an expression, with the equalities that a shape environment knows."""
+
+    def simplified(size: Any) -> Expression:
+        expression = symbolic.expression_of(size)
+        assert expression is not None, "sizes are ints or symbolic"
+        return env.replace(expression) if env is not None and isinstance(expression, sympy.Expr) else expression
+
+    return simplified
+
+
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """The layout of one tensor input."""
+
+    name: str  #: its name for users
+    shape: tuple[Expression, ...]
+    strides: tuple[Expression, ...]  #: in elements
+    offset: Expression  #: storage offset, in elements
+    order: tuple[int, ...]  #: the dimensions, sorted by ascending stride in the traced call
+
+
+@dataclass(frozen=True, slots=True)
+class Size(KeyField):
+    """One symbolic size that distinguishes the calls of a graph, and the key field that it has."""
+
+    symbol: sympy.Symbol
+    place: tuple[int, int | None]  #: (position of an argument, dimension) where a call has it; None for an int argument
+    is_declared: bool  #: whether ``dynamic_dims`` or ``padding`` name it
+    is_of_calls: bool  #: whether only call arguments have it, no parameter or buffer; only such a size may be padded
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """The sizes of one graph, without references to fake tensors."""
+
+    sizes: tuple[Size, ...]  #: the sizes that distinguish calls, in order of their symbols
+    fixed: Mapping[str, int]  #: {key field: size} of the declared sizes that the graph has specialized to a constant
+    numbers: Mapping[int, Expression]  #: {position: expression} of the ints among the inputs
+    layout_numbers: tuple[int, ...]  #: positions of the ints that no size is read from, such as strides
+    layouts: Mapping[int, InputLayout]  #: of the tensor inputs whose memory the graph does not exchange, by position
+    guards: GuardedSymbols  #: which sizes the graph serves
+    unread: frozenset[sympy.Symbol]  #: symbols in shapes that cannot be read from an input
+    hints: Sizes  #: the size of each symbol in the traced call
+
+    @classmethod
+    def of(cls, parts: Partition, settings: Settings) -> GraphSizes:
+        """Read the sizes off the inputs of a partitioned graph, and name them after the options."""
+        values = [graph_input.value for graph_input in parts.inputs]
+        env = symbolic.shape_env_of(values)
+        simplified = simplifier(env)
+        hints = {symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()} if env is not None else {}
+        layouts = {
+            position: _layout(graph_input, simplified, env)
+            for position, graph_input in enumerate(parts.inputs)
+            if isinstance(graph_input.value, torch.Tensor) and not graph_input.is_exchanged
+        }
+        numbers = {p: simplified(value) for p, value in enumerate(values) if isinstance(value, torch.SymInt)}
+        shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        in_shapes = symbols_in(simplified(size) for shape in shapes for size in shape)
+        places = _places(numbers, layouts, frozenset(parts.layout_inputs) if in_shapes else frozenset())
+        read = {position for position, dim in places.values() if dim is None}
+        return cls(
+            sizes=_named_sizes(parts, settings, layouts, places, hints),
+            fixed={f: size for size, f in _declared_dims(parts, settings, layouts) if isinstance(size, int)},
+            numbers=numbers,
+            layout_numbers=tuple(position for position in numbers if position not in read),
+            layouts=layouts,
+            guards=GuardedSymbols.from_values(values),
+            unread=in_shapes - places.keys(),
+            hints=hints,
+        )
+
+    def named(self, sizes: Sequence[int]) -> dict[sympy.Symbol, int]:
+        """{symbol: size}, from the sizes of a call or a key in the order of :attr:`sizes`."""
+        return {size.symbol: value for size, value in zip(self.sizes, sizes, strict=True)}
+
+    def admits(self, sizes: Sequence[int]) -> bool:
+        """Whether the guards hold at these sizes; guards with other symbols are ignored.
+
+        A guard that stays undecided counts as false.
+        """
+        named = self.named(sizes)
+        if self.guards.excluded_by(named) is not None:
+            return False
+        numbers = {symbol: sympy.Integer(size) for symbol, size in named.items()}
+        concerned = [guard for guard in self.guards.guards if guard.free_symbols & named.keys()]
+        return all(guard.free_symbols - named.keys() or guard.xreplace(numbers) == sympy.true for guard in concerned)
+
+    def numbers_at(self, sizes: Sizes) -> dict[int, int]:
+        """{position: value} of the ints among the inputs that depend on ``sizes`` alone."""
+        of_sizes = ((p, e) for p, e in self.numbers.items() if getattr(e, "free_symbols", frozenset()) <= sizes.keys())
+        return {position: value_at(expression, sizes) for position, expression in of_sizes}
+
+    def dense_numbers(self, positions: Iterable[int], sizes: Sizes) -> dict[int, int] | InputLayout:
+        """{position: value} of the layout numbers if the inputs at ``positions`` have dense buffers of these sizes.
+
+        Returns the layout of an input instead whose traced strides no dense buffer has.
+        """
+        values: dict[Any, int] = {}
+        for position in positions:
+            layout = self.layouts[position]
+            shape = [value_at(size, sizes) for size in layout.shape]
+            strides = dense_strides(shape, layout.order)
+            expected = [*zip(layout.strides, strides, shape, strict=True), (layout.offset, 0, 2)]
+            for traced, actual, size in expected:
+                unknown = symbols_in([traced]) - sizes.keys() - values.keys()
+                if size <= 1:
+                    continue
+                if unknown and traced not in unknown:
+                    return layout
+                if unknown:
+                    values[traced] = actual
+                elif value_at(traced, {**sizes, **values}) != actual:
+                    return layout
+        return {position: values[expression] for position, expression in self.numbers.items() if expression in values}
+
+
+def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], env: Any) -> InputLayout:
+    tensor = graph_input.value
+    strides = tuple(map(simplified, tensor.stride()))
+    hints = symbolic.hints_of(env) if env is not None else {}
+    traced = [int(s.xreplace(hints)) if isinstance(s, sympy.Expr) else s for s in strides]
+    order = sorted(range(tensor.dim()), key=lambda dim: (traced[dim], -dim))
+    shape, offset = tuple(map(simplified, tensor.shape)), simplified(tensor.storage_offset())
+    return InputLayout(graph_input.shown, shape, strides, offset, tuple(order))
+
+
+def _places(
+    numbers: Mapping[int, Expression], layouts: Mapping[int, InputLayout], layout_numbers: frozenset[int]
+) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """Where each symbol is read; int arguments are preferred, because they cost less to read than shapes."""
+    places: dict[sympy.Symbol, tuple[int, int | None]] = {}
+    for position, expression in numbers.items():
+        if isinstance(expression, sympy.Symbol) and position not in layout_numbers:
+            places.setdefault(expression, (position, None))
+    for position, layout in layouts.items():
+        for dim, size in enumerate(layout.shape):
+            if isinstance(size, sympy.Symbol):
+                places.setdefault(size, (position, dim))
+    return places
+
+
+def _declared_dims(
+    parts: Partition, settings: Settings, layouts: Mapping[int, InputLayout]
+) -> Iterator[tuple[Expression, str]]:
+    """(size, key field) of each dimension that ``dynamic_dims`` declares."""
+    for position, layout in layouts.items():
+        for dim, name in settings.dynamic_dims.get(parts.inputs[position].source_name or "", {}).items():
+            if dim < len(layout.shape):
+                yield layout.shape[dim], name
+
+
+def _named_sizes(
+    parts: Partition,
+    settings: Settings,
+    layouts: Mapping[int, InputLayout],
+    places: Mapping[sympy.Symbol, tuple[int, int | None]],
+    hints: Sizes,
+) -> tuple[Size, ...]:
+    of_calls = {p: layout.shape for p, layout in layouts.items() if not parts.inputs[p].is_static}
+    homes = {  # the first call argument, no parameter or buffer, that has the size
+        size: (position, shape.index(size))
+        for position, shape in reversed(of_calls.items())
+        for size in shape
+        if isinstance(size, sympy.Symbol)
+    }
+    names = {s: name for s, name in _declared_dims(parts, settings, layouts) if isinstance(s, sympy.Symbol)}
+    # With dynamic_dims, only those dimensions are declared. Else a padding rule declares all sizes of its input.
+    padded = [
+        layouts[p].shape
+        for p in layouts
+        if parts.inputs[p].source_name in settings.padding and not settings.dynamic_dims
+    ]
+    declared = names.keys() | symbols_in(size for shape in padded for size in shape)
+    # Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in the traced
+    # call share a key field; calls in which they differ are not padded.
+    shared = {(homes[symbol][1], hints[symbol]): name for symbol, name in names.items() if symbol in homes}
+    for symbol in sorted(places, key=str):
+        if symbol not in names and symbol in homes:
+            home, dim_of_home = homes[symbol]
+            shown = f"{parts.inputs[home].shown}[{dim_of_home}]"
+            names[symbol] = shared.setdefault((dim_of_home, hints[symbol]), shown)
+    fields = {symbol: names.get(symbol) or parts.inputs[places[symbol][0]].shown for symbol in sorted(places, key=str)}
+    declared_fields = {fields[symbol] for symbol in declared if symbol in fields}
+    of_static = symbols_in(size for p, layout in layouts.items() if p not in of_calls for size in layout.shape)
+    may_pad = symbols_in(size for shape in of_calls.values() for size in shape) - of_static
+    sizes = []
+    for symbol, name in fields.items():
+        (position, dim), is_of_calls = places[symbol], symbol in may_pad and not symbolic.is_unbacked(symbol)
+        sizes.append(
+            Size(
+                name=name,
+                ladder=_ladder(name, homes.get(symbol), settings, knows_names=bool(declared_fields)),
+                is_padded=False,
+                is_number=not is_of_calls and dim is None and not parts.inputs[position].is_of_tensor,
+                symbol=symbol,
+                place=(position, dim),
+                is_declared=name in declared_fields,
+                is_of_calls=is_of_calls,
+            )
+        )
+    return tuple(sizes)
+
+
+def _ladder(
+    name: str, home: tuple[int, int] | None, settings: Settings, *, knows_names: bool
+) -> tuple[int, ...] | None:
+    """The capture sizes of a key field; None if no option names them.
+
+    After a graph break no input has a declared name; if one key field has capture sizes, its dimension identifies it.
+    """
+    sizes = settings.capture_sizes.get(name)
+    if sizes is not None or knows_names or len(settings.capture_sizes) != 1:
+        return sizes
+    ((field_name, sizes),) = settings.capture_sizes.items()
+    dims = {
+        dim for of_input in settings.dynamic_dims.values() for dim, known in of_input.items() if known == field_name
+    }
+    return sizes if home is not None and home[1] in (dims or {0}) else None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSizes:
+    """The sizes of one graph that options name and that keys of a forward context have.
+
+    A graph captured from arguments of other sizes than its key's would later refuse arguments of the right sizes, so
+    :meth:`check` compares them before a capture.
+    """
+
+    symbols: Mapping[str, Any]  #: key field -> its size in this graph, a symbol, an expression or an int
+    guards: GuardedSymbols  #: which sizes the graph admits
+    settings: Settings
+    grid: SizeGrid | None  #: the fields of keys; None if no option names them
+    names: tuple[str, ...]  #: of all inputs, for errors
+    arguments: tuple[str, ...]  #: names of the tensors that callers pass
+    is_first: bool  #: whether no graph of the model was compiled before; a later one may begin after a graph break
+    declared: tuple[tuple[int, int, str], ...]  #: (position, dimension, key field) that ``dynamic_dims`` declares
+    #: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on its only marked symbol.
+    #: Empty if dimensions are declared, or if several symbols make it ambiguous which one the key counts.
+    symbolic: tuple[tuple[int, tuple[int, ...]], ...]
+    _fields: dict[BatchDescriptor, Mapping[str, int]] = field(default_factory=dict)
+    _fitting: dict[BatchDescriptor, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parts: Partition, graph_module: fx.GraphModule, settings: Settings, *, is_first: bool) -> NamedSizes:
+        """The named sizes among the inputs of a partitioned graph.
+
+        After a graph break no input has a declared name. In the first graph that is a mistake in the names, and then
+        its symbols tell which dimensions a key counts.
+        """
+        tensors = [(p, given) for p, given in enumerate(parts.inputs) if isinstance(given.value, torch.Tensor)]
+        declared = tuple(
+            (position, dim, name)
+            for position, given in tensors
+            for dim, name in settings.dynamic_dims.get(given.source_name or "", {}).items()
+            if not given.is_exchanged
+        )
+        return cls(
+            symbols=key_symbols(parts.inputs, settings.dynamic_dims),
+            guards=GuardedSymbols.from_graph(graph_module),
+            settings=settings,
+            grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
+            names=tuple(given.shown for given in parts.inputs),
+            arguments=tuple(given.source_name for _, given in tensors if given.source_name),
+            is_first=is_first,
+            declared=declared,
+            symbolic=() if declared or (settings.dynamic_dims and not is_first) else _symbolic(parts.inputs),
+        )
+
+    def places(self) -> tuple[tuple[str, int, int], ...]:
+        """(key field, position, dimension) of an input that has its size, for each field."""
+        if self.declared:
+            return tuple({name: (name, position, dim) for position, dim, name in reversed(self.declared)}.values())
+        return tuple(("num_tokens", position, dims[0]) for position, dims in self.symbolic[:1])
+
+    # -- keys of a context --------------------------------------------------------------------------------------------
+
+    def admits(self, descriptor: BatchDescriptor) -> bool:
+        """Whether the graph's guards admit the sizes that ``descriptor`` names."""
+        try:
+            fields = (self.grid or SizeGrid.of([1])).fields(descriptor)
+        except DispatchError:  # a key that does not name the fields
+            return False
+        pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
+        return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
+
+    def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Compare the arguments' sizes with the key's.
+
+        Raises:
+            ShapeError: a dimension has another size than its key field, or no size in the key equals a dimension or a
+                product of dimensions.
+        """
+        if self.declared:
+            self._check_declared(descriptor, args)
+        elif self.symbolic:
+            position, dims = self.symbolic[0]
+            size = args[position].shape[dims[0]]
+            if self._fitting.get(descriptor) != size:  # guard: key_fits_the_symbol
+                self._check_symbolic(descriptor, args)
+                self._fitting.setdefault(descriptor, size)
+
+    def _check_declared(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        padded = self._fields.get(descriptor)
+        if padded is None:
+            padded = _fields_of(descriptor) if self.grid is None else self.grid.fields(descriptor)
+            self._fields[descriptor] = padded
+        for position, dim, name in self.declared:
+            expected = padded.get(name)
+            found = args[position].shape[dim]
+            if expected is not None and expected != found:  # guard: key_names_the_shape
+                raise ShapeError(
+                    f"input {self.names[position]!r} does not have the size its key names",
+                    expected=f"{name}={expected} in dimension {dim} (key {descriptor})",
+                    found=str(found),
+                    remedy="pad the input to the descriptor's size",
+                )
+
+    def _check_symbolic(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Without declared dimensions, the key may count a dimension, or a product of dimensions of one input."""
+        counts = {*_fields_of(descriptor).values()}
+        for position, dims in self.symbolic:
+            if not counts.isdisjoint(_products(args[position].shape, dims)):
+                return
+        position, dims = self.symbolic[0]
+        found = tuple(args[position].shape)
+        raise ShapeError(
+            f"input {self.names[position]!r} does not have a size that its key names",
+            expected=f"{' or '.join(map(str, sorted(counts)))} in dimension {dims[0]}, or as a product of dimensions "
+            f"(key {descriptor})",
+            found=f"{found[dims[0]]}, in shape {found}",
+            remedy="pad the input to the descriptor's size; if the key counts something else, declare the dimension "
+            f"with a field of another name: dynamic_dims={{{self.names[position]!r}: {{{dims[0]}: 'rows'}}}}",
+        )
+
+    # -- options ------------------------------------------------------------------------------------------------------
+
+    def compiled_apart(self) -> SizeRanges | None:
+        """The symbol by whose size regions are compiled separately, and its ranges; None without ranges or symbol."""
+        wanted = self.settings.size_ranges()
+        symbol = self.symbols.get(wanted[0]) if wanted is not None else None
+        if wanted is None or not isinstance(symbol, sympy.Symbol):
+            return None
+        ranges = [pair for pair in wanted[1] if any(self.guards.excludes(symbol, end) is None for end in pair)]
+        return symbol, tuple(ranges)
+
+    def not_compiled_apart(self) -> Reason | None:
+        """Why no size gets an artifact of its own although options ask for it; None if they do not, or it does."""
+        wanted = self.settings.size_ranges()
+        if wanted is None or isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
+            return None
+        size = self.symbols.get(wanted[0], "no symbol that can be read from an input")
+        return Reason(f"nothing is compiled by size: {wanted[0]} is {size}", _NAME_DIMENSION.format(field=wanted[0]))
+
+    def unmatched_names(self) -> Iterator[str]:
+        """A sentence for each option that names inputs which the graph lacks, perhaps by a slip.
+
+        A graph need not have all inputs that are named, so a name that resembles none of its others says nothing.
+        """
+        named: Mapping[str, Collection[str]] = {
+            "dynamic_dims": self.settings.dynamic_dims,
+            "padding": self.settings.padding,
+        }
+        inputs = f"the graph's inputs are {', '.join(self.arguments)}"
+        for option, names in named.items():
+            unknown = [name for name in names if name not in self.arguments]
+            others = [name for name in self.arguments if name not in names]
+            knows_none = self.is_first and len(unknown) == len(names) > 0 and bool(self.arguments)
+            if knows_none or any(difflib.get_close_matches(name, others, cutoff=0.7) for name in unknown):
+                yield f"{option} names {', '.join(unknown)}, and {inputs}"
+        fields = [name for name in self.settings.capture_sizes if "[" not in name and name not in self.symbols]
+        if self.is_first and len(self.settings.capture_sizes) > 1 and not self.settings.dynamic_dims and fields:
+            yield f"capture_sizes names {', '.join(fields)}, and {inputs}"
+
+    def excluded(self) -> Iterator[str]:
+        """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""
+        for name, sizes in self.settings.capture_sizes.items():
+            symbol = self.symbols.get(name)
+            if symbol is not None and not getattr(symbol, "free_symbols", None):
+                yield f"{name} is fixed at {symbol}: other sizes are compiled again"
+                continue
+            for size in sizes if symbol is not None else ():
+                constraint = self.guards.excludes(symbol, size)
+                if constraint is not None:
+                    yield f"{name}={size} is outside this graph's guards ({constraint})"
+
+
+def _fields_of(descriptor: BatchDescriptor) -> dict[str, int]:
+    """{key field: size} of a descriptor, without a grid that names the fields."""
+    named = {name: value for name, value in descriptor.extra if type(value) is int}
+    named["num_tokens"] = descriptor.num_tokens
+    if descriptor.num_reqs is not None:
+        named["num_reqs"] = descriptor.num_reqs
+    return named
+
+
+def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
+    """All products of dimensions with at least one factor that is in ``dims`` or before ``dims[0]``.
+
+    The key may count a fixed dimension before ``dims``: in a graph for a fixed batch size, the symbol may be the width.
+    """
+    for count in range(1, len(shape) + 1):
+        for chosen in itertools.combinations(range(len(shape)), count):
+            if chosen[0] < dims[0] or not set(chosen).isdisjoint(dims):
+                yield math.prod(shape[dim] for dim in chosen)
+
+
+def _symbolic(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """See :attr:`NamedSizes.symbolic`."""
+    counted: frozenset[Any] = getattr(key_symbols(inputs, {}).get("num_tokens"), "free_symbols", frozenset())
+    found = []
+    for position, given in enumerate(inputs):
+        if isinstance(given.value, torch.Tensor) and not (given.is_static or given.is_exchanged):
+            sizes = [symbolic.expression_of(size) for size in given.value.shape]
+            dims = [dim for dim, size in enumerate(sizes) if counted & getattr(size, "free_symbols", frozenset())]
+            if dims:
+                found.append((position, tuple(dims)))
+    return tuple(found)
