@@ -32,9 +32,7 @@ from transformers import (
 )
 
 from graphpass.modes import CUDAGraphMode
-from graphpass.text.causallm import CausalLM
-from graphpass.text.generation import Generation
-from graphpass.text.request import Request
+from graphpass.text import CausalLM, Generation, Request
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -2,7 +2,7 @@
 
 from graphpass.text.causallm import CausalLM, CausalLMConfig
 from graphpass.text.drafting import Drafter, NgramDrafter
-from graphpass.text.generation import Generation, NewToken
+from graphpass.text.generation import Generation, GenerationStats, NewToken
 from graphpass.text.lora import AdapterBatch, LoraAdapters, LoraModel
 from graphpass.text.paged import (
     LayerMask,
@@ -13,8 +13,7 @@ from graphpass.text.paged import (
     PagedRequests,
     PositionScale,
 )
-from graphpass.text.request import Request
-from graphpass.text.speculation import GenerationStats
+from graphpass.text.scheduler import Request
 
 __all__ = [
     "AdapterBatch",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -21,84 +20,40 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import AttentionSupport, CUDAGraphMode
 from graphpass.report import Report
 from graphpass.text.drafting import Drafter
-from graphpass.text.experts.huggingface import compute_experts_by_token
+from graphpass.text.experts import compute_experts_by_token
 from graphpass.text.generation import complete, requests_of
-from graphpass.text.lora.adapters import LoraAdapters, lora_keys
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.rope import fix_frequencies
+from graphpass.text.lora import LoraAdapters, lora_keys
+from graphpass.text.model import NextToken, ServedModel, fix_frequencies, refuse_stateful
+from graphpass.text.paged import PagedAttention
 from graphpass.text.scheduler import check_budget
-from graphpass.text.servedmodel import ServedModel, refuse_stateful
-
-__all__ = ["CausalLM", "CausalLMConfig", "default_capture_sizes"]
-
-
-class NextToken(torch.nn.Module):
-    """A causal language model that returns the most likely next token of each request.
-
-    The tokens of all requests are packed into one row: ``input_ids`` and ``position_ids`` have shape (1, tokens).
-    ``last_rows``, shape (requests,), is the index of each request's last token in that row. The result are token ids,
-    int64 (requests,). Logits are computed for the last tokens only, if the model has the argument ``logits_to_keep``,
-    and compared in float32.
-
-    To verify k drafts, ``last_rows`` has shape (requests, 1 + k): the indices of each request's last ``1 + k`` tokens.
-    If a request has fewer tokens in the step, the index of its first one is repeated in front. The result then has
-    shape (requests, 1 + k).
-
-    Args:
-        model: a Hugging Face causal LM.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids of the model."""
-        return int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        rows = last_rows.reshape(-1)
-        selected = {"logits_to_keep": rows} if self._selects_rows else {}
-        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **selected).logits[0]
-        tokens: torch.Tensor = (logits if self._selects_rows else logits[rows]).float().argmax(-1)
-        return tokens.view(last_rows.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLMConfig:
     """Sizes and keys of a :class:`CausalLM`.
 
-    Attributes:
-        max_num_reqs: most requests that run at once.
-        max_num_tokens: most tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; a longer prompt is
-            computed in chunks.
-        max_seq_len: most tokens of a request, prompt and new tokens together.
-        capture_sizes: token counts to capture; None: powers of two and the sizes halfway between them.
-        seq_len_buckets: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
-        mode: capture mode. ``FULL`` captures graphs of mixed batches too; each of them attends over the most requests
-            at the longest length.
-        page_size: tokens per page of the KV cache; None: see :meth:`PagedAttention.for_model`.
-        num_pages: pages of the KV cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len`` tokens.
-        draft_tokens: guesses that a step verifies for each request, see Note [Draft tokens]. A decode graph then has
-            ``1 + draft_tokens`` tokens per request. 0: no drafts.
-        lora: numbers of active adapters to capture graphs for; None: one graph without adapters and one for any number.
-
     Raises:
         OptionError: the number of drafts or a bucket is not valid, or ``max_num_tokens`` is too small.
     """
 
-    max_num_reqs: int
+    max_num_reqs: int  #: most requests that run at once
+    #: most tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; a longer prompt is computed in chunks
     max_num_tokens: int
-    max_seq_len: int
+    max_seq_len: int  #: most tokens of a request, prompt and new tokens together
+    #: token counts to capture; None: powers of two and the sizes halfway between them
     capture_sizes: Sequence[int] | None = None
+    #: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
     seq_len_buckets: Sequence[int] | None = None
+    #: capture mode. ``FULL`` captures graphs of mixed batches too; each of them attends over the most requests at the
+    #: longest length
     mode: str | CUDAGraphMode = "FULL_AND_PIECEWISE"
-    page_size: int | None = None
+    page_size: int | None = None  #: tokens per page of the KV cache; None: see :meth:`PagedAttention.for_model`
+    #: pages of the KV cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len`` tokens
     num_pages: int | None = None
+    #: guesses that a step verifies for each request, see Note [Draft tokens]. A decode graph then has
+    #: ``1 + draft_tokens`` tokens per request. 0: no drafts
     draft_tokens: int = 0
+    #: numbers of active adapters to capture graphs for; None: one graph without adapters and one for any number
     lora: LoraKeys | None = None
 
     def __post_init__(self) -> None:
@@ -135,10 +90,6 @@ class CausalLM:
         compiler: compiler of the regions; None: ``inductor`` on CUDA, ``aot_eager`` elsewhere.
         options: the fields of :class:`CausalLMConfig`, and the options of :class:`CudaGraphManager`.
 
-    Attributes:
-        config: sizes and keys.
-        manager: runs the steps. :class:`CausalLM` owns it, its buffers and the KV cache.
-
     Raises:
         OptionError: a size or an option is not valid, the adapters were created for another model, the model has
             layers that carry a state from token to token or attention that is not supported, its experts cannot be
@@ -154,10 +105,11 @@ class CausalLM:
         **options: Any,
     ) -> None:
         own = {field.name: options.pop(field.name) for field in fields(CausalLMConfig) if field.name in options}
-        self.config = CausalLMConfig(**own)
+        self.config = CausalLMConfig(**own)  #: sizes and keys
         refuse_stateful(model)  # guard: stateful_models
         self._served = ServedModel(model)
         with self._served.changed():
+            #: runs the steps; this object owns it, its buffers and the KV cache
             self.manager = self._manager_of(model, adapters, compiler, options)
 
     def _manager_of(

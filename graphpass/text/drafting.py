@@ -1,20 +1,18 @@
 """Drafters guess the next tokens of a text; a step verifies all guesses for about the cost of one token.
 
-See Note [Draft tokens] for the verification.
+See Note [Draft tokens].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from graphpass.errors import OptionError
-from graphpass.text.request import Ints, Request
-
-__all__ = ["Drafter", "NgramDrafter"]
+from graphpass.text.scheduler import Ints, Request, StepPlan
 
 
 class Drafter(Protocol):
@@ -69,29 +67,25 @@ class NgramDrafter:
         index = self._indexes.get(request)
         if index is None or index.num_tokens > len(text):  # the request was started again
             index = self._indexes[request] = _NgramIndex(self._lengths)
-        place = index.behind_last_occurrence(text)
+        place = index.after_last_occurrence(text)
         # resize repeats or cuts the tokens to the length ``limit``.
         return text[:0] if place is None else np.resize(text[place:], limit)
 
 
 class _NgramIndex:
-    """The latest occurrence of each n-gram of one growing text.
-
-    Attributes:
-        num_tokens: tokens of the text that are indexed.
-    """
+    """The latest occurrence of each n-gram of one growing text."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.num_tokens = 0
+        self.num_tokens = 0  #: tokens of the text that are indexed
         self._lengths = lengths
-        self._behind: dict[bytes, int] = {}  # n-gram -> index of the token that follows its latest occurrence
+        self._next: dict[bytes, int] = {}  # n-gram -> index of the token that follows its latest occurrence
 
-    def behind_last_occurrence(self, text: Ints) -> int | None:
+    def after_last_occurrence(self, text: Ints) -> int | None:
         """Index of the token that follows the latest earlier occurrence of the longest ending that has one."""
         self._extend(text)
         for length in reversed(self._lengths):
             if length < len(text):
-                place = self._behind.get(text[-length:].tobytes())
+                place = self._next.get(text[-length:].tobytes())
                 if place is not None:
                     return place
         return None
@@ -103,5 +97,118 @@ class _NgramIndex:
         for end in range(max(self.num_tokens, 1), len(text)):
             for length in self._lengths:
                 if length <= end:
-                    self._behind[raw[(end - length - base) * width : (end - base) * width]] = end
+                    self._next[raw[(end - length - base) * width : (end - base) * width]] = end
         self.num_tokens = len(text)
+
+
+class _Text:
+    """The tokens of one request: known tokens, then drafts, in an array of the request's maximal length."""
+
+    def __init__(self, request: Request) -> None:
+        self.tokens = np.empty(request.max_length, dtype=np.int64)
+        self.num_known = len(request.prompt)
+        self.tokens[: self.num_known] = request.prompt
+
+    def known(self) -> Ints:
+        """Prompt and new tokens so far, read-only."""
+        view = self.tokens[: self.num_known]
+        view.flags.writeable = False
+        return view
+
+    def drafts(self) -> Ints:
+        """The rest of the array, after the known tokens; writable."""
+        return self.tokens[self.num_known :]
+
+
+class Speculation:
+    """Keeps the texts of running requests, adds drafts to a scheduler's steps, and verifies them.
+
+    Args:
+        drafter: guesses the next tokens.
+        draft_tokens: most drafts of a request in a step.
+        vocab_size: number of token ids; None if it is unknown.
+    """
+
+    def __init__(self, drafter: Drafter, draft_tokens: int, vocab_size: int | None) -> None:
+        self._drafter, self._num_last = drafter, 1 + draft_tokens
+        self._max_token = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
+        self._texts: dict[Request, _Text] = {}
+        self.num_drafted = self.num_accepted = 0  #: verified drafts, and accepted ones among them, so far
+
+    def guess(self, request: Request, limit: int) -> int:
+        """Let the drafter guess at most ``limit`` next tokens of a request; returns the number of drafts.
+
+        Raises:
+            OptionError: the drafter returned too many values, or values that are not token ids.
+        """
+        text = self._texts[request]
+        drafts = self._checked(self._drafter.propose(request, text.known(), limit), request, limit)
+        text.drafts()[: len(drafts)] = drafts
+        return len(drafts)
+
+    def texts(self, plan: StepPlan) -> list[Ints]:
+        """All tokens of each row's request, its drafts included."""
+        for request in plan.requests:
+            if request not in self._texts:
+                self._texts[request] = _Text(request)
+        return [self._texts[request].tokens for request in plan.requests]
+
+    def verify(self, plan: StepPlan, answers: Sequence[int]) -> list[tuple[Request, list[int], bool]]:
+        """Compare the drafts of a step with the model's answers, and append the accepted tokens to the texts.
+
+        Args:
+            plan: the step.
+            answers: the model's next token after each of the last ``1 + k`` tokens of each row, flat.
+
+        Returns:
+            (request, its new tokens, whether the last of these ends it) of each row that yields tokens. There is at
+            least one token, and tokens after an end token are dropped.
+        """
+        verified = []
+        rows = zip(plan.requests, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True)
+        for row, (request, samples, num_drafts) in enumerate(rows):
+            if samples:
+                end = (row + 1) * self._num_last
+                verified.append((request, *self._accepted(request, answers[end - 1 - num_drafts : end])))
+        return verified
+
+    def _accepted(self, request: Request, answers: Sequence[int]) -> tuple[list[int], bool]:
+        """The new tokens of a request, and whether the last of these ends it."""
+        text, num_drafts = self._texts[request], len(answers) - 1
+        drafts = text.drafts()[:num_drafts].tolist()
+        differs = (at for at, (draft, answer) in enumerate(zip(drafts, answers, strict=False)) if draft != answer)
+        num_right = next(differs, num_drafts)
+        ends = (at for at, token in enumerate(answers[: num_right + 1]) if token in request.eos_token_ids)
+        end = next(ends, None)
+        tokens = list(answers[: (num_right if end is None else end) + 1])
+        text.drafts()[: len(tokens)] = tokens
+        text.num_known += len(tokens)
+        self.num_drafted += num_drafts
+        self.num_accepted += min(num_right, len(tokens))
+        return tokens, end is not None or text.num_known == request.max_length
+
+    def forget(self, request: Request) -> None:
+        """Drop the text of a request that has ended; an unknown request is ignored."""
+        self._texts.pop(request, None)
+
+    def close(self) -> None:
+        """Drop the texts of all requests."""
+        self._texts.clear()
+
+    def _checked(self, proposed: Any, request: Request, limit: int) -> Ints:
+        """The drafts as an array."""
+        try:
+            drafts = np.asarray(proposed)
+        except ValueError:  # ragged
+            drafts = np.empty((0, 0))
+        if drafts.ndim == 1 and len(drafts) == 0:
+            return drafts.astype(np.int64)
+        is_sound = drafts.ndim == 1 and len(drafts) <= limit and np.issubdtype(drafts.dtype, np.integer)
+        if not is_sound or drafts.min() < 0 or drafts.max() > self._max_token:
+            raise OptionError(
+                f"the drafter proposed invalid tokens for {request.name}",
+                expected=f"a flat sequence of at most {limit} token ids from 0 to {self._max_token}",
+                found=repr(proposed)[:200],
+                remedy="return at most limit token ids of the model's vocabulary, or none",
+            )
+        return drafts

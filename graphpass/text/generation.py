@@ -17,31 +17,35 @@ from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError, OutOfPagesError
 from graphpass.ladder.progress import progress_bar
-from graphpass.text.drafting import Drafter
-from graphpass.text.lora.adapters import StepAdapters, without_lora
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.request import Request
-from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
-from graphpass.text.speculation import GenerationStats, Speculation
-from graphpass.text.steptokens import StepInputs, StepTokens
-
-__all__ = ["Generation", "NewToken", "complete", "requests_of"]
+from graphpass.text.drafting import Drafter, NgramDrafter, Speculation
+from graphpass.text.lora import LoraModel
+from graphpass.text.paged import PagedAttention, PagedRequests
+from graphpass.text.scheduler import Request, ScheduleLimits, Scheduler, StepPlan
+from graphpass.text.step import StepInputs, StepTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewToken:
-    """A new token of a request.
+    """A new token of a request."""
 
-    Attributes:
-        request: the request.
-        token: the token id.
-        is_last: the request has ended, with an end token or with ``max_new_tokens`` tokens.
-    """
+    request: Request  #: the request
+    token: int  #: the token id
+    is_last: bool  #: the request has ended, with an end token or with ``max_new_tokens`` tokens
 
-    request: Request
-    token: int
-    is_last: bool
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Counts of a generation so far."""
+
+    num_steps: int  #: launched steps
+    num_tokens: int  #: returned new tokens
+    num_drafted: int = 0  #: verified drafts
+    num_accepted: int = 0  #: accepted drafts
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafts that were accepted, 0 to 1; 0 without drafts."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
 
 class Generation:
@@ -61,33 +65,46 @@ class Generation:
     def __init__(
         self, manager: CudaGraphManager, *, run_ahead: bool | None = None, drafter: Drafter | None = None
     ) -> None:
+        attention, buffers, model = manager.attention, manager.buffers, manager.model
+        wanted = {"input_ids", "position_ids", "last_rows"}
+        if not isinstance(attention, PagedAttention) or not wanted <= buffers.keys():
+            raise OptionError(
+                "this manager does not generate text",
+                expected="the manager of a CausalLM",
+                found=f"inputs {sorted(buffers)}, attention {type(attention).__name__}",
+                remedy="pass CausalLM(model, ...).manager",
+            )
         self._manager = manager
-        self._attention = _paged_attention(manager)
-        buffers = manager.buffers
-        self._device = buffers["input_ids"].device
-        max_num_tokens, max_num_reqs = buffers["input_ids"].shape[1], buffers["last_rows"].shape[0]
-        vocab_size = getattr(without_lora(manager.model), "vocab_size", None)
-        self._speculation = Speculation.over(buffers, drafter, vocab_size, run_ahead=run_ahead)
-        draft_tokens = 0 if self._speculation is None else self._speculation.draft_tokens
+        max_num_tokens, last_rows = buffers["input_ids"].shape[1], buffers["last_rows"]
+        draft_tokens = last_rows.shape[1] - 1 if last_rows.dim() > 1 else 0
+        _check_drafting(draft_tokens, drafter, run_ahead)
+        self._adapters = model.adapters if isinstance(model, LoraModel) else None
+        if self._adapters is not None:
+            self._adapters.watch(self)
+        vocab_size = getattr(model.model if isinstance(model, LoraModel) else model, "vocab_size", None)
+        self._speculation = None
+        if draft_tokens:
+            drafter = NgramDrafter() if drafter is None else drafter
+            self._speculation = Speculation(drafter, draft_tokens, vocab_size)
         self._scheduler = Scheduler(
-            self._attention.pages,
+            attention.pages,
             ScheduleLimits(
-                num_pages=self._attention.cache.num_pages,
-                page_size=self._attention.cache.page_size,
-                max_num_reqs=max_num_reqs,
+                num_pages=attention.cache.num_pages,
+                page_size=attention.cache.page_size,
+                max_num_reqs=len(last_rows),
                 max_num_tokens=max_num_tokens,
-                max_seq_len=self._attention.max_seq_len,
+                max_seq_len=attention.max_seq_len,
                 vocab_size=vocab_size,
                 draft_tokens=draft_tokens,
             ),
         )
-        self._runs_ahead = (self._device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead
-        self._inputs = StepInputs(max_num_tokens, max_num_reqs, self._device)
-        self._tokens = StepTokens(buffers["last_rows"].numel(), self._device)
+        device = last_rows.device
+        self._runs_ahead = (device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead
+        self._inputs = StepInputs(max_num_tokens, last_rows.shape, device, self._adapters)
+        self._tokens = StepTokens(last_rows.numel(), device)
         self._num_steps = self._num_tokens = 0
-        self._flying: StepPlan | None = None
+        self._pending: StepPlan | None = None
         self._open: set[Request] = set()
-        self._adapters = StepAdapters(manager.model, self._open, max_num_tokens=max_num_tokens, device=self._device)
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never run.
@@ -96,8 +113,20 @@ class Generation:
             OptionError, ShapeError: the request is too long, needs more pages than the cache has, contains a token
                 outside of the vocabulary, or its adapter is not loaded.
         """
-        self._adapters.check(request)
+        self._check_adapter(request)
         self._scheduler.check(request)
+
+    def _check_adapter(self, request: Request) -> None:
+        if request.adapter is None:
+            return
+        if self._adapters is None:
+            raise OptionError(
+                f"{request.name} has an adapter, but the manager has no adapters",
+                expected="the manager of a CausalLM(model, adapters=LoraAdapters(model, ...))",
+                found=f"adapter={request.adapter!r}",
+                remedy="create the CausalLM with adapters, or leave adapter out",
+            )
+        self._adapters.slot_of(request.adapter)
 
     def add(self, request: Request) -> None:
         """Queue a request. It starts when all earlier requests have started and enough rows and pages are free.
@@ -105,7 +134,7 @@ class Generation:
         Raises:
             OptionError, ShapeError: the request can never run, or was added before.
         """
-        self._adapters.check(request)
+        self._check_adapter(request)
         self._scheduler.add(request)
         self._open.add(request)
 
@@ -113,9 +142,13 @@ class Generation:
         """End a request: :meth:`step` returns no further token of it, and its pages are free."""
         self._end(request)
 
+    def adapters_in_use(self) -> set[str | None]:
+        """The adapters of all requests that have not ended; None stands for those without one."""
+        return {request.adapter for request in self._open}
+
     def is_done(self) -> bool:
         """Whether every request that was added has ended and all tokens have been returned."""
-        return self._flying is None and not self._scheduler.has_work()
+        return self._pending is None and not self._scheduler.has_work()
 
     def step(self) -> list[NewToken]:
         """Launch the next step.
@@ -131,16 +164,14 @@ class Generation:
         try:
             plan = self._plan()
         except OutOfPagesError:
-            if self._flying is None:
+            if self._pending is None:
                 raise
             plan = None
         try:
             if plan is not None:
                 self._launch(plan)
-            if not self._runs_ahead:
-                self._flying = plan
-            landed, self._flying = self._flying, plan if self._runs_ahead else None
-            new_tokens = [] if landed is None else self._read(landed)
+            finished, self._pending = (self._pending, plan) if self._runs_ahead else (plan, None)
+            new_tokens = [] if finished is None else self._read(finished)
         except BaseException:
             self.close()
             raise
@@ -149,8 +180,9 @@ class Generation:
 
     def stats(self) -> GenerationStats:
         """Numbers of steps, new tokens and drafts so far."""
-        drafts = (0, 0) if self._speculation is None else self._speculation.counts()
-        return GenerationStats(self._num_steps, self._num_tokens, *drafts)
+        drafts = self._speculation
+        counts = (0, 0) if drafts is None else (drafts.num_drafted, drafts.num_accepted)
+        return GenerationStats(self._num_steps, self._num_tokens, *counts)
 
     def close(self) -> None:
         """Drop every request and free its pages; the manager stays open."""
@@ -159,7 +191,7 @@ class Generation:
         if self._speculation is not None:
             self._speculation.close()
         self._open.clear()
-        self._flying = None
+        self._pending = None
 
     def __enter__(self) -> Generation:
         return self
@@ -184,16 +216,16 @@ class Generation:
 
     def _launch(self, plan: StepPlan) -> None:
         self._num_steps += 1
-        drafts, adapters = self._speculation, self._adapters.of(plan)
-        inputs = self._inputs.of(plan, self._tokens.on_device) if drafts is None else drafts.inputs(plan)
+        texts = None if self._speculation is None else self._speculation.texts(plan)
+        inputs = self._inputs.of(plan, self._tokens.on_device, texts)
         lengths_and_pages: tuple[Any, ...] = (plan.query_lens, plan.seq_lens, plan.block_tables)
         tokens = self._manager.run(
             Batch(
                 plan.num_tokens,
-                inputs={**inputs, **adapters.inputs},
+                inputs=inputs,
                 num_reqs=len(plan.requests),
                 uniform_decode=plan.uniform_decode,
-                num_active_loras=adapters.num_active,
+                num_active_loras=self._inputs.num_active_loras,
                 attention=PagedRequests(*lengths_and_pages),
             )
         )
@@ -219,14 +251,14 @@ class Generation:
 
     def _read_verified(self, plan: StepPlan, speculation: Speculation) -> list[NewToken]:
         new_tokens = []
-        for verified in speculation.verify(plan, self._tokens.oldest()):
-            *others, last = verified.tokens
-            new_tokens += [NewToken(verified.request, token, is_last=False) for token in others]
-            new_tokens.append(NewToken(verified.request, last, verified.is_ended))
-            if verified.is_ended:
-                self._end(verified.request)
+        for request, tokens, is_ended in speculation.verify(plan, self._tokens.oldest()):
+            *others, last = tokens
+            new_tokens += [NewToken(request, token, is_last=False) for token in others]
+            new_tokens.append(NewToken(request, last, is_ended))
+            if is_ended:
+                self._end(request)
             else:
-                self._scheduler.accept(verified.request, len(others))
+                self._scheduler.accept(request, len(others))
         return new_tokens
 
     def _end(self, request: Request) -> None:
@@ -300,14 +332,19 @@ def complete(
     return list(texts.values())
 
 
-def _paged_attention(manager: CudaGraphManager) -> PagedAttention:
-    attention = manager.attention
-    wanted = {"input_ids", "position_ids", "last_rows"}
-    if isinstance(attention, PagedAttention) and wanted <= manager.buffers.keys():
-        return attention
-    raise OptionError(
-        "this manager does not generate text",
-        expected="the manager of a CausalLM",
-        found=f"inputs {sorted(manager.buffers)}, attention {type(attention).__name__}",
-        remedy="pass CausalLM(model, ...).manager",
-    )
+def _check_drafting(draft_tokens: int, drafter: Drafter | None, run_ahead: bool | None) -> None:
+    """Refuse a drafter for a manager without ``draft_tokens``, and running ahead with them."""
+    if drafter is not None and not draft_tokens:
+        raise OptionError(
+            "this manager verifies no drafts",
+            expected="a manager with draft_tokens=1 or more, or no drafter",
+            found=type(drafter).__name__,
+            remedy="pass CausalLM(model, draft_tokens=3, ...).manager",
+        )
+    if run_ahead and draft_tokens:
+        raise OptionError(
+            "a manager with draft_tokens cannot run ahead: drafts depend on the tokens of the step before",
+            expected="run_ahead=False or None",
+            found=f"run_ahead={run_ahead!r}",
+            remedy="leave run_ahead out, or create the model without draft_tokens",
+        )

@@ -12,41 +12,80 @@ Note [Draft tokens].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphpass.checks import is_integer, positive
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError
-from graphpass.text.request import Ints, Request
+from graphpass.text.paged import PageAllocator
 
-__all__ = ["Guess", "PageSource", "ScheduleLimits", "Scheduler", "StepPlan", "check_budget"]
-
+Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Guess = Callable[["Request", int], int]
+"""``f(request, limit)`` guesses at most ``limit`` next tokens of a request and returns their number."""
 
 
-class PageSource(Protocol):
-    """Allocates pages of a KV cache; an allocated page is not allocated again until it is freed."""
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Request:
+    """A prompt to continue, and the conditions that end it. Requests are compared by identity."""
+
+    name: str  #: name in error messages
+    prompt: Ints  #: token ids, int64 (tokens,)
+    max_new_tokens: int  #: most tokens to generate
+    eos_token_ids: frozenset[int] = frozenset()  #: tokens that end the request, and are part of the generated text
+    adapter: str | None = None  #: name of the LoRA adapter; None for the model without adapters
+
+    @staticmethod
+    def of(
+        name: str,
+        prompt: Sequence[int] | Ints,
+        max_new_tokens: int,
+        eos_token_id: int | Collection[int] | None = None,
+        *,
+        adapter: str | None = None,
+    ) -> Request:
+        """Create a request from plain values; the prompt is copied.
+
+        Raises:
+            OptionError: the prompt is not a flat, non-empty sequence of token ids, ``max_new_tokens`` is below 1, or
+                an end token is not an integer.
+        """
+        try:
+            tokens = np.array(prompt)
+        except ValueError:  # ragged
+            tokens = np.empty((0, 0))
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer) or tokens.min() < 0:
+            raise OptionError(
+                f"{name} has an invalid prompt",
+                expected="a flat sequence of at least 1 token id, each an integer of at least 0",
+                found=text if len(text := repr(prompt)) <= 60 else f"{text[:57]}...",
+                remedy="pass the token ids of one prompt",
+            )
+        remedy = "leave the request out, or raise max_new_tokens"
+        max_new_tokens = positive(max_new_tokens, f"max_new_tokens of {name}", remedy=remedy)
+        return Request(name, tokens.astype(np.int64), max_new_tokens, _token_ids(name, eos_token_id), adapter)
 
     @property
-    def num_free(self) -> int:
-        """Pages that can be allocated now."""
-        ...
-
-    def allocate(self, num_pages: int, /) -> list[int]:
-        """Allocate ``num_pages`` pages, at most :attr:`num_free`; returns their indices."""
-        ...
-
-    def free(self, pages: Sequence[int], /) -> None:
-        """Free allocated pages."""
-        ...
+    def max_length(self) -> int:
+        """Most tokens of prompt and generated text together."""
+        return len(self.prompt) + self.max_new_tokens
 
 
-Guess = Callable[[Request, int], int]
-"""``f(request, limit)`` guesses at most ``limit`` next tokens of a request and returns their number."""
+def _token_ids(name: str, eos_token_id: int | Collection[int] | None) -> frozenset[int]:
+    if eos_token_id is None:
+        return frozenset()
+    tokens = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
+    if any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in tokens):
+        raise OptionError(
+            f"{name} has an invalid eos_token_id",
+            expected="a token id, a collection of token ids, or None",
+            found=repr(eos_token_id),
+            remedy="pass the tokenizer's eos_token_id, or leave it out",
+        )
+    return frozenset(int(token) for token in tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,35 +93,23 @@ class StepPlan:
     """The work of one step: one row for each request of the step, in the order of admission.
 
     Later steps do not write to the arrays. The pages in ``block_tables`` belong to a request as long as it runs.
-
-    Attributes:
-        requests: the request of each row.
-        slots: a number below ``max_num_reqs`` that identifies the request while it runs, int64 (rows,).
-        query_lens: tokens of each row in this step, drafts included, int64 (rows,).
-        seq_lens: tokens of each request after this step, drafts included, int64 (rows,).
-        num_drafts: number of drafts, which are the last tokens of the row, int64 (rows,).
-        decodes: the row has computed its prompt, so its newest token is the result of the step before, bool (rows,).
-            In a row extended by ``fill`` that token follows tokens that are computed again.
-        samples: the row computes the newest known token of its request, so it yields a new token, bool (rows,).
-        ends: the new token is the request's last one because of ``max_new_tokens``, bool (rows,).
-        block_tables: page indices of each row, int32 (rows, most pages per request), filled with 0 at the end.
-        num_tokens: tokens of all rows.
-        uniform_decode: every row has ``1 + draft_tokens`` tokens.
-        same_rows: the step before had the same requests in the same rows with one token each, and each of them got a
-            new token: only the sequence lengths differ, by one.
     """
 
-    requests: tuple[Request, ...]
-    slots: Ints
-    query_lens: Ints
-    seq_lens: Ints
-    num_drafts: Ints
+    requests: tuple[Request, ...]  #: the request of each row
+    slots: Ints  #: a number below ``max_num_reqs`` that identifies the request while it runs, int64 (rows,)
+    query_lens: Ints  #: tokens of each row in this step, drafts included, int64 (rows,)
+    seq_lens: Ints  #: tokens of each request after this step, drafts included, int64 (rows,)
+    num_drafts: Ints  #: number of drafts, which are the last tokens of the row, int64 (rows,)
+    #: The row has computed its prompt, so its newest token is the result of the step before, bool (rows,). In a row
+    #: extended by ``fill`` that token follows tokens that are computed again.
     decodes: Flags
-    samples: Flags
-    ends: Flags
-    block_tables: npt.NDArray[np.int32]
-    num_tokens: int
-    uniform_decode: bool
+    samples: Flags  #: the row computes the newest known token of its request, so it yields a new token, bool (rows,)
+    ends: Flags  #: the new token is the request's last one because of ``max_new_tokens``, bool (rows,)
+    block_tables: npt.NDArray[np.int32]  #: pages of each row, (rows, most pages per request), filled with 0 at the end
+    num_tokens: int  #: tokens of all rows
+    uniform_decode: bool  #: every row has ``1 + draft_tokens`` tokens
+    #: The step before had the same requests in the same rows with one token each, and each of them got a new token:
+    #: only the sequence lengths differ, by one.
     same_rows: bool
 
 
@@ -90,27 +117,17 @@ class StepPlan:
 class ScheduleLimits:
     """Limits of a :class:`Scheduler`.
 
-    Attributes:
-        num_pages: number of pages when all are free.
-        page_size: tokens per page.
-        max_num_reqs: most requests that run at once.
-        max_num_tokens: most tokens of a step, at least ``max_num_reqs * (1 + draft_tokens)``, so that decoding requests
-            always fit.
-        max_seq_len: most tokens of a request, prompt and new tokens together.
-        vocab_size: number of token ids; None if it is unknown, then prompts are not checked.
-        draft_tokens: most drafts per row.
-
     Raises:
         OptionError: a limit is below 1, or ``max_num_tokens`` is too small.
     """
 
-    num_pages: int
-    page_size: int
-    max_num_reqs: int
-    max_num_tokens: int
-    max_seq_len: int
-    vocab_size: int | None = None
-    draft_tokens: int = 0
+    num_pages: int  #: number of pages when all are free
+    page_size: int  #: tokens per page
+    max_num_reqs: int  #: most requests that run at once
+    max_num_tokens: int  #: most tokens of a step; ``max_num_reqs * (1 + draft_tokens)`` of them always fit
+    max_seq_len: int  #: most tokens of a request, prompt and new tokens together
+    vocab_size: int | None = None  #: number of token ids; None if it is unknown, then prompts are not checked
+    draft_tokens: int = 0  #: most drafts per row
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "max_num_reqs", "max_num_tokens", "max_seq_len"):
@@ -126,7 +143,7 @@ class Scheduler:
         limits: sizes of the cache, of a step and of a request.
     """
 
-    def __init__(self, pages: PageSource, limits: ScheduleLimits) -> None:
+    def __init__(self, pages: PageAllocator, limits: ScheduleLimits) -> None:
         self._source, self._limits = pages, limits
         self._waiting: deque[Request] = deque()
         self._slot_of: dict[Request, int] = {}  # in the order of admission
@@ -139,8 +156,6 @@ class Scheduler:
         self._slots: Ints = np.zeros(0, dtype=np.int64)
         self._rows_changed = False
         self._decode: StepPlan | None = None
-
-    # -- requests ------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never run; the request is not queued.
@@ -172,7 +187,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request behind all others.
+        """Queue a request after all others.
 
         Raises:
             OptionError, ShapeError: as :meth:`check`; or the request is queued or running already.
@@ -211,8 +226,6 @@ class Scheduler:
         if self._rows_changed:
             self._collect_rows()
         return bool(self._waiting or self._running)
-
-    # -- steps ---------------------------------------------------------------------------------------------------
 
     def plan(self, guess: Guess | None = None, *, fill: bool = False) -> StepPlan | None:
         """Plan the next step; None if there is nothing to run.

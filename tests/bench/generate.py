@@ -39,9 +39,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from graphpass.text.causallm import CausalLM
-from graphpass.text.generation import Generation
-from graphpass.text.request import Request
+from graphpass.text import CausalLM, Generation, Request
 from tests.bench.timing import environment, plain_compiled, synchronize, write_json
 
 OURS, STATIC, CONTINUOUS = "ours", "static", "continuous"

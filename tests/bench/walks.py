@@ -127,9 +127,7 @@ def engine_batch() -> dict[str, str]:
 def generate_step() -> dict[str, str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from graphpass.text import CausalLM
-    from graphpass.text.generation import Generation
-    from graphpass.text.scheduler import Request
+    from graphpass.text import CausalLM, Generation, Request
 
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256

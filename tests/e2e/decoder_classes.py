@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 from graphpass.errors import GraphpassError
-from graphpass.text.causallm import CausalLM
+from graphpass.text import CausalLM
 from tests.e2e.greedy import Reference, continued
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 

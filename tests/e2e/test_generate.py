@@ -17,11 +17,8 @@ from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.modes import CUDAGraphMode
-from graphpass.text.causallm import CausalLM, default_capture_sizes
-from graphpass.text.generation import Generation
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.request import Request
+from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
+from graphpass.text.causallm import default_capture_sizes
 from tests.e2e.greedy import NEAR_TIE, Reference, continued
 from tests.unit.engine.test_manager_capture import GrowingRuntime
 

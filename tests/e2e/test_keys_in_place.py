@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from graphpass.compat.operators import PackedSequences
-from graphpass.text import CausalLM
-from graphpass.text.paged.attention import PagedAttention
+from graphpass.text import CausalLM, PagedAttention
 from tests.e2e.decoder_classes import COUNTS, SIZES, prompts
 from tests.e2e.greedy import continued
 from tests.e2e.small_decoders import small_decoder

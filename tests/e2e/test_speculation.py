@@ -15,11 +15,8 @@ from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.text.causallm import CausalLM
-from graphpass.text.drafting import Drafter, NgramDrafter
-from graphpass.text.generation import Generation
-from graphpass.text.request import Ints, Request
-from graphpass.text.speculation import GenerationStats
+from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
+from graphpass.text.scheduler import Ints
 from tests.e2e.greedy import Reference, continued
 from tests.e2e.test_generate import (
     MAX_LENGTH,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphpass.text.experts import op as experts_op
-from graphpass.text.experts.op import expert_linear
+from graphpass.text import experts as experts_op
+from graphpass.text.experts import expert_linear
 from tests.unit.text.test_experts import by_definition
 
 pytestmark = pytest.mark.cuda

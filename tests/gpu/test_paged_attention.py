@@ -10,9 +10,8 @@ import torch
 
 import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
-from graphpass.text.paged.cache import PagedRequests
-from graphpass.text.paged.kernels import fault_in_place
-from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, PackedKeys
+from graphpass.text import PagedRequests
+from graphpass.text.paged.kernels import BatchedKeys, KeysInPlace, PackedKeys, fault_in_place
 from tests.unit.text.paged_reference import Heads, Paged, StepTensors
 
 pytestmark = pytest.mark.cuda

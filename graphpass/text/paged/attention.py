@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,21 @@ from graphpass.text.paged.cache import (
     SCRATCH_PAGE,
     PageAllocator,
     PagedKVCache,
+    PagedLayer,
     PagedRequests,
     round_up,
 )
-from graphpass.text.paged.kernels import AttentionKernels, flash_obstacle
-from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, NewTensor, PackedKeys
-from graphpass.text.paged.layers import PagedLayer
-from graphpass.text.paged.metadata import FixedMetadata, PagedMetadata
-from graphpass.text.paged.op import PAGED_ATTENTION
-from graphpass.text.paged.probe import served_layers
-from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits
-
-__all__ = ["PagedAttention"]
+from graphpass.text.paged.huggingface import served_layers
+from graphpass.text.paged.kernels import (
+    AttentionKernels,
+    BatchedKeys,
+    KeysInPlace,
+    NewTensor,
+    PackedKeys,
+    flash_obstacle,
+)
+from graphpass.text.paged.op import PAGED_ATTENTION, FixedMetadata, PagedMetadata
+from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits, pinned_memory
 
 _MAX_DECODE_QUERY_LEN = 8
 """An eager batch of requests of equal length counts as prefill if each has more tokens than this."""
@@ -60,9 +62,6 @@ class PagedAttention:
         support: batches that FULL graphs may serve. Mixed batches are possible (``ALWAYS``), but their graphs gather
             ``num_reqs * max_seq_len`` keys in every layer.
 
-    Attributes:
-        pages: allocator of the cache's pages, for schedulers.
-
     Raises:
         OptionError: a limit is below 1.
     """
@@ -80,8 +79,8 @@ class PagedAttention:
         self.max_num_tokens = max_num_tokens = positive(max_num_tokens, "max_num_tokens of paged attention")
         self.max_seq_len = max_seq_len = positive(max_seq_len, "max_seq_len of paged attention")
         self.cache = cache
-        self.pages = PageAllocator(cache.num_pages)
-        self._support = support
+        self.pages = PageAllocator(cache.num_pages)  #: allocates the cache's pages, for schedulers
+        self.support = support  #: the batches with which it can be captured
         self._length_step = math.lcm(cache.page_size, _MASK_ALIGNMENT)
         longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens), max_num_reqs + 1)
         self._fixed = FixedMetadata.of(
@@ -89,8 +88,8 @@ class PagedAttention:
         )
         self._kernels = AttentionKernels.choose(cache, max_seq_len)
         self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
-        self._by_key: dict[BatchDescriptor, _KeyMetadata] = {}
-        self._shared = _SharedMemory(cache.device)
+        self._by_key: dict[BatchDescriptor, _KeyTables] = {}
+        self._shared: dict[str, torch.Tensor] = {}
 
     @classmethod
     def for_model(
@@ -107,8 +106,8 @@ class PagedAttention:
         """Paged attention with a cache for a Hugging Face decoder; sets the decoder to use it.
 
         The decoder runs once, on a row of a few tokens, to find out what its layers need. It is then called as
-        ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the tokens of all requests one
-        behind the other.
+        ``model(input_ids=[1, tokens], position_ids=[1, tokens], use_cache=False)``, the tokens of all requests
+        concatenated.
 
         Args:
             model: the decoder.
@@ -147,11 +146,6 @@ class PagedAttention:
             support=support,
         )
 
-    @property
-    def support(self) -> AttentionSupport:
-        """The batches with which it can be captured."""
-        return self._support
-
     def kernels(self) -> tuple[KernelUse, ...]:
         """Which attention kernel serves which steps, and why."""
         return self._kernels.uses()
@@ -184,44 +178,36 @@ class PagedAttention:
                 limits. Nothing is written then.
         """
         step = Step.of(attention, self.cache)
+        device = self.cache.device
         if key is None:
             layout = self._eager_layout(step)
-            array = np.empty(layout.num_int32(), dtype=np.int32)
-            layout.fill(layout.views(array, np.int64), step)
-            flat = self._pinned(array).to(self.cache.device, non_blocking=True)
-            return self._metadata(layout, flat, partial(_new_tensor, self.cache.device), is_padded=False)
+            host = pinned_memory(layout.num_int32(), torch.int32, device)
+            layout.fill(Tables(**layout.views(host.numpy(), np.int64)), step)
+            return self._metadata(layout, host.to(device, non_blocking=True), self._new_tensor, is_padded=False)
         owned = self._by_key.get(key)
         if owned is None:
-            owned = self._key_metadata(key, step)
-        owned.layout.check(step)
-        owned.layout.fill(owned.host_tables, step)
-        owned.flat.copy_(self._pinned(owned.host), non_blocking=True)
+            owned = self._key_tables(key, step)
+        owned.metadata.layout.check(step)
+        owned.metadata.layout.fill(owned.host_tables, step)
+        host = pinned_memory(len(owned.host), torch.int32, device)
+        host.numpy()[:] = owned.host
+        owned.flat.copy_(host, non_blocking=True)
         return owned.metadata
 
-    def _pinned(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """A copy on the host for one transfer; torch keeps pinned memory until the transfers from it are done."""
-        copy = torch.empty(len(array), dtype=torch.int32, pin_memory=self.cache.device.type == "cuda")
-        copy.numpy()[:] = array
-        return copy
-
-    def _key_metadata(self, key: BatchDescriptor, step: Step) -> _KeyMetadata:
-        """Create the persistent metadata of ``key``, after checking that the step fits it."""
+    def _key_tables(self, key: BatchDescriptor, step: Step) -> _KeyTables:
+        """Create the tables and the metadata of ``key``, after checking that the step fits it."""
         layout = self._key_layout(key)
         layout.check(step)
         host = np.zeros(layout.num_int32(), dtype=np.int32)
         with torch.inference_mode(False):  # a later step may be built outside of it
             flat = torch.zeros(len(host), dtype=torch.int32, device=self.cache.device)
         # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
-        metadata = self._metadata(layout, flat, self._shared.new, is_padded=not key.uniform)
-        owned = self._by_key[key] = _KeyMetadata(layout, host, layout.views(host, np.int64), flat, metadata)
+        metadata = self._metadata(layout, flat, self._shared_tensor, is_padded=not key.uniform)
+        owned = self._by_key[key] = _KeyTables(host, Tables(**layout.views(host, np.int64)), flat, metadata)
         return owned
 
     def _eager_layout(self, step: Step) -> TableLayout:
-        """The sizes of a step without a graph: its real sizes.
-
-        Raises:
-            ShapeError: it is beyond the limits.
-        """
+        """The sizes of a step without a graph: its real sizes; raises ShapeError if it is beyond the limits."""
         limits = {"num_reqs": self.max_num_reqs, "num_tokens": self.max_num_tokens, "max_seq_len": self.max_seq_len}
         check_fits(step, **limits)
         shortest, most = (int(step.query_lens.min()), int(step.query_lens.max())) if step.num_tokens else (1, 1)
@@ -236,11 +222,7 @@ class PagedAttention:
         )
 
     def _key_layout(self, key: BatchDescriptor) -> TableLayout:
-        """The sizes of one FULL key.
-
-        Raises:
-            ShapeError: it is beyond the limits, or no uniform batch although it says so.
-        """
+        """The sizes of one FULL key; raises ShapeError if they are beyond the limits, or contradict each other."""
         num_tokens, longest = key.num_tokens, self._key_length(key)
         num_reqs = key.num_reqs or min(num_tokens, self.max_num_reqs)
         is_within = num_tokens <= self.max_num_tokens and num_reqs <= self.max_num_reqs and longest <= self.max_seq_len
@@ -292,52 +274,33 @@ class PagedAttention:
             keys = PackedKeys.empty(layout, new)
         else:
             keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._fixed.masks), new)
-        return PagedMetadata(
-            num_tokens=layout.num_tokens,
-            num_reqs=layout.num_reqs,
-            query_len=layout.query_len,
-            max_query_len=layout.max_query_len,
-            max_seq_len=layout.max_seq_len,
-            tables=layout.views(flat, torch.int64),
-            is_padded=is_padded,
-            fixed=self._fixed,
-            keys=keys,
-        )
+        tables = layout.views(flat, torch.int64)
+        return PagedMetadata(**tables, layout=layout, is_padded=is_padded, fixed=self._fixed, keys=keys)
+
+    def _new_tensor(self, _: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):  # it may be written outside of it
+            return torch.empty(shape, dtype=dtype, device=self.cache.device)
+
+    def _shared_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor that each step of a FULL key computes on the device. Steps share it, one at a time.
+
+        A key that needs more memory gets a new block, which later keys share. Existing blocks never move.
+        """
+        size = math.prod(shape)
+        largest = self._shared.get(name)
+        if largest is None or largest.numel() < size:
+            largest = self._shared[name] = self._new_tensor(name, (size,), dtype)
+        return largest[:size].view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _KeyMetadata:
-    """The persistent state of one FULL key: sizes, tables on the host and on the device, and the metadata over them."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeyTables:
+    """The tables of one FULL key, on the host and on the device, and the metadata over the latter."""
 
-    layout: TableLayout
     host: npt.NDArray[np.int32]
     host_tables: Tables[npt.NDArray[Any]]
     flat: torch.Tensor
     metadata: PagedMetadata
-
-
-class _SharedMemory:
-    """Memory for tensors that each step of a FULL key computes on the device. Steps run one at a time and share it.
-
-    A key that needs more than those before it gets, and leaves for those after it, memory of its own: none moves.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._largest: dict[str, torch.Tensor] = {}
-
-    def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The memory shared by all tensors of this name."""
-        size = math.prod(shape)
-        largest = self._largest.get(name)
-        if largest is None or largest.numel() < size:
-            largest = self._largest[name] = _new_tensor(self._device, name, (size,), dtype)
-        return largest[:size].view(shape)
-
-
-def _new_tensor(device: torch.device, _: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    with torch.inference_mode(False):  # it may be written outside of it
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _whole_sequence(

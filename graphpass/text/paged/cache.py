@@ -1,7 +1,7 @@
-"""A paged KV cache: its memory, the allocation of its pages, and the pages of a step's requests.
+"""A paged KV cache: its layers, its memory, the allocation of its pages, and the pages of a step's requests.
 
 A page stores ``page_size`` consecutive positions of one request, in every layer. Two pages belong to no request. The
-null page contains zeros and is only read: it fills block tables behind a request's last page. The scratch page is only
+null page contains zeros and is only read: it fills block tables after a request's last page. The scratch page is only
 written, by padding, warm-up and capture; no real row reads it.
 """
 
@@ -13,40 +13,103 @@ from itertools import accumulate
 
 import torch
 
-from graphpass.checks import positive
+from graphpass.checks import is_integer, positive
 from graphpass.errors import OptionError, OutOfPagesError
-from graphpass.text.paged.layers import PagedLayer
-
-__all__ = [
-    "FIRST_LIVE_PAGE",
-    "NULL_PAGE",
-    "SCRATCH_PAGE",
-    "LayerMemory",
-    "PageAllocator",
-    "PagedKVCache",
-    "PagedRequests",
-    "round_up",
-]
 
 NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class PagedRequests:
-    """The requests of one step, in the order of their tokens.
+@dataclass(frozen=True, slots=True, order=True)
+class LayerMask:
+    """The keys that a query attends to: its own position and those before it, within these limits.
 
-    Attributes:
-        query_lens: tokens of each request in this step.
-        seq_lens: length of each request after this step, its tokens included.
-        block_tables: page numbers of each request, in the order of its positions; more than it needs is fine. A
-            two-dimensional integer array, one row a request, is read faster than lists.
-        is_scratch: nobody's requests, to warm up and capture with: all their pages are the scratch page.
+    Raises:
+        OptionError: a limit is negative or no integer.
     """
 
-    query_lens: Sequence[int]
-    seq_lens: Sequence[int]
+    window: int = 0  #: number of positions, the query's own included (sliding window); 0: no limit
+    chunk: int = 0  #: positions from the last multiple of this number on (chunked attention); 0: no limit
+
+    def __post_init__(self) -> None:
+        if not all(is_integer(limit, at_least=0) for limit in (self.window, self.chunk)):
+            raise OptionError(
+                "the mask of an attention layer is not valid",
+                expected="a window and a chunk of at least 1 position, 0 for none",
+                found=f"window={self.window!r}, chunk={self.chunk!r}",
+                remedy="leave out a limit that the layer does not have",
+            )
+
+    def within(self, max_seq_len: int) -> LayerMask:
+        """The same mask for sequences up to this length: without limits that none of them reaches."""
+        return LayerMask(
+            window=self.window if self.window < max_seq_len else 0, chunk=self.chunk if self.chunk < max_seq_len else 0
+        )
+
+    def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Whether queries at these positions attend to keys at these positions; the shapes are broadcast."""
+        seen = keys <= queries
+        if self.window:
+            seen = seen & (keys > queries - self.window)
+        if self.chunk:  # guard: paged_chunks
+            seen = seen & (keys >= queries - queries % self.chunk)
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """A query at position p is multiplied by ``1 + factor * log(1 + floor((p + 1) / interval))``, as in Llama 4."""
+
+    interval: float  #: positions with the same scale
+    factor: float  #: strength
+
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """The scales of queries at these positions, float32."""
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.interval)) * self.factor + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """One attention layer over a paged cache.
+
+    Raises:
+        OptionError: a size is below 1.
+    """
+
+    num_kv_heads: int  #: heads of keys and values
+    head_dim: int  #: size of a query and a key
+    value_dim: int = 0  #: size of a value; 0: ``head_dim``
+    mask: LayerMask = LayerMask()  #: the keys that a query attends to
+    #: The scores are scaled products and nothing else. Kernels that know neither a soft cap nor sinks serve plain
+    #: layers only.
+    is_plain: bool = True
+    query_scale: PositionScale | None = None  #: scale of queries by position; None: none
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_kv_heads, self.head_dim)
+        if not all(is_integer(size, at_least=1) for size in sizes) or not is_integer(self.value_dim, at_least=0):
+            raise OptionError(
+                "the sizes of an attention layer are not valid",
+                expected="num_kv_heads and head_dim of at least 1, and a value_dim of at least 1 or 0 for head_dim",
+                found=f"{self.num_kv_heads!r}, {self.head_dim!r} and {self.value_dim!r}",
+                remedy="pass the sizes of the model's attention",
+            )
+
+    @property
+    def dim_of_values(self) -> int:
+        """Size of a value."""
+        return self.value_dim or self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRequests:
+    """The requests of one step, in the order of their tokens."""
+
+    query_lens: Sequence[int]  #: tokens of each request in this step
+    seq_lens: Sequence[int]  #: length of each request after this step, its tokens included
+    #: page numbers of each request, in order of position; extra pages are ignored. A two-dimensional integer array, one
+    #: row per request, is read faster than lists
     block_tables: Sequence[Sequence[int]]
-    is_scratch: bool = False
+    is_scratch: bool = False  #: a placeholder batch for warm-up and capture: all its pages are the scratch page
 
 
 class PageAllocator:
@@ -95,7 +158,7 @@ class PageAllocator:
         """Free pages.
 
         Raises:
-            OptionError: one of them is not taken, or stands there twice; none is given back then.
+            OptionError: one of them is not allocated, or is listed twice; no page is freed then.
         """
         given = list(pages)
         if len(set(given)) != len(given) or not self._taken.issuperset(given):
@@ -112,17 +175,11 @@ class PageAllocator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMemory:
-    """Keys and values of one layer, views of the cache's memory.
+    """Keys and values of one layer, views of the cache's memory."""
 
-    Attributes:
-        keys: [slots, kv heads, head_dim].
-        values: [slots, kv heads, value_dim].
-        joined: keys and then values, [2 * slots, kv heads, head_dim]; None if their sizes differ.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    joined: torch.Tensor | None
+    keys: torch.Tensor  #: [slots, kv heads, head_dim]
+    values: torch.Tensor  #: [slots, kv heads, value_dim]
+    joined: torch.Tensor | None  #: keys and then values, [2 * slots, kv heads, head_dim]; None if their sizes differ
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one key and one value to each slot, int64 [tokens]."""
@@ -130,13 +187,9 @@ class LayerMemory:
         self.values.index_copy_(0, slots, values)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy keys and values.
+        """Copies of keys [..., kv heads, head_dim] and values [..., kv heads, value_dim].
 
-        Args:
-            slots: int64 [2, ...]: slots of keys, and the same slots plus the number of slots.
-
-        Returns:
-            Keys [..., kv heads, head_dim] and values [..., kv heads, value_dim].
+        ``slots``, int64 [2, ...], are the slots of keys, and the same slots plus the number of slots.
         """
         shape = slots.shape[1:]
         if self.joined is None:
@@ -161,11 +214,6 @@ class PagedKVCache:
         dtype: of keys and values.
         device: of the memory.
 
-    Attributes:
-        layers: as passed.
-        memories: keys and values of each layer, all zeros at first; None for layers without attention.
-        num_slots: positions in each layer, those of the null and the scratch page included.
-
     Raises:
         OptionError: a size is below 1, or no layer has attention.
     """
@@ -183,25 +231,18 @@ class PagedKVCache:
         positive(sum(layer is not None for layer in self.layers), "the number of layers of a KV cache")
         self.num_pages = num_pages = positive(num_pages, "num_pages of a KV cache")
         self.page_size = page_size = positive(page_size, "page_size of a KV cache")
+        #: positions in each layer, those of the null and the scratch page included
         self.num_slots = (num_pages + FIRST_LIVE_PAGE) * page_size
         sizes = [0 if layer is None else self._num_elements(layer) for layer in self.layers]
         starts = [0, *accumulate(sizes)]
         with torch.inference_mode(False):
             self._memory = torch.zeros(starts[-1], dtype=dtype, device=device)
+            self.dtype, self.device = dtype, self._memory.device
+            #: keys and values of each layer, all zeros at first; None for layers without attention
             self.memories = tuple(
                 None if layer is None else self._memory_of(layer, self._memory[start:])
                 for layer, start in zip(self.layers, starts[:-1], strict=True)
             )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of keys and values."""
-        return self._memory.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the cache."""
-        return self._memory.device
 
     @property
     def num_bytes(self) -> int:
@@ -220,8 +261,8 @@ class PagedKVCache:
             joined = memory[: 2 * slots * heads * dim].view(2 * slots, heads, dim)
             return LayerMemory(joined[:slots], joined[slots:], joined)
         keys = memory[: slots * heads * dim].view(slots, heads, dim)
-        behind = memory[round_up(keys.numel(), _ALIGNMENT) :]
-        values = behind[: slots * heads * layer.dim_of_values].view(slots, heads, layer.dim_of_values)
+        after = memory[round_up(keys.numel(), _ALIGNMENT) :]
+        values = after[: slots * heads * layer.dim_of_values].view(slots, heads, layer.dim_of_values)
         return LayerMemory(keys, values, None)
 
 

@@ -1,40 +1,48 @@
-"""Kernels of paged attention, and the one place that chooses between them."""
+"""The attention of a step's tokens over their keys: three ways to the same result, and the choice between them.
+
+*In place*: each request has one page, which flash attention reads. *Packed*: the keys of all requests are copied,
+concatenated, and go to flash attention. *Batched*: each request's keys are copied into a row of the longest length, and
+one attention with a mask serves all rows; the heads that share keys are folded into the query dimension, so that no key
+is repeated. It serves every layer on every device.
+
+Copies of positions that a request has not reached come from the null page, not from the end of its last page: a page
+contains what its last owner wrote, and a weight of zero does not keep a NaN out.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from graphpass.attentionlayers import kernel_fault
 from graphpass.compat import operators
 from graphpass.report import KernelUse
-from graphpass.text.paged.cache import PagedKVCache
-from graphpass.text.paged.layers import LayerMask, PagedLayer
+from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
+from graphpass.text.paged.tables import TableLayout
 
-__all__ = ["AttentionKernels", "Scores", "fault_in_place", "flash_obstacle", "masked_attention"]
+if TYPE_CHECKING:
+    from graphpass.text.paged.op import PagedMetadata
 
-_TOLERANCE = 2e-2
-"""Allowed relative norm of the difference between half precision and float32."""
+NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+"""``f(name, shape, dtype)``: uninitialised memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """How a layer computes its scores.
+    """How a layer computes its scores."""
 
-    Attributes:
-        scale: factor of the products of queries and keys.
-        softcap: the scaled products x become ``softcap * tanh(x / softcap)``; 0: they stay as they are.
-        sinks: one score for each query head that takes part in the softmax and has no value, [heads]; None: no sinks.
-    """
-
-    scale: float
-    softcap: float
+    scale: float  #: factor of the products of queries and keys
+    softcap: float  #: the scaled products x become ``softcap * tanh(x / softcap)``; 0: they stay as they are
+    #: one score for each query head that takes part in the softmax and has no value, [heads]; None: no sinks
     sinks: torch.Tensor | None
 
     @property
@@ -43,20 +51,167 @@ class Scores:
         return not self.softcap and self.sinks is None
 
 
+# -- ways to the keys --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchedKeys:
+    """The keys of each request in a separate row, padded to the longest length."""
+
+    #: slots of keys, and of values in the same layer's memory, int64 [2, requests, length]; the null page's first slot
+    #: for positions not reached
+    slots: torch.Tensor
+    bias: torch.Tensor  #: added to scores, 0 or -inf, in the cache's dtype [masks, requests, max_query_len, length]
+    query_rows: torch.Tensor  #: of mixed batches: the token in each place, int64 [requests, max_query_len]
+    token_places: torch.Tensor  #: of mixed batches: the place of each token, int64 [tokens]
+
+    @classmethod
+    def empty(cls, layout: TableLayout, dtype: torch.dtype, num_masks: int, new: NewTensor) -> BatchedKeys:
+        """Memory for steps of one layout."""
+        reqs, queries, length = layout.num_reqs, layout.max_query_len, layout.max_seq_len
+        is_mixed = layout.query_len is None
+        return cls(
+            slots=new("slots", (2, reqs, length), torch.int64),
+            bias=new("bias", (num_masks, reqs, queries, length), dtype),
+            query_rows=new("query_rows", (reqs, queries) if is_mixed else (0, 0), torch.int64),
+            token_places=new("token_places", (layout.num_tokens if is_mixed else 0,), torch.int64),
+        )
+
+    def prepare(self, metadata: PagedMetadata) -> None:
+        """Compute the tensors for this step, on the device."""
+        numbers = metadata.fixed.numbers
+        _, num_reqs, length = self.slots.shape
+        positions = numbers[:length]
+        page_size = metadata.layout.page_size
+        slots = torch.add(numbers[:page_size], metadata.block_tables.unsqueeze(-1), alpha=page_size).view(
+            num_reqs, length
+        )
+        slots.mul_(positions < metadata.seq_lens.unsqueeze(1))  # guard: paged_null_page
+        torch.add(slots, metadata.fixed.value_offsets, out=self.slots)
+        places = numbers[: self.bias.shape[2]]
+        # Unused requests see the null page: a softmax over nothing would be NaN.
+        own = (metadata.first_positions.unsqueeze(1) + places).unsqueeze(-1)
+        for bias, mask in zip(self.bias, metadata.fixed.masks, strict=True):
+            bias.fill_(-math.inf).masked_fill_(mask.visible(own, positions), 0.0)
+        if metadata.layout.query_len is None:
+            torch.add(metadata.query_start_loc[:-1].unsqueeze(1), places, out=self.query_rows)
+            self.query_rows.clamp_(max=metadata.layout.num_tokens - 1)
+            self.token_places.copy_(metadata.token_rows).clamp_(min=0)
+
+    def attend(
+        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
+    ) -> torch.Tensor:
+        """Attention of queries [tokens, heads, head_dim] over a layer's keys and values, with the mask of this index.
+
+        The result is [tokens, heads, value_dim], or of a uniform batch [requests, query_len, kv heads, group,
+        value_dim].
+        """
+        num_reqs, queries = self.bias.shape[1:3]
+        keys, values = memory.gather(self.slots)
+        is_mixed = metadata.layout.query_len is None
+        if is_mixed:
+            query = query.index_select(0, self.query_rows.view(-1))
+        num_kv_heads = keys.shape[2]
+        grouped = query.unflatten(1, (num_kv_heads, -1)).unflatten(0, (num_reqs, queries))
+        group = grouped.shape[3]
+        # [requests, kv heads, group * queries, head_dim]: with one query a request this is a view.
+        folded = grouped.permute(0, 2, 3, 1, 4).reshape(num_reqs, num_kv_heads, group * queries, -1)
+        bias = self.bias[mask].unsqueeze(1)
+        if queries > 1 and group > 1:
+            bias = bias.repeat(1, 1, group, 1)
+        attended = masked_attention(folded, keys.transpose(1, 2), values.transpose(1, 2), bias, scores)
+        unfolded: torch.Tensor = attended.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
+        if not is_mixed:
+            return unfolded
+        by_place: torch.Tensor = unfolded.reshape(num_reqs * queries, num_kv_heads * group, -1)
+        return by_place.index_select(0, self.token_places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedKeys:
+    """The keys of all requests, concatenated; for layers with plain scores."""
+
+    slots: torch.Tensor  #: slots of keys, and of values in the same layer's memory, int64 [2, keys]
+
+    @classmethod
+    def empty(cls, layout: TableLayout, new: NewTensor) -> PackedKeys:
+        """Memory for steps of one layout."""
+        return cls(new("slots", (2, layout.num_keys), torch.int64))
+
+    def prepare(self, metadata: PagedMetadata) -> None:
+        """Compute the tensors for this step, on the device."""
+        torch.add(metadata.key_slots, metadata.fixed.value_offsets.view(2, 1), out=self.slots)
+
+    def attend(
+        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
+    ) -> torch.Tensor:
+        """Attention as :meth:`BatchedKeys.attend`; results of padded rows are undefined."""
+        keys, values = memory.gather(self.slots)
+        layout = metadata.layout
+        sequences = operators.PackedSequences(
+            metadata.query_start_loc,
+            metadata.key_start_loc,
+            metadata.seq_lens,
+            layout.max_query_len,
+            layout.max_seq_len,
+        )
+        window = metadata.fixed.masks[mask].window
+        return operators.flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeysInPlace:
+    """The keys of each request in the cache itself, in one page; for layers with plain scores."""
+
+    starts: torch.Tensor  #: slot of each request's first key, and a 0, int32 [requests + 1]
+    #: of uniform batches: index of each request's first token, unused requests included, int32 [requests + 1]
+    query_bounds: torch.Tensor
+
+    @classmethod
+    def empty(cls, layout: TableLayout, new: NewTensor) -> KeysInPlace:
+        """Memory for steps of one layout."""
+        count = layout.num_reqs + 1
+        return cls(
+            starts=new("starts", (count,), torch.int32),
+            query_bounds=new("query_bounds", (count if layout.query_len is not None else 0,), torch.int32),
+        )
+
+    def prepare(self, metadata: PagedMetadata) -> None:
+        """Compute the tensors for this step, on the device."""
+        query_len = metadata.layout.query_len
+        self.starts.zero_()
+        torch.mul(metadata.block_tables[:, 0], metadata.layout.page_size, out=self.starts[:-1])
+        if query_len is not None:
+            torch.mul(metadata.fixed.numbers[: len(self.query_bounds)], query_len, out=self.query_bounds)
+
+    def attend(
+        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
+    ) -> torch.Tensor:
+        """Attention as :meth:`BatchedKeys.attend`.
+
+        Unused requests of a uniform batch have no keys, so their rows are zero. Results of padded rows of a mixed batch
+        are undefined.
+        """
+        layout = metadata.layout
+        # guard: paged_unused_in_place
+        bounds = metadata.query_start_loc if layout.query_len is None else self.query_bounds
+        sequences = operators.PackedSequences(
+            bounds, self.starts, metadata.seq_lens, layout.max_query_len, layout.limit
+        )
+        window = metadata.fixed.masks[mask].window
+        return operators.flash_attention(
+            query, memory.keys, memory.values, sequences, scale=scores.scale, causal_window=window
+        )
+
+
 def masked_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Attention with a mask; with a soft cap or sinks at least in float32, since no kernel of torch computes those.
 
-    Args:
-        query: [requests, kv heads, group * queries, head_dim], the heads of a group one behind the other.
-        keys: [requests, kv heads, length, head_dim].
-        values: [requests, kv heads, length, value_dim].
-        bias: added to the scores, 0 or -inf, broadcast to [requests, kv heads, group * queries, length].
-        scores: how the scores are computed.
-
-    Returns:
-        [requests, kv heads, group * queries, value_dim].
+    ``query`` is [requests, kv heads, group * queries, head_dim], head by head of a group; ``keys`` and ``values`` are
+    [requests, kv heads, length, size]. ``bias``, 0 or -inf, is broadcast to the scores, [requests, kv heads, group *
+    queries, length]. The result is [requests, kv heads, group * queries, value_dim].
     """
     if scores.is_plain:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scores.scale)
@@ -77,28 +232,25 @@ def masked_attention(
     return torch.matmul(weights, values.to(dtype)).to(values.dtype)
 
 
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+_BLOCK_TABLES = "varlen_attn over pages (block_table)"
+_IN_PLACE = "flash attention over pages of whole sequences"
+_PACKED = "flash attention over packed keys"
+_MASKED = "scaled_dot_product_attention over gathered keys"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """The kernels that serve the steps of one cache.
+    """The kernels that serve the steps of one cache."""
 
-    Attributes:
-        has_flash: flash attention serves the layers, at least over copies of their keys that lie one behind the other.
-        in_place: flash attention reads the pages themselves and serves all steps.
-        reasons: for each candidate why it serves or does not serve steps.
-    """
-
-    has_flash: bool
-    in_place: bool
-    reasons: tuple[tuple[str, str], ...]
+    has_flash: bool  #: flash attention serves the layers, at least over concatenated copies of their keys
+    in_place: bool  #: flash attention reads the pages themselves and serves all steps
+    reasons: tuple[tuple[str, str], ...]  #: (kernel, why it serves or does not serve steps)
 
     @classmethod
     def choose(cls, cache: PagedKVCache, max_seq_len: int) -> AttentionKernels:
-        """Choose by device, layers, page size and the abilities of this torch.
-
-        Args:
-            cache: the KV cache.
-            max_seq_len: the longest sequence.
-        """
+        """Choose by device, layers, page size and the abilities of this torch."""
         of_flash = flash_obstacle(cache.layers, max_seq_len, cache.dtype, cache.device)
         of_pages = of_flash or _page_obstacle(cache, max_seq_len)
         if of_pages is None:
@@ -132,17 +284,11 @@ class AttentionKernels:
         return tuple(KernelUse(kernel, served.get(kernel, "none"), reason) for kernel, reason in self.reasons)
 
 
-_BLOCK_TABLES = "varlen_attn over pages (block_table)"
-_IN_PLACE = "flash attention over pages of whole sequences"
-_PACKED = "flash attention over packed keys"
-_MASKED = "scaled_dot_product_attention over gathered keys"
-
-
 def _block_table_obstacle() -> str:
     """Why no kernel reads pages through a table.
 
     ``varlen_attn`` has block tables from torch 2.13 on, which FlashAttention 3 and 4 (packages of their own) and, from
-    torch 2.15 on, cuDNN serve. A page may contain NaN of its last owner behind a sequence's end, and it is nowhere
+    torch 2.15 on, cuDNN serve. A page may contain NaN of its last owner after a sequence's end, and it is nowhere
     stated that these kernels do not multiply it by a weight of zero.
     """
     try:
@@ -151,7 +297,7 @@ def _block_table_obstacle() -> str:
         return f"torch {torch.__version__} has no varlen_attn"
     if "block_table" not in inspect.signature(function).parameters:
         return f"torch {torch.__version__} has none"
-    return "it is not known to ignore what a page's last owner left behind a sequence's end"
+    return "it may read stale values of a page's last owner after the end of a sequence"
 
 
 def flash_obstacle(
@@ -190,7 +336,7 @@ def _page_obstacle(cache: PagedKVCache, max_seq_len: int) -> str | None:
 def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Test flash attention over pages on this device; returns the reason why it cannot be used, or None.
 
-    Torch documents the kernel for consecutive keys. Here sequences lie in any order, with NaN between and behind them.
+    Torch documents the kernel for consecutive keys. Here sequences lie in any order, with NaN between and after them.
     """
     lengths, query_lens, places, page_size, num_kv_heads = (70, 0, 5, 129), (3, 1, 1, 129), (3, 0, 1, 2), 160, 2
     seeded = torch.Generator().manual_seed(0)
@@ -208,17 +354,13 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
                 for numbers in (ends, [*(place * page_size for place in places), 0], lengths)
             )
             sequences = operators.PackedSequences(bounds, starts, used, query_len or max(query_lens), page_size)
-            try:
-                found = operators.flash_attention(
-                    query[: ends[-1]], keys, values, sequences, scale=scale, causal_window=window
-                )
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                return str(error)
             expected = _one_by_one(query[: ends[-1]], keys, values, sequences, scale, window)
-            if not (found.float() - expected).norm() < _TOLERANCE * expected.norm():
-                return f"with heads of width {head_dim} it attends to wrong keys"
+            run = functools.partial(
+                operators.flash_attention, query[: ends[-1]], keys, values, sequences, scale=scale, causal_window=window
+            )
+            fault = kernel_fault(run, expected)
+            if fault is not None:
+                return fault
     return None
 
 
@@ -240,7 +382,7 @@ def _one_by_one(
             results.append(torch.zeros_like(query[begin:end], dtype=torch.float32))
             continue
         own, others = (torch.arange(n, device=query.device) for n in (end - begin, length))
-        visible = LayerMask(window=window).visible((own + length - len(own)).unsqueeze(1), others)
+        visible = LayerMask(window).visible((own + length - len(own)).unsqueeze(1), others)
         key, value = (t[start : start + length].float().transpose(0, 1) for t in (keys, values))
         attended = F.scaled_dot_product_attention(
             of_sequence, key, value, attn_mask=visible, scale=scale, enable_gqa=True

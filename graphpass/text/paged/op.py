@@ -1,23 +1,169 @@
-"""The op for attention over a paged KV cache. It calls torch's attention kernels."""
+"""The op for attention over a paged KV cache, and the metadata of a step, which it reads from the forward context."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass.context import get_forward_context
-from graphpass.errors import ContextError
-from graphpass.regions.padding import register_padding_rule
-from graphpass.text.paddingrules import paged_attention_by_row
-from graphpass.text.paged.kernels import Scores
-from graphpass.text.paged.metadata import AttentionCall, PagedStep
-
-__all__ = ["NO_WINDOW", "PAGED_ATTENTION"]
+from graphpass.errors import ContextError, ShapeError
+from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
+from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
+from graphpass.text.paged.kernels import BatchedKeys, KeysInPlace, PackedKeys, Scores
+from graphpass.text.paged.tables import TableLayout, Tables
 
 PAGED_ATTENTION = "graphpass::paged_attention"
 NO_WINDOW = -1
+SCRATCH_SLOTS = "padded tokens of paged attention write to scratch slots alone"
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """One call of the op; see there."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    layer: int
+    scores: Scores
+    window: int  #: the sliding window that the layer passes; 0: it passes none
+
+
+class PagedStep(ABC):
+    """What the forward context must contain as ``attn_metadata`` for the op."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> None:
+        """Serve one call of the op: write to ``call.out``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedMetadata:
+    """Metadata that is equal for all steps over one cache."""
+
+    cache: PagedKVCache
+    longest: int  #: the longest sequence; a limit of a mask at least as large is none
+    masks: tuple[LayerMask, ...]  #: the different masks of the layers, within ``longest``
+    mask_of: tuple[int, ...]  #: for each layer the index of its mask
+    numbers: torch.Tensor  #: 0, 1, 2..., int32
+    value_offsets: torch.Tensor  #: 0, and the number of slots; int64 [2, 1, 1]
+
+    @classmethod
+    def of(cls, cache: PagedKVCache, longest: int, numbers: torch.Tensor) -> FixedMetadata:
+        """For sequences of at most ``longest`` tokens over this cache."""
+        of_layers = [LayerMask() if layer is None else layer.mask.within(longest) for layer in cache.layers]
+        masks = tuple(sorted({mask for mask, layer in zip(of_layers, cache.layers, strict=True) if layer is not None}))
+        return cls(
+            cache=cache,
+            longest=longest,
+            masks=masks,
+            mask_of=tuple(masks.index(mask) if mask in masks else 0 for mask in of_layers),
+            numbers=numbers,
+            value_offsets=torch.tensor([0, cache.num_slots], device=cache.device).view(2, 1, 1),
+        )
+
+    def layer(self, number: int) -> tuple[PagedLayer, LayerMemory]:
+        """A layer, and its keys and values; raises ShapeError if the cache has no such layer."""
+        layers = self.cache.layers
+        layer, memory = (layers[number], self.cache.memories[number]) if 0 <= number < len(layers) else (None, None)
+        if layer is None or memory is None:
+            raise ShapeError(
+                "the KV cache has no such layer",
+                expected=f"one of layers {[n for n, known in enumerate(layers) if known is not None]}",
+                found=str(number),
+                remedy="create the cache with as many layers as the model has",
+            )
+        return layer, memory
+
+    def check(self, call: AttentionCall, layer: PagedLayer, num_tokens: int) -> None:
+        """Raise ShapeError if tensors, sliding window or scores of a call are not those of the layer."""
+        _check_tensors(call, layer, self.cache.dtype, num_tokens)
+        declared = self.masks[self.mask_of[call.layer]].window
+        passed = call.window if call.window < self.longest else 0
+        if call.window and passed != declared:
+            raise ShapeError(
+                f"layer {call.layer} passes a sliding window that its cache was not created for",
+                expected=f"{declared}" if declared else "none",
+                found=str(call.window),
+                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
+            )
+        if layer.is_plain and not call.scores.is_plain:
+            raise ShapeError(
+                f"layer {call.layer} uses a soft cap or sinks that its cache was not created for",
+                expected="scores that are scaled products",
+                found="softcap" if call.scores.softcap else "sinks",
+                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
+            )
+
+
+@dataclass(eq=False)
+class PagedMetadata(Tables[torch.Tensor], PagedStep):
+    """The metadata of one step, which the op reads. A FULL key has one object, and each step refills its tables."""
+
+    layout: TableLayout
+    is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
+    fixed: FixedMetadata
+    keys: BatchedKeys | KeysInPlace | PackedKeys  #: how the keys are gathered
+    #: the layer whose op runs first and prepares the step for all; learned from the first call
+    first_layer: int | None = None
+
+    def attend(self, call: AttentionCall) -> None:
+        """Write the step's keys and values into the cache, then attend over each request's pages, into ``call.out``."""
+        num_tokens = self.layout.num_tokens
+        layer, memory = self.fixed.layer(call.layer)
+        self.fixed.check(call, layer, num_tokens)
+        if call.out.shape[0] > num_tokens:
+            call.out[num_tokens:].zero_()
+        if num_tokens == 0:
+            return
+        memory.write(self.slot_mapping, call.key[:num_tokens], call.value[:num_tokens])
+        if self.first_layer is None:
+            self.first_layer = call.layer
+        if self.first_layer == call.layer:
+            self.keys.prepare(self)
+        query = call.query[:num_tokens]
+        if layer.query_scale is not None:  # guard: paged_position_scale
+            query = (query * layer.query_scale.of(self.positions).view(-1, 1, 1)).to(query.dtype)
+        attended = self.keys.attend(self, memory, query, call.scores, self.fixed.mask_of[call.layer])
+        real = call.out[:num_tokens]
+        if attended.dim() == 5:
+            real = real.unflatten(1, attended.shape[2:4]).unflatten(0, attended.shape[:2])
+        real.copy_(attended)
+        if self.is_padded:
+            real.masked_fill_((self.token_rows < 0).view(-1, 1, 1), 0.0)
+
+
+def _check_tensors(call: AttentionCall, layer: PagedLayer, dtype: torch.dtype, num_tokens: int) -> None:
+    query, key, value, out, sinks = call.query, call.key, call.value, call.out, call.scores.sinks
+    num_kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.dim_of_values
+    fits = (
+        query.dim() == 3
+        and query.shape[0] >= num_tokens
+        and query.shape[1] % num_kv_heads == 0
+        and query.shape[2] == head_dim
+        and key.shape == (query.shape[0], num_kv_heads, head_dim)
+        and value.shape == (query.shape[0], num_kv_heads, value_dim)
+        and out.shape == (*query.shape[:2], value_dim)
+        and (sinks is None or sinks.shape == query.shape[1:2])
+        and query.dtype == key.dtype == value.dtype == out.dtype == dtype
+    )
+    if not fits:
+        raise ShapeError(
+            "paged attention got tensors that do not fit its cache or step",
+            expected=f"key [at least {num_tokens}, {num_kv_heads}, {head_dim}], value [..., {num_kv_heads}, "
+            f"{value_dim}], query and out of as many rows and a multiple of the heads, of {dtype}; one sink a head",
+            found=", ".join(f"{list(t.shape)} {t.dtype}" for t in (query, key, value, out))
+            + " (q, k, v, out)"
+            + ("" if sinks is None else f", {list(sinks.shape)} sinks"),
+            remedy="create the cache for the model's heads, head_dim and dtype, and dispatch with the step's sizes",
+        )
+
+
+# -- the op ------------------------------------------------------------------------------------------------------------
 
 torch.library.define(
     PAGED_ATTENTION,
@@ -45,8 +191,8 @@ def _paged_attention(
         query: [rows, heads, head_dim].
         key: [rows, kv heads, head_dim].
         value: [rows, kv heads, value_dim].
-        out: [rows, heads, value_dim]. Rows behind the metadata's tokens, which are not read either, become zero, and
-            so do padded rows of a FULL key (in a uniform one, where their query is finite).
+        out: [rows, heads, value_dim]. Rows after the metadata's tokens are not read and become zero. Padded rows of a
+            FULL key also become zero; in a uniform key only if their query is finite.
         layer: of the cache; its :class:`PagedLayer` says which keys a token sees.
         scale: of the scores.
         window: positions that a token sees, itself included, if the layer passes them: they must be those of the
@@ -56,14 +202,6 @@ def _paged_attention(
     """
     scores = Scores(scale, softcap, sinks)
     _step_in_context().attend(AttentionCall(query, key, value, out, layer, scores, max(window, 0)))
-
-
-def _writes_out_only(*_: Any, **__: Any) -> None:
-    """The fake implementation: the op writes to ``out`` and returns nothing."""
-
-
-torch.library.register_fake(PAGED_ATTENTION, _writes_out_only)
-register_padding_rule(PAGED_ATTENTION, paged_attention_by_row)
 
 
 def _step_in_context() -> PagedStep:
@@ -77,3 +215,24 @@ def _step_in_context() -> PagedStep:
             f"to stay outside of captured regions: splitting_ops=[{PAGED_ATTENTION!r}]",
         )
     return metadata
+
+
+def _writes_out_only(*_: Any, **__: Any) -> None:
+    """The fake implementation: the op writes to ``out`` and returns nothing."""
+
+
+def _paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
+    """Padding rule: a row depends on its query and on the pages of its request."""
+    rows = call.tensor("query").factors[0]
+    for name in ("query", "key", "value", "out"):
+        tensor = call.tensor(name)
+        call.unpadded(tensor, range(1, tensor.rank), "attends with features over")
+        rows = call.unify(rows, tensor.factors[0])
+    if not call.sizes.is_prefix(rows):
+        raise call.refuse(f"its metadata counts tokens, and padding stands inside rows {list(rows)}", rows[-1])
+    call.assumptions.add(SCRATCH_SLOTS)
+    return (PaddedValue((rows, *call.tensor("out").factors[1:])),)
+
+
+torch.library.register_fake(PAGED_ATTENTION, _writes_out_only)
+register_padding_rule(PAGED_ATTENTION, _paged_attention_by_row)

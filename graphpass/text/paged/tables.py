@@ -1,42 +1,41 @@
-"""A step's tables over a paged KV cache: the slots of each token's key and value, on the host and on the device.
+"""A step's tables over a paged KV cache, such as the slots that its keys and values are written to.
 
-A slot is a position in a layer's cache, ``page * page_size + offset``.
+They are filled on the host and copied to the device. A slot is a position in a layer's cache, ``page * page_size +
+offset``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from graphpass.errors import ShapeError
 from graphpass.text.paged.cache import FIRST_LIVE_PAGE, NULL_PAGE, SCRATCH_PAGE, PagedKVCache, PagedRequests
-
-__all__ = ["Step", "TableLayout", "Tables", "check_fits"]
 
 _Ints = npt.NDArray[np.integer[Any]]
 _Table = TypeVar("_Table")
 
 
+def pinned_memory(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised host memory for one copy to or from ``device``, which torch keeps until the copy is done."""
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The requests of one step, after checks that need no other input.
+    """The requests of one step, after the checks that need the cache alone."""
 
-    Attributes:
-        query_lens, seq_lens: as given, [requests].
-        num_pages: pages in use of each request, [requests].
-        pages: those, request by request.
-        num_tokens: of all requests.
-    """
-
-    query_lens: _Ints
-    seq_lens: _Ints
-    num_pages: _Ints
-    pages: _Ints
-    num_tokens: int
+    query_lens: _Ints  #: tokens of each request in this step, [requests]
+    seq_lens: _Ints  #: length of each request after this step, [requests]
+    num_pages: _Ints  #: pages in use of each request, [requests]
+    pages: _Ints  #: the page numbers of all requests, concatenated
+    num_tokens: int  #: of all requests
 
     @classmethod
     def of(cls, requests: PagedRequests, cache: PagedKVCache) -> Step:
@@ -71,11 +70,7 @@ class Step:
 
 
 def _used_pages(block_tables: Any, num_pages: _Ints, page_size: int) -> _Ints:
-    """The pages in use, grouped by request.
-
-    Raises:
-        ShapeError: a request has fewer pages than its sequence needs.
-    """
+    """The pages in use, grouped by request; raises ShapeError if a request has fewer than its sequence needs."""
     is_array = isinstance(block_tables, np.ndarray)
     if is_array:
         lengths = np.full(len(num_pages), block_tables.shape[1])
@@ -117,92 +112,65 @@ def _check_pages(pages: _Ints, num_pages: _Ints, num_live: int, is_scratch: bool
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Tables(Generic[_Table]):
-    """A step's tables: arrays on the host, tensors on the device. Each set is a view of one flat allocation.
+    """A step's tables: arrays on the host, tensors on the device. Each set is a view of one flat allocation."""
 
-    Attributes:
-        slot_mapping: slot that each token's key and value are written to, int64 [tokens]; scratch for padding.
-        block_tables: page numbers, [requests, pages]; null behind the last.
-        seq_lens: [requests]; 0 for unused ones.
-        query_start_loc: where each request's tokens begin, [requests + 1]; the count of real tokens behind the last.
-        first_positions: position of each request's first token of this step, [requests]; 0 for unused ones.
-        token_rows: of mixed batches: where each token stands in [requests, max_query_len], [tokens]; -1 for padding.
-        key_start_loc: of packed keys: where each request's begin, [requests + 1].
-        key_slots: of packed keys: the slot of every position of every request, [keys]; null behind the last.
-        positions: where layers scale queries by position: each token's, [tokens]; 0 for padding.
-    """
-
-    slot_mapping: _Table
-    block_tables: _Table
-    seq_lens: _Table
+    slot_mapping: _Table  #: slot that each token's key and value are written to, int64 [tokens]; scratch for padding
+    block_tables: _Table  #: page numbers, int32 as all that follow, [requests, pages]; null after the last
+    seq_lens: _Table  #: lengths after the step, [requests]; 0 for unused requests
+    #: index of each request's first token, and then the number of real tokens, [requests + 1]
     query_start_loc: _Table
-    first_positions: _Table
-    token_rows: _Table
-    key_start_loc: _Table
-    key_slots: _Table
-    positions: _Table
+    first_positions: _Table  #: position of each request's first token of this step, [requests]; 0 for unused ones
+    token_rows: _Table  #: of mixed batches: place of each token in [requests, max_query_len], [tokens]; -1 for padding
+    key_start_loc: _Table  #: of packed keys: index of each request's first key, [requests + 1]
+    key_slots: _Table  #: of packed keys: the slot of each position of each request, [keys]; null after the last
+    positions: _Table  #: of layers that scale queries: position of each token, [tokens]; 0 for padding
 
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """The sizes of one metadata object's tables, all of them int32 in one piece but the int64 slot mapping before.
+    """The sizes of one metadata object's tables: first the int64 slot mapping, then the int32 tables."""
 
-    Attributes:
-        num_tokens: padded.
-        num_reqs: padded.
-        query_len: tokens of each request in a uniform batch, None in a mixed one.
-        max_query_len: most tokens of a request.
-        limit: longest sequence.
-        max_seq_len: that in whole pages.
-        num_keys: packed keys, 0 where keys are not packed.
-        page_size: of the cache.
-        has_positions: whether there is a table of positions.
-    """
+    num_tokens: int  #: rows of the model's tensors that count: real ones, in FULL the key's
+    num_reqs: int  #: requests, in FULL the key's
+    query_len: int | None  #: tokens of each request in a uniform batch, None in a mixed one
+    max_query_len: int  #: most tokens of a request
+    limit: int  #: the longest sequence
+    max_seq_len: int  #: ``limit``, rounded up to whole pages
+    num_keys: int  #: packed keys; 0 if keys are not packed
+    page_size: int  #: of the cache
+    has_positions: bool  #: whether there is a table of positions
 
-    num_tokens: int
-    num_reqs: int
-    query_len: int | None
-    max_query_len: int
-    limit: int
-    max_seq_len: int
-    num_keys: int
-    page_size: int
-    has_positions: bool
-
-    def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        is_mixed = self.query_len is None
-        return (
-            (self.num_reqs, self.max_seq_len // self.page_size),
-            (self.num_reqs,),
-            (self.num_reqs + 1,),
-            (self.num_reqs,),
-            (self.num_tokens if is_mixed else 0,),
-            (self.num_reqs + 1 if self.num_keys else 0,),
-            (self.num_keys,),
-            (self.num_tokens if self.has_positions else 0,),
-        )
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        is_mixed, num_ends = self.query_len is None, self.num_reqs + 1
+        return {
+            "block_tables": (self.num_reqs, self.max_seq_len // self.page_size),
+            "seq_lens": (self.num_reqs,),
+            "query_start_loc": (num_ends,),
+            "first_positions": (self.num_reqs,),
+            "token_rows": (self.num_tokens if is_mixed else 0,),
+            "key_start_loc": (num_ends if self.num_keys else 0,),
+            "key_slots": (self.num_keys,),
+            "positions": (self.num_tokens if self.has_positions else 0,),
+        }
 
     def num_int32(self) -> int:
         """Size of the flat memory."""
-        return 2 * self.num_tokens + sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in self._shapes())
+        return 2 * self.num_tokens + sum(map(math.prod, self._shapes().values()))
 
-    def views(self, flat: Any, int64: Any) -> Tables[Any]:
-        """The tables in ``flat``, a tensor or array of :meth:`num_int32`; ``int64`` is its kind's 64-bit dtype."""
+    def views(self, flat: Any, int64: Any) -> dict[str, Any]:
+        """The :class:`Tables` in ``flat``, a tensor or array of :meth:`num_int32`; ``int64`` is its 64-bit dtype."""
         start = 2 * self.num_tokens
-        views = [flat[:start].view(int64)]
-        for shape in self._shapes():
-            size = shape[0] * (shape[1] if len(shape) > 1 else 1)
-            views.append(flat[start : start + size].reshape(shape))
+        views = {"slot_mapping": flat[:start].view(int64)}
+        for name, shape in self._shapes().items():
+            size = math.prod(shape)
+            views[name] = flat[start : start + size].reshape(shape)
             start += size
-        return Tables(*views)
+        return views
 
     def check(self, step: Step) -> None:
-        """Whether a step fits.
-
-        Raises:
-            ShapeError: it has more requests, tokens or positions, or another query length.
-        """
+        """Raise ShapeError if the step does not fit."""
         check_fits(step, num_reqs=self.num_reqs, num_tokens=self.num_tokens, max_seq_len=self.limit)
         if self.query_len is not None and np.logical_or.reduce(step.query_lens != self.query_len):
             raise ShapeError(
@@ -265,11 +233,7 @@ class TableLayout:
 
 
 def check_fits(step: Step, *, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
-    """Whether a step is within these bounds.
-
-    Raises:
-        ShapeError: it has more requests, tokens or positions.
-    """
+    """Raise ShapeError if the step has more requests, tokens or positions than these bounds."""
     for what, found, limit in (
         ("requests", len(step.query_lens), num_reqs),
         ("tokens", step.num_tokens, num_tokens),

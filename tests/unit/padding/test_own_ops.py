@@ -11,8 +11,8 @@ from torch import Tensor
 from graphpass import zero_padding
 from graphpass.errors import ContextError
 from graphpass.regions import Verdict
-from graphpass.text.experts.op import EXPERT_LINEAR
-from graphpass.text.lora.op import ADD_LORA
+from graphpass.text.experts import EXPERT_LINEAR
+from graphpass.text.lora import ADD_LORA
 from graphpass.text.paged.op import PAGED_ATTENTION
 from tests.unit.padding.test_compose import Prover, text_of, verdicts
 

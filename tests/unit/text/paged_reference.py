@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from graphpass.compat import operators
+from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, PagedRequests
 from graphpass.text.paged import attention, kernels
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.cache import PageAllocator, PagedKVCache, PagedRequests
-from graphpass.text.paged.layers import LayerMask, PagedLayer
 
 
 def attend_by(function: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass.errors import OptionError
-from graphpass.text.drafting import NgramDrafter
-from graphpass.text.request import Request
+from graphpass.text import NgramDrafter, Request
 
 
 def searched(text: Sequence[int], limit: int, max_ngram: int, min_ngram: int) -> list[int]:
@@ -97,9 +96,9 @@ def test_each_new_token_costs_the_same_whatever_the_length() -> None:
     text = np.arange(50_000, dtype=np.int64) % 911
     drafter.propose(request, text[:-2], 1)
     index = drafter._indexes[request]
-    before = dict(index._behind)
+    before = dict(index._next)
     drafter.propose(request, text[:-1], 1)
-    assert sum(place != before.get(gram) for gram, place in index._behind.items()) == 3
+    assert sum(place != before.get(gram) for gram, place in index._next.items()) == 3
 
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 0), (1, 2), (True, True), (2.0, 1)])

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpass.errors import OptionError, ShapeError
-from graphpass.text.experts import op as experts_op
-from graphpass.text.experts.huggingface import HUGGING_FACE_NAME, compute_experts_by_token
-from graphpass.text.experts.op import expert_linear, products_by_blocks
+from graphpass.text import experts as experts_op
+from graphpass.text.experts import HUGGING_FACE_NAME, compute_experts_by_token, expert_linear, products_by_blocks
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,13 +17,9 @@ from hypothesis import strategies as st
 
 from graphpass.engine.batch import Batch
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
-from graphpass.text.generation import Generation
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.cache import PageAllocator, PagedKVCache
-from graphpass.text.paged.layers import PagedLayer
-from graphpass.text.request import Request
+from graphpass.text import Generation, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, Request
 from graphpass.text.scheduler import ScheduleLimits, Scheduler
-from graphpass.text.steptokens import StepInputs
+from graphpass.text.step import StepInputs
 from tests.unit.text.generated import generate
 
 VOCABULARY, MAX_LENGTH = 97, 48
@@ -277,7 +273,7 @@ def test_decode_steps_of_the_same_requests_reuse_their_inputs() -> None:
     )
     for index, prompt in enumerate([[1, 2, 3], [4], [5, 6]]):
         scheduler.add(Request.of(str(index), prompt, 6))
-    inputs, tokens = StepInputs(16, 4, torch.device("cpu")), torch.tensor([70, 71, 72, 73])
+    inputs, tokens = StepInputs(16, (4,), torch.device("cpu")), torch.tensor([70, 71, 72, 73])
     plans = [scheduler.plan() for _ in range(4)]
     seen = []
     for plan in plans:

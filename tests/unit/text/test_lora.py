@@ -25,7 +25,7 @@ from graphpass import (
 from graphpass.errors import DispatchError, OptionError, ShapeError
 from graphpass.offload import WeightOffloader
 from graphpass.text import LoraAdapters
-from graphpass.text.lora.op import LoraLinear
+from graphpass.text.lora import LoraLinear
 from tests.unit.text.adapted import (
     LARGEST,
     MAX_RANK,

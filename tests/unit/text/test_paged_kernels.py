@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from graphpass.text import LayerMask, PagedLayer
 from graphpass.text.paged import kernels
 from graphpass.text.paged.kernels import AttentionKernels, Scores, masked_attention
-from graphpass.text.paged.layers import LayerMask, PagedLayer
 
 PLAIN = PagedLayer(2, 64)
 TABLES, IN_PLACE, PACKED, MASKED = (

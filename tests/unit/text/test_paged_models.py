@@ -10,10 +10,8 @@ import torch
 
 import graphpass as gp
 from graphpass.errors import GraphpassError, OptionError, ShapeError
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.cache import PageAllocator, PagedRequests
+from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedLayer, PagedRequests, PositionScale
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME, register_with_hugging_face
-from graphpass.text.paged.layers import LayerMask, PagedLayer, PositionScale
 
 TEXT = {
     "hidden_size": 32,

@@ -12,10 +12,9 @@ import torch
 from graphpass import AttentionSupport, BatchDescriptor
 from graphpass.compat import operators
 from graphpass.compat.operators import PackedSequences
+from graphpass.text import PagedAttention, PagedLayer
 from graphpass.text.paged import attention, kernels
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.keys import BatchedKeys, KeysInPlace, PackedKeys
-from graphpass.text.paged.layers import PagedLayer
+from graphpass.text.paged.kernels import BatchedKeys, KeysInPlace, PackedKeys
 from tests.unit.text.paged_reference import Heads, Paged, attend_by, reference
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS, assert_right, run, uniform_key
 

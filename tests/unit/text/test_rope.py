@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from graphpass.errors import OptionError
-from graphpass.text.rope import fix_frequencies
-from graphpass.text.servedmodel import ServedModel
+from graphpass.text.model import ServedModel, fix_frequencies
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
-from graphpass.text.request import Request
+from graphpass.text import Request
 from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
 
 PAGE_SIZE, VOCABULARY = 4, 50

@@ -9,9 +9,9 @@ import torch
 
 from graphpass.errors import CaptureError, OptionError, ShapeError
 from graphpass.text import CausalLM, Generation, LoraAdapters, Request
-from graphpass.text.experts.huggingface import HUGGING_FACE_NAME as EXPERTS_NAME
+from graphpass.text.experts import HUGGING_FACE_NAME as EXPERTS_NAME
+from graphpass.text.model import ServedModel
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME
-from graphpass.text.servedmodel import ServedModel
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from graphpass import CudagraphDispatcher
 from graphpass.engine.batch import Batch
 from graphpass.errors import OptionError
-from graphpass.text.generation import Generation
-from graphpass.text.request import Ints, Request
-from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
+from graphpass.text import Generation, Request
+from graphpass.text.scheduler import Ints, ScheduleLimits, Scheduler, StepPlan
 from tests.unit.text.generated import generate
 from tests.unit.text.test_generation import (
     MAX_LENGTH,

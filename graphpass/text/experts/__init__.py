@@ -1,1 +1,0 @@
-"""Mixtures of experts that keep the tokens of a batch apart."""

@@ -1,0 +1,145 @@
+"""The input tensors of a generation's steps, and the way of its new tokens back to the host.
+
+Copies between host and device are asynchronous. Each copy to the device has pinned memory of its own; the copies to the
+host alternate between two buffers, and the host waits for a copy before it reads it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from graphpass.text.lora import ORDER, SLOTS, LoraAdapters
+from graphpass.text.paged.tables import pinned_memory
+from graphpass.text.scheduler import Ints, StepPlan
+
+
+class StepInputs:
+    """Builds a step's input tensors on the device, with one copy from the host.
+
+    Decoding rows read their token from the result of the step before, on the device, unless all texts are on the host.
+    If the step has the same rows as the one before (``StepPlan.same_rows``), nothing is copied from the host.
+
+    Args:
+        max_num_tokens: most tokens of a step.
+        last_rows: shape of the model's input of that name, (requests,) or, with k drafts, (requests, 1 + k).
+        device: device of the inputs.
+        adapters: the adapters of the model; None: the model takes none.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        last_rows: Sequence[int],
+        device: torch.device,
+        adapters: LoraAdapters | None = None,
+    ) -> None:
+        max_num_reqs, *self._last_shape = last_rows
+        self._num_last = self._last_shape[0] if self._last_shape else 1
+        self._device, self._adapters = device, adapters
+        size = 2 * max_num_tokens + (2 + self._num_last) * max_num_reqs
+        size += 0 if adapters is None else adapters.max_loras + max_num_tokens
+        with torch.inference_mode(False):
+            self._stage = torch.zeros(size, dtype=torch.int64, device=device)
+        self._row_of = np.zeros(max_num_reqs, dtype=np.int64)
+        self._views: dict[str, torch.Tensor] = {}
+        self._takes_tokens = False
+        self.num_active_loras = 0  #: number of different adapters in the last step
+
+    def of(self, plan: StepPlan, tokens: torch.Tensor, texts: Sequence[Ints] | None = None) -> dict[str, torch.Tensor]:
+        """The inputs of a step, valid until the next call.
+
+        Args:
+            plan: the step.
+            tokens: the new token of each row of the step before, on the device, int64 (most rows,).
+            texts: all tokens of each row's request, its drafts included, int64 (tokens,) each; None: decoding rows read
+                ``tokens``.
+        """
+        if not plan.same_rows:
+            self._views, self._takes_tokens = self._staged(plan, tokens, texts), False
+            return self._views
+        if not self._takes_tokens:
+            self._views = {**self._views, "input_ids": tokens[: plan.num_tokens].unsqueeze(0)}
+            self._takes_tokens = True
+        self._views["position_ids"].add_(1)
+        return self._views
+
+    def _staged(self, plan: StepPlan, tokens: torch.Tensor, texts: Sequence[Ints] | None) -> dict[str, torch.Tensor]:
+        num_tokens, num_rows = plan.num_tokens, len(plan.requests)
+        num_decodes = int(plan.decodes.sum()) if texts is None else 0
+        of_loras = () if self._adapters is None else (self._adapters.max_loras, num_tokens)
+        fields = (num_tokens, num_tokens, num_rows * self._num_last, num_decodes, num_decodes, *of_loras)
+        host = pinned_memory(sum(fields), torch.int64, self._device)
+        self._fill(plan, texts, np.split(host.numpy(), np.cumsum(fields)[:-1]))
+        stage = self._stage[: len(host)].copy_(host, non_blocking=True)
+        ids, positions, last_rows, sources, targets, *loras = stage.split(fields)
+        if num_decodes:
+            ids.index_copy_(0, targets, tokens.index_select(0, sources))
+        views = {"input_ids": ids.unsqueeze(0), "position_ids": positions.unsqueeze(0)}
+        views["last_rows"] = last_rows.view(-1, *self._last_shape)
+        return views | dict(zip((ORDER, SLOTS), loras, strict=False))
+
+    def _fill(self, plan: StepPlan, texts: Sequence[Ints] | None, fields: Sequence[Ints]) -> None:
+        """Write tokens, positions, last rows, the source and target of decoding rows' tokens, and adapters."""
+        ids, positions, last_rows, sources, targets, *of_loras = fields
+        starts, ends = plan.seq_lens - plan.query_lens, np.cumsum(plan.query_lens)
+        first = ends - plan.query_lens
+        np.add(np.arange(plan.num_tokens), np.repeat(plan.seq_lens - ends, plan.query_lens), out=positions)
+        newest = ends[:, None] - np.arange(self._num_last, 0, -1)
+        last_rows[:] = np.maximum(first[:, None], newest).reshape(-1)
+        if texts is not None:
+            rows = zip(texts, starts.tolist(), plan.seq_lens.tolist(), strict=True)
+            np.concatenate([text[start:end] for text, start, end in rows], out=ids)
+        else:
+            for row in np.flatnonzero(~plan.decodes).tolist():
+                ids[first[row] : ends[row]] = plan.requests[row].prompt[starts[row] : plan.seq_lens[row]]
+            sources[:] = self._row_of[plan.slots[plan.decodes]]
+            targets[:] = first[plan.decodes]
+            self._row_of[plan.slots] = np.arange(len(plan.requests))
+        if self._adapters is not None:
+            slots, order, self.num_active_loras = self._adapters.numbers_of([r.adapter for r in plan.requests])
+            of_loras[0][:], of_loras[1][:] = order, np.repeat(slots, plan.query_lens)
+
+
+class StepTokens:
+    """The new tokens of the last steps: a copy on the device for the next step, and pending copies to the host.
+
+    Args:
+        max_num_tokens: most new tokens of a step.
+        device: device of the steps.
+    """
+
+    def __init__(self, max_num_tokens: int, device: torch.device) -> None:
+        self._device = device
+        with torch.inference_mode(False):
+            #: the new tokens of the last step, int64 (max_num_tokens,); rows without a request are undefined
+            self.on_device = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+            self._hosts = deque(pinned_memory(max_num_tokens, torch.int64, device) for _ in range(2))
+        # An event follows the last copy to each of them.
+        self._copied = deque(torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
+        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
+
+    def take(self, tokens: torch.Tensor) -> None:
+        """Copy a step's tokens, (rows,), out of the manager's buffer, which the next run overwrites."""
+        on_device = self.on_device[: len(tokens)].copy_(tokens)
+        self._hosts.rotate()
+        self._copied.rotate()
+        host, copied = self._hosts[0][: len(tokens)].copy_(on_device, non_blocking=True), self._copied[0]
+        if copied is not None:
+            copied.record(torch.cuda.current_stream(self._device))
+        self._pending.append((host, copied))
+
+    def oldest(self) -> list[int]:
+        """The tokens of the earliest step that was not read yet, one per row; waits for that step only."""
+        host, copied = self._pending.popleft()
+        if copied is not None:
+            copied.synchronize()
+        tokens: list[int] = host.tolist()
+        return tokens
+
+    def forget(self) -> None:
+        """Drop the pending copies to the host: their tokens will not be read."""
+        self._pending.clear()
