@@ -29,9 +29,8 @@ from graphpass.text.paged.huggingface import served_layers
 from graphpass.text.paged.kernels import (
     AttentionKernels,
     BatchedKeys,
-    KeysInPlace,
+    FlashKeys,
     NewTensor,
-    PackedKeys,
     flash_obstacle,
 )
 from graphpass.text.paged.op import PAGED_ATTENTION, FixedMetadata, PagedMetadata
@@ -148,7 +147,7 @@ class PagedAttention:
 
     def kernels(self) -> tuple[KernelUse, ...]:
         """Which attention kernel serves which steps, and why."""
-        return self._kernels.uses()
+        return self._kernels.uses
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
@@ -267,11 +266,9 @@ class PagedAttention:
         return length
 
     def _metadata(self, layout: TableLayout, flat: torch.Tensor, new: NewTensor, *, is_padded: bool) -> PagedMetadata:
-        keys: BatchedKeys | KeysInPlace | PackedKeys
-        if self._kernels.in_place:
-            keys = KeysInPlace.empty(layout, new)
-        elif layout.num_keys:
-            keys = PackedKeys.empty(layout, new)
+        keys: BatchedKeys | FlashKeys
+        if self._kernels.in_place or layout.num_keys:
+            keys = FlashKeys.empty(layout, new)
         else:
             keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._fixed.masks), new)
         tables = layout.views(flat, torch.int64)

@@ -1,9 +1,9 @@
-"""The attention of a step's tokens over their keys: three ways to the same result, and the choice between them.
+"""The attention of a step's tokens over their keys: the ways to the same result, and the choice between them.
 
-*In place*: each request has one page, which flash attention reads. *Packed*: the keys of all requests are copied,
-concatenated, and go to flash attention. *Batched*: each request's keys are copied into a row of the longest length, and
-one attention with a mask serves all rows; the heads that share keys are folded into the query dimension, so that no key
-is repeated. It serves every layer on every device.
+*Flash attention* reads the keys in place if each request has one page, and otherwise a concatenated copy of the keys of
+all requests. *Batched*, each request's keys are copied into a row of the longest length, and one attention with a mask
+serves all rows; the heads that share keys are folded into the query dimension, so that no key is repeated. It serves
+every layer on every device.
 
 Copies of positions that a request has not reached come from the null page, not from the end of its last page: a page
 contains what its last owner wrote, and a weight of zero does not keep a NaN out.
@@ -128,61 +128,39 @@ class BatchedKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedKeys:
-    """The keys of all requests, concatenated; for layers with plain scores."""
+class FlashKeys:
+    """The keys of each request where flash attention reads them, copied or in their page; for layers with plain scores.
 
-    slots: torch.Tensor  #: slots of keys, and of values in the same layer's memory, int64 [2, keys]
+    The attributes are those of keys in place, but for ``slots``.
+    """
 
-    @classmethod
-    def empty(cls, layout: TableLayout, new: NewTensor) -> PackedKeys:
-        """Memory for steps of one layout."""
-        return cls(new("slots", (2, layout.num_keys), torch.int64))
-
-    def prepare(self, metadata: PagedMetadata) -> None:
-        """Compute the tensors for this step, on the device."""
-        torch.add(metadata.key_slots, metadata.fixed.value_offsets.view(2, 1), out=self.slots)
-
-    def attend(
-        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
-    ) -> torch.Tensor:
-        """Attention as :meth:`BatchedKeys.attend`; results of padded rows are undefined."""
-        keys, values = memory.gather(self.slots)
-        layout = metadata.layout
-        sequences = operators.PackedSequences(
-            metadata.query_start_loc,
-            metadata.key_start_loc,
-            metadata.seq_lens,
-            layout.max_query_len,
-            layout.max_seq_len,
-        )
-        window = metadata.fixed.masks[mask].window
-        return operators.flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeysInPlace:
-    """The keys of each request in the cache itself, in one page; for layers with plain scores."""
-
+    #: of copied keys, which are concatenated: their slots, and those of values in the same layer's memory, int64
+    #: [2, keys]; None: each request's keys are read in place, from its one page
+    slots: torch.Tensor | None
     starts: torch.Tensor  #: slot of each request's first key, and a 0, int32 [requests + 1]
     #: of uniform batches: index of each request's first token, unused requests included, int32 [requests + 1]
     query_bounds: torch.Tensor
 
     @classmethod
-    def empty(cls, layout: TableLayout, new: NewTensor) -> KeysInPlace:
+    def empty(cls, layout: TableLayout, new: NewTensor) -> FlashKeys:
         """Memory for steps of one layout."""
-        count = layout.num_reqs + 1
+        count, is_uniform = layout.num_reqs + 1, layout.query_len is not None
         return cls(
-            starts=new("starts", (count,), torch.int32),
-            query_bounds=new("query_bounds", (count if layout.query_len is not None else 0,), torch.int32),
+            slots=new("slots", (2, layout.num_keys), torch.int64) if layout.num_keys else None,
+            starts=new("starts", (0 if layout.num_keys else count,), torch.int32),
+            query_bounds=new("query_bounds", (count if is_uniform else 0,), torch.int32),
         )
 
     def prepare(self, metadata: PagedMetadata) -> None:
         """Compute the tensors for this step, on the device."""
-        query_len = metadata.layout.query_len
+        layout, fixed = metadata.layout, metadata.fixed
+        if self.slots is not None:
+            torch.add(metadata.key_slots, fixed.value_offsets.view(2, 1), out=self.slots)
+            return
         self.starts.zero_()
-        torch.mul(metadata.block_tables[:, 0], metadata.layout.page_size, out=self.starts[:-1])
-        if query_len is not None:
-            torch.mul(metadata.fixed.numbers[: len(self.query_bounds)], query_len, out=self.query_bounds)
+        torch.mul(metadata.block_tables[:, 0], layout.page_size, out=self.starts[:-1])
+        if layout.query_len is not None:
+            torch.mul(fixed.numbers[: len(self.query_bounds)], layout.query_len, out=self.query_bounds)
 
     def attend(
         self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
@@ -195,13 +173,13 @@ class KeysInPlace:
         layout = metadata.layout
         # guard: paged_unused_in_place
         bounds = metadata.query_start_loc if layout.query_len is None else self.query_bounds
-        sequences = operators.PackedSequences(
-            bounds, self.starts, metadata.seq_lens, layout.max_query_len, layout.limit
-        )
+        if self.slots is None:
+            keys, values, starts, longest = memory.keys, memory.values, self.starts, layout.limit
+        else:
+            (keys, values), starts, longest = memory.gather(self.slots), metadata.key_start_loc, layout.max_seq_len
+        sequences = operators.PackedSequences(bounds, starts, metadata.seq_lens, layout.max_query_len, longest)
         window = metadata.fixed.masks[mask].window
-        return operators.flash_attention(
-            query, memory.keys, memory.values, sequences, scale=scores.scale, causal_window=window
-        )
+        return operators.flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
 
 
 def masked_attention(
@@ -234,11 +212,6 @@ def masked_attention(
 
 # -- the choice --------------------------------------------------------------------------------------------------------
 
-_BLOCK_TABLES = "varlen_attn over pages (block_table)"
-_IN_PLACE = "flash attention over pages of whole sequences"
-_PACKED = "flash attention over packed keys"
-_MASKED = "scaled_dot_product_attention over gathered keys"
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
@@ -246,7 +219,7 @@ class AttentionKernels:
 
     has_flash: bool  #: flash attention serves the layers, at least over concatenated copies of their keys
     in_place: bool  #: flash attention reads the pages themselves and serves all steps
-    reasons: tuple[tuple[str, str], ...]  #: (kernel, why it serves or does not serve steps)
+    uses: tuple[KernelUse, ...]  #: which kernel serves which steps, and why
 
     @classmethod
     def choose(cls, cache: PagedKVCache, max_seq_len: int) -> AttentionKernels:
@@ -254,34 +227,20 @@ class AttentionKernels:
         of_flash = flash_obstacle(cache.layers, max_seq_len, cache.dtype, cache.device)
         of_pages = of_flash or _page_obstacle(cache, max_seq_len)
         if of_pages is None:
-            packed = masked = "flash attention over pages copies no keys"
+            packed = masked = ("none", "flash attention over pages copies no keys")
         elif of_flash is None:
-            packed, masked = "serves the layers, and computes no masked products", "serves the steps of equal lengths"
+            packed = "prompts and mixed steps", "serves the layers, and computes no masked products"
+            masked = "steps with the same number of tokens in every request", "serves the steps of equal lengths"
         else:
-            packed, masked = of_flash, "serves every layer on every device"
-        return cls(
-            has_flash=of_flash is None,
-            in_place=of_pages is None,
-            reasons=(
-                (_BLOCK_TABLES, _block_table_obstacle()),
-                (_IN_PLACE, of_pages or "each sequence lies in one page"),
-                (_PACKED, packed),
-                (_MASKED, masked),
-            ),
+            packed, masked = ("none", of_flash), ("all steps", "serves every layer on every device")
+        in_place = ("all steps", "each sequence lies in one page") if of_pages is None else ("none", of_pages)
+        uses = (
+            KernelUse("varlen_attn over pages (block_table)", "none", _block_table_obstacle()),
+            KernelUse("flash attention over pages of whole sequences", *in_place),
+            KernelUse("flash attention over packed keys", *packed),
+            KernelUse("scaled_dot_product_attention over gathered keys", *masked),
         )
-
-    def uses(self) -> tuple[KernelUse, ...]:
-        """Which kernel serves which steps, and why."""
-        if self.in_place:
-            served = {_IN_PLACE: "all steps"}
-        elif self.has_flash:
-            served = {
-                _PACKED: "prompts and mixed steps",
-                _MASKED: "steps with the same number of tokens in every request",
-            }
-        else:
-            served = {_MASKED: "all steps"}
-        return tuple(KernelUse(kernel, served.get(kernel, "none"), reason) for kernel, reason in self.reasons)
+        return cls(of_flash is None, of_pages is None, uses)
 
 
 def _block_table_obstacle() -> str:
@@ -304,23 +263,20 @@ def flash_obstacle(
     layers: Sequence[PagedLayer | None], max_seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why torch's flash attention cannot serve these layers; None if it can."""
-    reasons = (
-        operators.flash_obstacle(device, dtype, layer.head_dim) or _layer_obstacle(layer, max_seq_len)
-        for layer in layers
-        if layer is not None
-    )
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _layer_obstacle(layer: PagedLayer, max_seq_len: int) -> str | None:
-    if layer.mask.within(max_seq_len).chunk:
-        return "it has no chunked attention"
-    if not layer.is_plain:
-        return "it has neither a soft cap nor sinks"
-    if layer.dim_of_values != layer.head_dim:
-        return f"keys and values differ in size: {layer.head_dim} and {layer.dim_of_values}"
-    if layer.head_dim % 8:
-        return f"it takes heads of a multiple of 8, a layer has {layer.head_dim}"
+    for layer in layers:
+        if layer is None:
+            continue
+        dim, value_dim = layer.head_dim, layer.dim_of_values
+        if (reason := operators.flash_obstacle(device, dtype, dim)) is not None:
+            return reason
+        if layer.mask.within(max_seq_len).chunk:
+            return "it has no chunked attention"
+        if not layer.is_plain:
+            return "it has neither a soft cap nor sinks"
+        if value_dim != dim:
+            return f"keys and values differ in size: {dim} and {value_dim}"
+        if dim % 8:
+            return f"it takes heads of a multiple of 8, a layer has {dim}"
     return None
 
 

@@ -12,7 +12,7 @@ from graphpass.context import get_forward_context
 from graphpass.errors import ContextError, ShapeError
 from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
 from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
-from graphpass.text.paged.kernels import BatchedKeys, KeysInPlace, PackedKeys, Scores
+from graphpass.text.paged.kernels import BatchedKeys, FlashKeys, Scores
 from graphpass.text.paged.tables import TableLayout, Tables
 
 PAGED_ATTENTION = "graphpass::paged_attention"
@@ -107,7 +107,7 @@ class PagedMetadata(Tables[torch.Tensor], PagedStep):
     layout: TableLayout
     is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
     fixed: FixedMetadata
-    keys: BatchedKeys | KeysInPlace | PackedKeys  #: how the keys are gathered
+    keys: BatchedKeys | FlashKeys  #: how the keys are gathered
     #: the layer whose op runs first and prepares the step for all; learned from the first call
     first_layer: int | None = None
 

@@ -21,6 +21,13 @@ def attend_by(function: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyP
     kernels.fault_in_place.cache_clear()
 
 
+def kind_of(keys: kernels.BatchedKeys | kernels.FlashKeys) -> str:
+    """How the keys of a step are gathered."""
+    if isinstance(keys, kernels.BatchedKeys):
+        return "batched"
+    return "in place" if keys.slots is None else "packed"
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The shape of one attention layer, its mask and its scores. 0 is none."""

@@ -32,11 +32,11 @@ def chosen(
 
 
 def served(choice: AttentionKernels) -> dict[str, str]:
-    return {use.kernel: use.serves for use in choice.uses()}
+    return {use.kernel: use.serves for use in choice.uses}
 
 
 def why(choice: AttentionKernels, kernel: str) -> str:
-    return next(use.why for use in choice.uses() if use.kernel == kernel)
+    return next(use.why for use in choice.uses if use.kernel == kernel)
 
 
 @pytest.fixture(autouse=True)
