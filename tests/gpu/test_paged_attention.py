@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +12,20 @@ import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.text import PagedRequests
 from graphpass.text.paged.kernels import fault_in_place
-from tests.unit.text.paged_reference import Heads, Paged, StepTensors, kind_of
+from tests.unit.text.paged_reference import (
+    Heads,
+    Paged,
+    StepTensors,
+    assert_right,
+    kind_of,
+    run,
+    run_eager,
+    uniform_key,
+)
 
 pytestmark = pytest.mark.cuda
 
 FULL = CUDAGraphMode.FULL
-TOLERANCE = {torch.float32: {"rtol": 1e-3, "atol": 1e-4}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 PLAIN_HEADS = [Heads(4, 2, 16), Heads(16, 8, 128), Heads(4, 4, 64), Heads(4, 2, 64, window=5)]
 MASKED_HEADS = [
     Heads(4, 2, 64, chunk=6),
@@ -28,26 +36,15 @@ MASKED_HEADS = [
 ]
 """Layers that flash attention does not serve."""
 HEADS = [*PLAIN_HEADS, *MASKED_HEADS]
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 PAGE_SIZES = pytest.mark.parametrize("page_size", [4, 32], ids=["small pages", "pages of whole sequences"])
 STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 6, 1]]
 
 
-def run(paged: Paged, tensors: Sequence[StepTensors], metadata: Any, num_rows: int, padding: float = 7.5) -> list[Any]:
-    with torch.inference_mode(), gp.set_forward_context(metadata, slot_mapping=metadata.slot_mapping):
-        return [paged.call(layer, n, num_rows, padding) for n, layer in enumerate(tensors)]
-
-
-def assert_right(outs: Sequence[torch.Tensor], tensors: Sequence[StepTensors], *, padded: bool = True) -> None:
-    for out, layer in zip(outs, tensors, strict=True):
-        real = len(layer.expected)
-        torch.testing.assert_close(out[:real], layer.expected, **TOLERANCE[out.dtype])
-        assert not padded or not out[real:].any()
-
-
-def run_eager(paged: Paged, requests: Sequence[Any], query_lens: Sequence[int]) -> None:
-    step, tensors = paged.grow(requests, query_lens)
-    assert_right(run(paged, tensors, paged.attention.build(step, None), sum(query_lens)), tensors)
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 @DTYPES
@@ -80,7 +77,7 @@ def test_uniform_keys(heads: Heads, query_len: int, page_size: int, dtype: torch
         paged = Paged(heads, page_size=page_size, dtype=dtype, device=cuda)
         requests = [paged.begin() for _ in range(3)]
         run_eager(paged, requests, [7, 2, 4])
-        key = BatchDescriptor(5 * query_len, num_reqs=5, uniform=True, extra=(("max_seq_len", 24),))
+        key = uniform_key(5, query_len, 24)
         step, tensors = paged.grow(requests, [query_len] * 3)
         outs = run(paged, tensors, paged.attention.build(step, key), key.num_tokens, padding)
         assert_right(outs, tensors, padded=padding == 0.0)
@@ -94,8 +91,8 @@ def test_uniform_keys(heads: Heads, query_len: int, page_size: int, dtype: torch
 @pytest.mark.parametrize(
     ("key", "query_lens"),
     [
-        (BatchDescriptor(4, num_reqs=4, uniform=True, extra=(("max_seq_len", 32),)), [[1, 1, 1], [1, 1], [1, 1, 1]]),
-        (BatchDescriptor(12, num_reqs=4, uniform=True), [[3, 3, 3], [3, 3], [3]]),
+        (uniform_key(4, 1, 32), [[1, 1, 1], [1, 1], [1, 1, 1]]),
+        (uniform_key(4, 3), [[3, 3, 3], [3, 3], [3]]),
         (BatchDescriptor(20, num_reqs=6), [[4, 1, 2], [9, 1], [1, 2, 3]]),
     ],
     ids=["decode", "drafts", "mixed"],
@@ -119,7 +116,7 @@ def test_a_captured_op_follows_its_refilled_metadata(
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.inference_mode(), torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):
         layers()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -139,7 +136,7 @@ def test_a_captured_op_follows_its_refilled_metadata(
 def test_tables_reach_the_gpu_although_the_host_goes_on(cuda: torch.device) -> None:
     """Steps are built faster than a busy stream takes them: none overwrites what another's transfer reads."""
     paged = Paged(Heads(2, 2, 16), device=cuda)
-    key = BatchDescriptor(4, num_reqs=4, uniform=True)
+    key = uniform_key(4)
     metadata = paged.attention.build(PagedRequests([1], [1], [[2]]), key)
     copies = []
     torch.cuda.synchronize()
@@ -154,7 +151,7 @@ def test_tables_reach_the_gpu_although_the_host_goes_on(cuda: torch.device) -> N
 def test_the_wrapper_checks_what_the_graph_read(dtype: torch.dtype, cuda: torch.device) -> None:
     """The metadata of another key is refused: its tables lie elsewhere."""
     paged = Paged(Heads(4, 2, 64), dtype=dtype, device=cuda)
-    keys = [BatchDescriptor(4, num_reqs=4, uniform=True, extra=(("max_seq_len", n),)) for n in (16, 32)]
+    keys = [uniform_key(4, 1, n) for n in (16, 32)]
     rows = StepTensors(paged.random(4, 4, 64), *(paged.random(4, 2, 64) for _ in range(3)))
 
     def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -166,7 +163,7 @@ def test_the_wrapper_checks_what_the_graph_read(dtype: torch.dtype, cuda: torch.
         with gp.set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=keys[0]):
             return wrapper(rows.query, rows.key, rows.value)
 
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
+    with gp.GraphRuntime() as runtime:
         wrapper = gp.CUDAGraphWrapper(layer, FULL, runtime=runtime, name="layer")
         example = paged.attention.example(keys[0], query_len=1)
         with runtime.capturing():

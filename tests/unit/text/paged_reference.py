@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+import graphpass as gp
+from graphpass import BatchDescriptor
 from graphpass.compat import operators
 from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, PagedRequests
 from graphpass.text.paged import attention, kernels
+
+TOLERANCE = {
+    ("cpu", torch.float32): {"rtol": 1e-4, "atol": 1e-5},
+    ("cuda", torch.float32): {"rtol": 1e-3, "atol": 1e-4},
+    ("cuda", torch.bfloat16): {"rtol": 2e-2, "atol": 2e-2},
+}
 
 
 def attend_by(function: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +224,30 @@ class Paged:
         rows = tensor.new_full((num_rows, *tensor.shape[1:]), padding)
         rows[: len(tensor)] = tensor
         return rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def uniform_key(num_reqs: int, query_len: int = 1, max_seq_len: int | None = None) -> BatchDescriptor:
+    extra = () if max_seq_len is None else (("max_seq_len", max_seq_len),)
+    return BatchDescriptor(num_reqs * query_len, num_reqs=num_reqs, uniform=True, extra=extra)
+
+
+def run(
+    paged: Paged, tensors: Sequence[StepTensors], metadata: Any, num_rows: int, padding: float = torch.nan
+) -> list[torch.Tensor]:
+    """The op of every layer under one context."""
+    with gp.set_forward_context(metadata, slot_mapping=metadata.slot_mapping):
+        return [paged.call(layer, n, num_rows, padding) for n, layer in enumerate(tensors)]
+
+
+def assert_right(outs: Sequence[torch.Tensor], tensors: Sequence[StepTensors], *, padded: bool = True) -> None:
+    """Real rows are the reference's; ``padded``: the others are zero."""
+    for out, layer in zip(outs, tensors, strict=True):
+        real = len(layer.expected)
+        torch.testing.assert_close(out[:real], layer.expected, **TOLERANCE[out.device.type, out.dtype])
+        assert not padded or torch.equal(out[real:], torch.zeros_like(out[real:]))
+
+
+def run_eager(paged: Paged, requests: Sequence[Request], query_lens: Sequence[int]) -> None:
+    """A step without a graph."""
+    step, tensors = paged.grow(requests, query_lens)
+    assert_right(run(paged, tensors, paged.attention.build(step, None), sum(query_lens)), tensors)

@@ -16,7 +16,16 @@ import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.errors import ContextError, OptionError, OutOfPagesError, ShapeError
 from graphpass.text import LayerMask, PageAllocator, PagedKVCache, PagedLayer, PagedRequests
-from tests.unit.text.paged_reference import Heads, Paged, StepTensors
+from tests.unit.text.paged_reference import (
+    TOLERANCE,
+    Heads,
+    Paged,
+    StepTensors,
+    assert_right,
+    run,
+    run_eager,
+    uniform_key,
+)
 
 GROUPED = Heads(4, 2, 16)
 PLAIN_HEADS = [GROUPED, Heads(4, 4, 16), Heads(6, 1, 64), Heads(4, 2, 16, window=5), Heads(2, 2, 16, window=1)]
@@ -29,28 +38,9 @@ HEADS = [
     Heads(6, 2, 16, has_sinks=True),
     Heads(4, 2, 8, chunk=5, value_dim=12, softcap=2.0, has_sinks=True),
 ]
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
-FULL = CUDAGraphMode.FULL
+FULL, CLOSE = CUDAGraphMode.FULL, TOLERANCE["cpu", torch.float32]
 STEPS = [[5, 3, 9], [4, 1, 2], [1, 1, 1], [3, 3, 3], [1, 1, 1], [1, 6, 1]]
 """Tokens of three requests in turn: prefill, chunks with history, decode, draft tokens, decode, mixed."""
-
-
-def uniform_key(num_reqs: int, query_len: int = 1, max_seq_len: int | None = None) -> BatchDescriptor:
-    extra = () if max_seq_len is None else (("max_seq_len", max_seq_len),)
-    return BatchDescriptor(num_reqs * query_len, num_reqs=num_reqs, uniform=True, extra=extra)
-
-
-def run(paged: Paged, tensors: Sequence[StepTensors], metadata: Any, num_rows: int, **padding: float) -> list[Any]:
-    """The op of every layer under one context."""
-    with gp.set_forward_context(metadata, slot_mapping=metadata.slot_mapping):
-        return [paged.call(layer, n, num_rows, **padding) for n, layer in enumerate(tensors)]
-
-
-def assert_right(outs: Sequence[torch.Tensor], tensors: Sequence[StepTensors]) -> None:
-    for out, layer in zip(outs, tensors, strict=True):
-        real = len(layer.expected)
-        torch.testing.assert_close(out[:real], layer.expected, **TOLERANCE)
-        assert torch.equal(out[real:], torch.zeros_like(out[real:]))
 
 
 @pytest.mark.parametrize("more_rows", [0, 5], ids=["real rows", "padded rows"])
@@ -152,11 +142,6 @@ def test_no_gradient_reaches_the_cache() -> None:
     assert not any(pages.requires_grad for pages in paged.pages())
 
 
-def run_eager(paged: Paged, requests: Sequence[Any], query_lens: Sequence[int]) -> None:
-    step, tensors = paged.grow(requests, query_lens)
-    assert_right(run(paged, tensors, paged.attention.build(step, None), sum(query_lens)), tensors)
-
-
 @pytest.mark.parametrize(
     ("key", "query_lens"),
     [(uniform_key(5), [1, 1, 1]), (uniform_key(5, 3), [3, 3, 3]), (BatchDescriptor(20, num_reqs=6), [4, 1, 2])],
@@ -224,7 +209,7 @@ def test_requests_do_not_see_each_others_nan() -> None:
         step, tensors = paged.grow([broken, sound], query_lens)
         outs = run(paged, tensors, paged.attention.build(step, None), sum(query_lens))
         for out, layer in zip(outs, tensors, strict=True):
-            torch.testing.assert_close(out[query_lens[0] :], layer.expected[query_lens[0] :], **TOLERANCE)
+            torch.testing.assert_close(out[query_lens[0] :], layer.expected[query_lens[0] :], **CLOSE)
 
 
 def test_key_metadata() -> None:

@@ -1,16 +1,171 @@
-"""Which attention kernel serves which steps, and the reasons that the report gives."""
+"""The kernels of paged attention: which serves which steps and why, and flash attention by a plain stand-in."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from graphpass.text import LayerMask, PagedLayer
-from graphpass.text.paged import kernels
+from graphpass import AttentionSupport, BatchDescriptor
+from graphpass.compat import operators
+from graphpass.compat.operators import PackedSequences
+from graphpass.text import LayerMask, PagedAttention, PagedLayer
+from graphpass.text.paged import attention, kernels
 from graphpass.text.paged.kernels import AttentionKernels, Scores, masked_attention
+from tests.unit.text.paged_reference import Heads, Paged, assert_right, attend_by, kind_of, reference, run, uniform_key
+from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS
+
+CPU = torch.device("cpu")
+
+
+def plain_flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: PackedSequences,
+    *,
+    scale: float,
+    causal_window: int | None = None,
+) -> torch.Tensor:
+    """What the kernel does: NaN where it does not write, and it reads nothing but the keys in use."""
+    assert causal_window is not None
+    bounds, starts, lengths, max_query_len, max_key_len = sequences
+    assert len(bounds) == len(starts) == len(lengths) + 1
+    out = torch.full_like(query, torch.nan)
+    heads = Heads(query.shape[1], key.shape[1], query.shape[2], causal_window)
+    for (q0, q1), k0, length in zip(
+        itertools.pairwise(bounds.tolist()), starts.tolist(), lengths.tolist(), strict=False
+    ):
+        assert q1 - q0 <= max_query_len
+        assert length <= max_key_len
+        own = slice(k0, k0 + length)
+        if length == 0:
+            out[q0:q1] = 0.0
+        elif q1 > q0:
+            out[q0:q1] = reference(query[q0:q1] * (scale / heads.scale), key[own], value[own], heads).to(query.dtype)
+    return out
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The stand-in, which serves every plain layer."""
+    attend_by(plain_flash, monkeypatch)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
+def test_packed_keys(heads: Heads) -> None:
+    paged = Paged(heads, support=AttentionSupport.ALWAYS)
+    requests = [paged.begin() for _ in range(3)]
+    key = BatchDescriptor(20, num_reqs=6)
+    for query_lens in STEPS:
+        step, tensors = paged.grow(requests, query_lens)
+        eager, full = paged.attention.build(step, None), paged.attention.build(step, key)
+        is_uniform = len(set(query_lens)) == 1
+        assert (kind_of(eager.keys), kind_of(full.keys)) == ("batched" if is_uniform else "packed", "packed")
+        for metadata, num_rows in ((eager, 20), (full, 20)):
+            assert_right(run(paged, tensors, metadata, num_rows), tensors)
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
+def test_keys_in_place(heads: Heads) -> None:
+    """Pages of whole sequences, whose free positions are NaN: of prompts, decode and drafts, in keys and eagerly."""
+    paged = Paged(heads, page_size=32, num_pages=6, support=AttentionSupport.ALWAYS)
+    requests = [paged.begin() for _ in range(3)]
+    for query_lens in STEPS:
+        step, tensors = paged.grow(requests, query_lens)
+        of_keys: list[BatchDescriptor | None] = [None, BatchDescriptor(20, num_reqs=6)]
+        if len(set(query_lens)) == 1:
+            of_keys.append(uniform_key(5, query_lens[0]))
+        for key in of_keys:
+            metadata = paged.attention.build(step, key)
+            assert kind_of(metadata.keys) == "in place"
+            assert_right(run(paged, tensors, metadata, 20 if key is None else key.num_tokens), tensors)
+
+
+@pytest.mark.usefixtures("flash")
+def test_unused_requests_of_a_key_come_and_go() -> None:
+    paged = Paged(Heads(4, 2, 16), page_size=32, num_pages=6)
+    requests = [paged.begin() for _ in range(4)]
+    for count in (4, 1, 3):
+        step, tensors = paged.grow(requests[:count], [1] * count)
+        assert_right(run(paged, tensors, paged.attention.build(step, uniform_key(5)), 5), tensors)
+
+
+def test_the_kernel_is_tried_over_pages(flash: pytest.MonkeyPatch) -> None:
+    def fault() -> str | None:
+        return kernels.fault_in_place.__wrapped__(CPU, torch.bfloat16, 16)
+
+    def reads_on(query: Any, key: Any, value: Any, sequences: PackedSequences, **options: Any) -> torch.Tensor:
+        """A kernel that goes by the starts alone, as torch documents it."""
+        lengths = torch.diff(sequences.key_starts).clamp(min=0, max=sequences.max_key_len)
+        return plain_flash(query, key, value, sequences._replace(key_lengths=lengths.to(torch.int32)), **options)
+
+    def refuses(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("seqused_k is not supported")
+
+    assert fault() is None
+    flash.setattr(operators, "flash_attention", reads_on)
+    assert fault() == "with heads of width 16 it attends to wrong keys"
+    flash.setattr(operators, "flash_attention", refuses)
+    assert fault() == "seqused_k is not supported"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "page_size", "num_pages"),
+    [
+        ({"max_num_reqs": 40, "max_seq_len": 1001}, 1008, 40),
+        ({"max_num_reqs": 1, "max_seq_len": 1001}, 1008, 1),
+        ({"max_num_reqs": 19, "max_seq_len": 1 << 17}, 16, 19 << 13),
+        ({"max_num_reqs": 20, "max_seq_len": 1 << 17}, 1 << 17, 20),
+        ({"max_num_reqs": 40, "max_seq_len": 1001, "num_pages": 7}, 16, 7),
+        ({"max_num_reqs": 40, "max_seq_len": 1001, "page_size": 8}, 8, 40 * 126),
+    ],
+    ids=["whole", "small", "large reserve", "small share", "own number", "own size"],
+)
+def test_a_page_is_a_whole_sequence_where_that_saves_copies(
+    sizes: dict[str, int], page_size: int, num_pages: int, flash: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    class StopError(Exception):
+        pass
+
+    def cache(layers: Any, **options: Any) -> None:
+        given.update(options)
+        raise StopError
+
+    model: Any = SimpleNamespace(dtype=torch.bfloat16, device=CPU)
+    flash.setattr(attention, "served_layers", lambda *_, **__: [PagedLayer(8, 128)] * 4)
+    flash.setattr(attention, "PagedKVCache", cache)
+    with pytest.raises(StopError):
+        PagedAttention.for_model(model, max_num_tokens=64, **sizes)
+    assert (given["page_size"], given["num_pages"]) == (page_size, num_pages)
+    flash.setattr(attention, "flash_obstacle", lambda *_: "it runs on CUDA")
+    with pytest.raises(StopError):
+        PagedAttention.for_model(model, max_num_tokens=64, **sizes)
+    assert given["page_size"] == sizes.get("page_size", 16)
+
+
+def test_a_kernel_that_fails_its_trial_reads_no_pages(flash: pytest.MonkeyPatch) -> None:
+    def of_own_rows(query: Any, key: Any, value: Any, sequences: PackedSequences, **options: Any) -> torch.Tensor:
+        starts = sequences.query_bounds
+        return plain_flash(query, key, value, sequences._replace(key_starts=starts), **options)
+
+    flash.setattr(operators, "flash_attention", of_own_rows)
+    paged = Paged(Heads(4, 2, 16), page_size=32, num_pages=6)
+    step, tensors = paged.grow([paged.begin(), paged.begin()], [1, 1])
+    metadata = paged.attention.build(step, None)
+    assert kind_of(metadata.keys) == "batched"
+    assert_right(run(paged, tensors, metadata, 2), tensors)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
 
 PLAIN = PagedLayer(2, 64)
 TABLES, IN_PLACE, PACKED, MASKED = (
@@ -39,7 +194,7 @@ def why(choice: AttentionKernels, kernel: str) -> str:
     return next(use.why for use in choice.uses if use.kernel == kernel)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU whose flash attention passes its trial."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
@@ -47,6 +202,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.usefixtures("gpu")
 def test_pages_of_whole_sequences_are_read_in_place() -> None:
     choice = chosen(page_size=64)
     assert served(choice) == {TABLES: "none", IN_PLACE: "all steps", PACKED: "none", MASKED: "none"}
@@ -54,6 +210,7 @@ def test_pages_of_whole_sequences_are_read_in_place() -> None:
     assert choice.in_place
 
 
+@pytest.mark.usefixtures("gpu")
 def test_keys_of_small_pages_are_packed_or_gathered() -> None:
     choice = chosen()
     assert not choice.in_place
@@ -79,6 +236,7 @@ def test_keys_of_small_pages_are_packed_or_gathered() -> None:
         ({"layer": PagedLayer(2, 20)}, "20"),
     ],
 )
+@pytest.mark.usefixtures("gpu")
 def test_other_caches_use_masked_attention_and_the_table_says_why(
     changes: dict[str, Any], reason: str, page_size: int
 ) -> None:
@@ -88,6 +246,7 @@ def test_other_caches_use_masked_attention_and_the_table_says_why(
     assert reason in why(choice, IN_PLACE)
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_chunk_that_no_sequence_reaches_is_none() -> None:
     assert chosen(PagedLayer(2, 64, mask=LayerMask(chunk=64))).has_flash
 
