@@ -234,7 +234,7 @@ def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]
 def _show(result: Result, as_json: bool, html: Path | None) -> None:
     """Print a result, write its page, and exit with 1 if a check failed."""
     if html is not None:
-        from graphpass.report.page import html_page
+        from graphpass.report.drawing import html_page
 
         page = html_page(f"graphpass {result.command}: {result.subject}", result.parts, failure=result.failure)
         try:
@@ -249,7 +249,7 @@ def _show(result: Result, as_json: bool, html: Path | None) -> None:
     if as_json:
         typer.echo(json.dumps({"command": result.command, **result.figures, "failure": result.failure}, indent=1))
     else:
-        from graphpass.report.console import print_parts
+        from graphpass.report.drawing import print_parts
 
         width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
         print_parts(result.parts, Console(highlight=False, width=width), failure=result.failure)

@@ -16,8 +16,7 @@ import torch
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import CommandError
-from graphpass.report.figures import counted
-from graphpass.report.parts import Bar, Bars, Table, Text
+from graphpass.report.drawing import Bar, Bars, Table, Text, counted
 
 Step = Callable[[], Any]
 

@@ -19,7 +19,7 @@ import torch
 import graphpass
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Result
-from graphpass.report.parts import Heading, Part, Table, Text
+from graphpass.report.drawing import Heading, Part, Table, Text
 from graphpass.text.paged.kernels import fault_in_place
 
 _OLDEST_TORCH = (2, 11)

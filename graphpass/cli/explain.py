@@ -13,11 +13,11 @@ from graphpass.capture.lookup import runtime_of
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.report import Problem
-from graphpass.report.drawing import assumptions_table, not_proved_table, region_maps, regions_table, sizes_table
+from graphpass.report.drawing import Heading, Part, Table, Text, listed
 from graphpass.report.figures import graph_figures
-from graphpass.report.parts import Heading, Part, Table, Text
-from graphpass.report.problems import cuts_of, listed
+from graphpass.report.problems import cuts_of
 from graphpass.report.records import CallableRecord
+from graphpass.report.report import assumptions_table, not_proved_table, region_maps, regions_table, sizes_table
 
 __all__ = ["explain", "quiet_compiler"]
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from graphpass.cli.program import Result
 from graphpass.errors import CommandError
-from graphpass.report.figures import counted
-from graphpass.report.parts import Bar, Bars, Columns, Table, Text
+from graphpass.report.drawing import Bar, Bars, Columns, Table, Text, counted
 from graphpass.sizeplan import plan_sizes
 
 _REMEDY = 'write {"8": 120, "16": 40} as JSON, or lines size,count as CSV'

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphpass.errors import CommandError, GraphpassError, did_you_mean
-from graphpass.report.parts import Part
+from graphpass.report.drawing import Part
 
 _LIBRARIES = ("site-packages", "dist-packages", str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent))
 _REMEDY = "name module:factory, file.py:factory, a config.json, or a model type of transformers"

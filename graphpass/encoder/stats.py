@@ -10,8 +10,8 @@ from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.ladder.traffic import CapturedGraph, Traffic, padding_share
 from graphpass.ledger import CountedReason, Ledger, Reason, Row
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
-from graphpass.report.console import text_of
-from graphpass.report.figures import counted, key_sizes
+from graphpass.report.drawing import counted, text_of
+from graphpass.report.figures import key_sizes
 from graphpass.report.records import CapturedGroup, MemoryGrowth
 
 REPLAYED, EAGER, REQUEST, OTHER_SETTING = "replayed", "ran eagerly", "request", "other setting"  # events of an encoder

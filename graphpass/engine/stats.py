@@ -15,7 +15,7 @@ from graphpass.ladder.traffic import Traffic
 from graphpass.ledger import CountedReason, Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
-from graphpass.report.console import text_of
+from graphpass.report.drawing import text_of
 from graphpass.report.figures import captured_sizes, key_sizes
 from graphpass.report.records import CapturedGroup, MemoryGrowth, RegionUse
 

@@ -29,8 +29,7 @@ from graphpass.capture.executables import ExecutableCopies
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
-from graphpass.report.console import text_of
-from graphpass.report.parts import Table
+from graphpass.report.drawing import Table, text_of
 from graphpass.report.records import MemoryGrowth
 
 Key = tuple[CUDAGraphMode, BatchDescriptor]

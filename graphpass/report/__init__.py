@@ -1,8 +1,8 @@
 """Reports: what is slow or missing, what replays, where padding goes, and what it cost."""
 
 from graphpass.ledger import CountedReason, Reason
+from graphpass.report.drawing import Table
 from graphpass.report.figures import Costs, KernelUse, KeyUse, Problem, ReportFigures, SizeTraffic
-from graphpass.report.parts import Table
 from graphpass.report.report import Report
 
 __all__ = [

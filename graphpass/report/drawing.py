@@ -1,311 +1,351 @@
-"""Draws the figures of a report: tables, and the pictures of its page."""
+"""The parts of a report, text, tables and pictures, drawn in the terminal by rich, and as one HTML page.
+
+The page needs nothing else: no script, no network. Its tables are tables, so that a screen reader reads them, a browser
+folds them, and a picture can refer to their rows.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import astuple
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element, tostring
 
-from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, counted
-from graphpass.report.parts import Bar, Bars, Cell, Columns, Heading, Part, Strip, Table, Text
-from graphpass.report.problems import listed
-from graphpass.report.records import CallableRecord, RegionRecord
-
-__all__ = [
-    "QUESTIONS",
-    "alike",
-    "assumptions_table",
-    "cost_parts",
-    "not_proved_table",
-    "padding_parts",
-    "problem_parts",
-    "region_maps",
-    "regions_table",
-    "replay_parts",
-    "sizes_table",
-]
-
-QUESTIONS = (
-    "What is slow or missing, and what to do about it",
-    "What replays",
-    "Where padding goes",
-    "What it cost",
-)
-_MIB = 1 << 20
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-def alike(callables: Iterable[CallableRecord]) -> list[list[CallableRecord]]:
-    """Callables in groups of equal regions, sizes and reasons, as the layers of a model that breaks in each."""
-    groups: dict[Hashable, list[CallableRecord]] = {}
-    for record in callables:
-        regions = tuple((r.kind, r.num_ops, r.reasons, r.like) for r in record.regions)
-        sizes = tuple((s.field, s.is_padded, s.verdict, s.causes) for s in record.sizes)
-        groups.setdefault((record.mode, record.off, record.ends, regions, sizes), []).append(record)
-    return list(groups.values())
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A titled table of text cells; every row has one cell for each column. Empty tables are not drawn."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
-# -- what is slow or missing -------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
 
 
-def problem_parts(problems: Sequence[Problem]) -> Iterator[Part]:
-    """The first question: one row for each problem."""
-    yield Heading(QUESTIONS[0])
-    if not problems:
-        yield Text("Nothing that is known.")
-    rows = tuple(
-        (
-            f"{problem.kind}: {problem.what}" if problem.kind != "note" else problem.what,
-            listed(problem.places, most=2),
-            problem.where,
-            "" if problem.times is None else str(problem.times),
-            problem.remedy,
-        )
-        for problem in problems
-    )
-    yield Table("Problems", ("what", "graph", "line", "times", "what to do"), rows)
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """The title of the parts that follow."""
+
+    text: str
 
 
-# -- what replays ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar."""
+
+    label: str
+    value: float  #: its length in the unit of the chart
+    shown: str  #: the figure as text
 
 
-def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Part]:
-    """The second question: a row for each key, and the regions; equal layers share a row."""
-    yield Heading(QUESTIONS[1])
-    groups = alike(figures.callables)
-    names = {record.name: _group_name(group) for group in groups for record in group}
-    calls, without = sum(key.calls for key in figures.keys), sum(use.n for use in figures.uncaptured)
-    expected: Counter[str] = Counter()
-    for use in figures.uncaptured:
-        expected[use.reason.why] += use.n if use.reason.is_expected else 0
-    why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
-    yield Text(f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
-    yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
-    firsts = [group[0] for group in groups]
-    if with_pictures:
-        yield from region_maps(firsts)
-    if any(len(record.regions) > 1 or record.ends is not None for record in firsts):
-        yield regions_table(firsts)
-    kernels = tuple((use.kernel, use.serves, use.why) for use in figures.kernels)
-    yield Table("Attention", ("kernel", "serves", "why"), kernels)
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Horizontal bars that start at 0."""
+
+    title: str
+    bars: tuple[Bar, ...]
 
 
-def _group_name(group: Sequence[CallableRecord]) -> str:
-    return group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} alike"
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Weights over sizes, with marks on the axis."""
+
+    title: str
+    weights: tuple[tuple[int, float], ...]  #: (size, weight), ascending by size
+    marks: Mapping[str, tuple[int, ...]]  #: {name of a row of marks: sizes}
+
+    def bins(self, most: int) -> list[float]:
+        """The weights in at most ``most`` bins of equal width, from size 1 to the largest."""
+        largest = self.weights[-1][0]
+        bins = [0.0] * min(most, largest)
+        for size, weight in self.weights:
+            bins[(size - 1) * len(bins) // largest] += weight
+        return bins
 
 
-def _key_rows(figures: ReportFigures, names: dict[str, str]) -> tuple[tuple[str, ...], ...]:
-    folded: dict[tuple[str, str, str], list[KeyUse]] = {}
-    for key in figures.keys:
-        folded.setdefault((names.get(key.graph, key.graph), key.mode, key.named), []).append(key)
-    return tuple(
-        (
-            *name,
-            str(sum(key.graphs for key in keys)),
-            str(sum(key.calls for key in keys)),
-            str(sum(key.replays for key in keys)),
-            _share(_padding(keys)),
-        )
-        for name, keys in folded.items()
-    )
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One region of a strip."""
+
+    name: str
+    kind: str  #: ``captured``, ``eager``, or ``end`` for the end of a graph before the end of the model
+    about: str  #: a description of it
+    row: str  #: the first cell of the row of the region table that describes it
 
 
-def _padding(keys: Sequence[KeyUse]) -> float | None:
-    known = [(key.real, key.padded) for key in keys if key.real is not None and key.padded is not None]
-    real, padded = sum(real for real, _ in known), sum(padded for _, padded in known)
-    if not known:
-        return None
-    return 1 - real / padded if padded else 0.0
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Regions in program order."""
+
+    title: str
+    cells: tuple[Cell, ...]
 
 
-def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
-    """The regions of each callable in program order; each refers to its row in :func:`regions_table`."""
-    for record in callables:
-        row_of = {region.name: first.name for first, regions in _regions(record) for region in regions}
-        cells = []
-        for region in record.regions:
-            why = "; ".join(map(str, region.reasons))
-            about = f"{region.kind}, {region.num_ops} nodes" + (f": {why}" if why else "")
-            cells.append(Cell(region.name, region.kind, about, f"{record.name}.{row_of[region.name]}"))
-        if record.ends is not None:
-            cells.append(Cell("end", "end", str(record.ends), f"{record.name}.end"))
-        yield Strip(f"{record.name} in order", tuple(cells))
+Part = Table | Text | Heading | Bars | Columns | Strip
 
 
-def regions_table(callables: Iterable[CallableRecord], *, with_reasons: bool = True) -> Table:
-    """A row for each kind of region: equal artifacts, or eager for equal reasons.
+def counted(number: int, noun: str) -> str:
+    """``1 call``, ``2 calls``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    known = list(names)
+    shown = ", ".join(known[:most])
+    return f"{shown} and {len(known) - most} more" if len(known) > most else shown
+
+
+# -- in the terminal --------------------------------------------------------------------------------------------------
+
+_WIDTH_COLUMNS = 140
+_BAR_COLUMNS, _HISTOGRAM_COLUMNS = 40, 64
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_MOST_CELLS = 48
+_STYLES = {"captured": "green", "eager": "yellow", "end": "red"}
+
+
+def text_of(parts: Iterable[Part], *, most_rows: int | None = None) -> str:
+    """The text that :func:`print_parts` prints, 140 columns wide."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    print_parts(parts, Console(file=file, width=_WIDTH_COLUMNS, highlight=False), most_rows=most_rows)
+    return file.getvalue()
+
+
+def print_parts(
+    parts: Iterable[Part], console: Console, *, failure: str | None = None, most_rows: int | None = None
+) -> None:
+    """Print parts in reading order; names in them are never read as markup.
 
     Args:
-        callables: the callables.
-        with_reasons: also say why regions are eager.
+        parts: the parts.
+        console: where to.
+        failure: a failed check, printed at the end; None: there is none.
+        most_rows: the most rows of a table to print; None: all.
     """
-    rows = []
-    for record in callables:
-        for first, regions in _regions(record):
-            others = listed(f"{record.name}.{region.name}" for region in regions[1:])
-            why = "; ".join(map(str, dict.fromkeys(first.reasons)))
-            rows.append((f"{record.name}.{first.name}", first.kind, str(first.num_ops), others, why))
-        if record.ends is not None:
-            rows.append((f"{record.name}.end", "end", "", "", str(record.ends)))
-    columns = ("region", "kind", "nodes", "equal regions", "reason")
-    num_columns = len(columns) if with_reasons else len(columns) - 1
-    return Table("Regions", columns[:num_columns], tuple(row[:num_columns] for row in rows))
+    for part in parts:
+        if isinstance(part, Table):
+            _print_table(part, console, most_rows)
+        elif isinstance(part, Heading):
+            _print(console, part.text, "bold")
+        elif isinstance(part, Text):
+            _print(console, part.text, after="\n")
+        elif isinstance(part, Bars):
+            _print_lines(console, part.title, _bar_lines(part))
+        elif isinstance(part, Columns):
+            _print_lines(console, part.title, _column_lines(part))
+        else:
+            _print_strip(part, console)
+    if failure is not None:
+        _print(console, failure, "bold red")
 
 
-def _regions(record: CallableRecord) -> list[tuple[RegionRecord, list[RegionRecord]]]:
-    groups: dict[Hashable, list[RegionRecord]] = {}
-    for region in record.regions:
-        key = ("eager", region.reasons) if region.kind == "eager" else ("captured", region.like or region.name)
-        groups.setdefault(key, []).append(region)
-    return [(group[0], group) for group in groups.values()]
+def _print(console: Console, text: str, style: str = "", *, after: str = "", no_wrap: bool = False) -> None:
+    end = f"{after}\n"
+    console.print(text, style=style, end=end, markup=False, emoji=False, highlight=False, no_wrap=no_wrap)
 
 
-# -- where padding goes ------------------------------------------------------------------------------------------------
+def _print_lines(console: Console, title: str, lines: list[str]) -> None:
+    if lines:
+        _print(console, title, "italic")
+        for line in lines:
+            _print(console, line, no_wrap=True)
+        console.print()
 
 
-def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Part]:
-    """The third question: which sizes are padded, what prevents it, and which sizes would pad less."""
-    yield Heading(QUESTIONS[2])
-    firsts = [group[0] for group in alike(figures.callables)]
-    sizes, traffic = sizes_table(firsts), _traffic_table(figures.traffic)
-    if not sizes.rows and not traffic.rows:
-        yield Text("No size varies, so nothing is padded.")
-    yield sizes
-    yield not_proved_table(firsts)
-    yield assumptions_table(firsts)
-    yield traffic
-    yield from _suggestions(figures.traffic)
-    if not with_pictures:
+def _print_table(table: Table, console: Console, most_rows: int | None) -> None:
+    from rich.table import Table as RichTable
+    from rich.text import Text as RichText
+
+    if not table.rows:
         return
-    for seen in figures.traffic:
-        if seen.histogram:
-            marks = {"captured": seen.captured, "suggested": seen.suggested}
-            marks = {name: sizes for name, sizes in marks.items() if sizes}
-            known = {size: 0 for sizes in marks.values() for size in sizes}
-            weights = tuple(sorted((size, float(times)) for size, times in {**known, **seen.histogram}.items()))
-            yield Columns(f"Calls by {seen.field}", weights, marks)
-    bars = tuple(
-        Bar(f"{key.graph} {key.named}", key.padding, _share(key.padding)) for key in figures.keys if key.padding
+    drawn = RichTable(title=RichText(table.title), title_justify="left", show_edge=False, pad_edge=False)
+    for column in table.columns:
+        drawn.add_column(RichText(column), overflow="fold")
+    for row in table.rows[:most_rows]:
+        drawn.add_row(*map(RichText, row))
+    console.print(drawn)
+    if most_rows is not None and len(table.rows) > most_rows:
+        _print(console, f"and {len(table.rows) - most_rows} more rows")
+    console.print()
+
+
+def _bar_lines(bars: Bars) -> list[str]:
+    longest = max((bar.value for bar in bars.bars), default=0) or 1.0
+    width = max((len(bar.label) for bar in bars.bars), default=0)
+    lengths = [max(round(_BAR_COLUMNS * bar.value / longest), bar.value > 0) for bar in bars.bars]
+    return [f"{bar.label:<{width}}  {'█' * n} {bar.shown}" for bar, n in zip(bars.bars, lengths, strict=True)]
+
+
+def _column_lines(columns: Columns) -> list[str]:
+    bins, largest = columns.bins(_HISTOGRAM_COLUMNS), columns.weights[-1][0]
+    top, width = max(bins) or 1.0, max(map(len, ("traffic", *columns.marks)))
+    lines = [f"{'traffic':<{width}}  {''.join(_LEVELS[max(round(8 * n / top), n > 0)] for n in bins)}"]
+    for name, sizes in columns.marks.items():
+        marked = {(size - 1) * len(bins) // largest for size in sizes if size <= largest}
+        lines.append(f"{name:<{width}}  {''.join('|' if column in marked else '·' for column in range(len(bins)))}")
+    return lines
+
+
+def _print_strip(strip: Strip, console: Console) -> None:
+    from rich.text import Text as RichText
+
+    line = RichText(f"{strip.title}: ")
+    for number, cell in enumerate(strip.cells[:_MOST_CELLS]):
+        line.append(" │ " if number else "")
+        line.append(cell.name if cell.kind != "eager" else f"{cell.name} eager", style=_STYLES.get(cell.kind, ""))
+    if len(strip.cells) > _MOST_CELLS:
+        line.append(f" │ and {len(strip.cells) - _MOST_CELLS} more")
+    console.print(line)
+    console.print()
+
+
+# -- as a page --------------------------------------------------------------------------------------------------------
+
+# The policy forbids every request; styles stand in the page.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --dim: #5a6675; --paper: #ffffff; --line: #d5dbe3; --band: #f3f5f8;
+  --captured: #1f7a4d; --eager: #a35a00; --end: #b3261e; --bar: #2f6fb5; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e9f0; --dim: #9aa7b7; --paper: #14181e; --line: #343d49;
+  --band: #1d232b; --captured: #56c98d; --eager: #f0a64a; --end: #ff8a80; --bar: #74aef0; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
+  padding: 1.5rem; max-width: 76rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem; }
+code, td, .figure { font-family: ui-monospace, monospace; font-size: .87rem; }
+.scroll { overflow-x: auto; }
+.scroll:focus-visible, a:focus-visible { outline: 3px solid var(--bar); outline-offset: 2px; }
+table { border-collapse: collapse; min-width: 40%; } caption { text-align: left; color: var(--dim); padding: .3rem 0; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .7rem; border-bottom: 1px solid var(--line); }
+th { white-space: nowrap; } td { overflow-wrap: break-word; min-width: 4rem; max-width: 34rem; }
+thead th { background: var(--band); } tbody tr:target td { background: var(--band); }
+.failure { color: var(--end); font-weight: bold; }
+.strip { display: flex; flex-wrap: wrap; gap: 3px; padding: 0; list-style: none; }
+.strip a { display: block; padding: .15rem .5rem; border: 2px solid; border-radius: .3rem; text-decoration: none; }
+.strip .captured a { color: var(--captured); } .strip .eager a { color: var(--eager); border-style: dashed; }
+.strip .end a { color: var(--end); border-style: dotted; }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+.bar { fill: var(--bar); } .mark { stroke: var(--eager); stroke-width: 1.5; } .axis { stroke: var(--line); }
+"""
+_WIDTH, _BAR_HEIGHT, _PLOT_HEIGHT, _MARKS_HEIGHT = 760, 22, 120, 20
+
+
+def html_page(title: str, parts: Iterable[Part], *, failure: str | None = None) -> str:
+    """A page of parts in reading order; every name and value in it is escaped.
+
+    Args:
+        title: the title.
+        parts: the parts.
+        failure: a failed check, shown below the title; None: there is none.
+    """
+    head = _element(
+        "head",
+        _element("meta", charset="utf-8"),
+        _element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        _element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        _element("link", rel="icon", href="data:,"),
+        _element("title", title),
+        _element("style", _STYLE),
     )
-    yield Bars("Share of padding by key", bars)
+    alert = () if failure is None else (_element("p", failure, class_="failure", role="alert"),)
+    main = _element("main", _element("h1", title), *alert, *(made for part in parts for made in _elements(part)))
+    page = tostring(_element("html", head, _element("body", main), lang="en"), encoding="unicode", method="html")
+    return f"<!doctype html>\n{page}\n"
 
 
-def sizes_table(callables: Iterable[CallableRecord]) -> Table:
-    """A row for each size that distinguishes calls, with all symbols that stand for it."""
-    symbols: dict[tuple[str, ...], list[str]] = {}
-    for record in callables:
-        for size in record.sizes:
-            bounds = f"{_bound(size.least)} to {_bound(size.greatest)}"
-            is_padded = "yes" if size.is_padded else "no, captured exactly"
-            row = (record.name, size.field, str(size.traced), bounds, size.verdict or "no candidate", is_padded)
-            symbols.setdefault(row, []).append(size.symbol)
-    rows = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
-    return Table("Sizes", ("graph", "size", "symbol", "traced", "admitted", "padding", "padded"), rows)
+def _element(tag: str, *children: str | Element, **attributes: str | float) -> Element:
+    """An element. A trailing underscore of an attribute's name is dropped, others become hyphens: ``class_``."""
+    named = {name.removesuffix("_").replace("_", "-"): str(value) for name, value in attributes.items()}
+    made = Element(tag, named)
+    for child in children:
+        if isinstance(child, str):
+            made.text = child
+        else:
+            made.append(child)
+    return made
 
 
-def not_proved_table(callables: Iterable[CallableRecord]) -> Table:
-    """A row for each op that shows padding, with all results that it reaches."""
-    reached: dict[tuple[str, str, str], dict[str, None]] = {}
-    for record in callables:
-        for size in record.sizes:
-            for cause in size.causes:
-                row = (record.name, size.field, cause.through)
-                reached.setdefault(row, {})[cause.target or "a value"] = None
-    rows = tuple((*row, ", ".join(targets)) for row, targets in reached.items())
-    return Table("Where padding is not proved", ("graph", "size", "through", "reaches"), rows)
-
-
-def assumptions_table(callables: Iterable[CallableRecord]) -> Table:
-    """The conditions under which padding is harmless."""
-    rows = tuple((record.name, text) for record in callables for text in record.assumptions)
-    return Table("The proof assumes", ("graph", "what"), rows)
-
-
-def _traffic_table(traffic: Iterable[SizeTraffic]) -> Table:
-    rows = tuple(
-        (
-            seen.field,
-            str(len(seen.histogram)),
-            str(max(seen.histogram)),
-            _listed_sizes(seen.captured),
-            _share(seen.waste(seen.captured)),
-            _listed_sizes(seen.suggested),
-            _share(seen.waste(seen.suggested)),
+def _elements(part: Part) -> Iterator[Element]:
+    if isinstance(part, Table):
+        if part.rows:
+            yield _html_table(part)
+    elif isinstance(part, Heading | Text):
+        yield _element("h2" if isinstance(part, Heading) else "p", part.text)
+    elif isinstance(part, Strip):
+        cells = (
+            _element("li", _element("a", cell.name, href=f"#{_anchor(cell.row)}", title=cell.about), class_=cell.kind)
+            for cell in part.cells
         )
-        for seen in traffic
-        if seen.histogram
+        yield _element("figure", _element("figcaption", part.title), _element("ol", *cells, class_="strip"))
+    elif isinstance(part, Columns) or part.bars:
+        shapes, height = _column_shapes(part) if isinstance(part, Columns) else _bar_shapes(part)
+        view = f"0 0 {_WIDTH} {height:g}"
+        svg = _element("svg", _element("title", part.title), *shapes, viewBox=view, width=_WIDTH, role="img")
+        yield _element("figure", _element("figcaption", part.title), svg)
+
+
+def _html_table(table: Table) -> Element:
+    head = _element("tr", *(_element("th", column, scope="col") for column in table.columns))
+    has_anchors = table.columns[0] == "region"
+    rows = (
+        _element("tr", *(_element("td", cell) for cell in row), **({"id": _anchor(row[0])} if has_anchors else {}))
+        for row in table.rows
     )
-    columns = ("size", "different", "largest", "captured", "padding", "suggested", "padding then")
-    return Table("Traffic", columns, rows)
+    drawn = _element("table", _element("caption", table.title), _element("thead", head), _element("tbody", *rows))
+    # A box that scrolls takes the focus, so that the keyboard can scroll it.
+    return _element("div", drawn, class_="scroll", tabindex="0", role="region", aria_label=table.title)
 
 
-def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[Text]:
-    by_option: dict[str, dict[str, list[int]]] = {}
-    for seen in traffic:
-        if seen.suggested and seen.suggested != seen.captured:
-            by_option.setdefault(seen.option, {})[seen.field] = list(seen.suggested)
-    for option, sizes in by_option.items():
-        # A list serves the field of that name, and an option of one field.
-        is_list = option != "capture_sizes" or sizes.keys() == {"num_tokens"}
-        value = next(iter(sizes.values())) if is_list else sizes
-        yield Text(f"Suggested for this traffic: {option}={value}")
+def _anchor(name: str) -> str:
+    return f"region-{name}"
 
 
-def _listed_sizes(sizes: Sequence[int]) -> str:
-    return listed(map(str, sizes), most=16)
+def _bar_shapes(bars: Bars) -> tuple[list[Element], float]:
+    longest = max(bar.value for bar in bars.bars) or 1.0
+    shapes = []
+    for number, bar in enumerate(bars.bars):
+        top, length = number * _BAR_HEIGHT, 400 * bar.value / longest
+        shapes += [
+            _element("text", bar.label, x=0, y=top + 15),
+            _element("rect", x=200, y=top + 3, width=f"{length:.1f}", height=_BAR_HEIGHT - 6, class_="bar"),
+            _element("text", bar.shown, x=f"{208 + length:.1f}", y=top + 15),
+        ]
+    return shapes, len(bars.bars) * _BAR_HEIGHT
 
 
-def _bound(value: int | None) -> str:
-    return "any" if value is None else str(value)
-
-
-# -- what it cost ------------------------------------------------------------------------------------------------------
-
-
-def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
-    """The fourth question: time of compiling and capturing, memory, and time saved."""
-    yield Heading(QUESTIONS[3])
-    spent = costs.compile_s
-    compile_s = spent.partition + spent.key + spent.compile + spent.proof
-    phases = f"partition {spent.partition:.2f} s, compiler {spent.compile:.2f} s, padding proof {spent.proof:.2f} s"
-    rows = [
-        (
-            "compile",
-            f"{compile_s:.2f} s",
-            f"{counted(costs.artifacts, 'artifact')} of {counted(costs.callables, 'graph')}; {phases}",
-        ),
-        ("capture", f"{costs.capture_s:.2f} s", f"{counted(costs.graphs, 'graph')}, warm-ups included"),
-        ("graph pool", _mib(costs.pool_bytes), "shared by all graphs" if costs.pool_bytes else "the CPU has none"),
-        ("buffers", _mib(costs.buffer_bytes), "static inputs"),
+def _column_shapes(columns: Columns) -> tuple[list[Element], float]:
+    bins, largest = columns.bins(_WIDTH // 4), columns.weights[-1][0]
+    top, width, bottom = max(bins) or 1.0, _WIDTH / len(bins), _PLOT_HEIGHT + 16
+    shapes = [
+        _element(
+            "rect",
+            x=f"{number * width:.1f}",
+            y=f"{_PLOT_HEIGHT * (1 - weight / top):.1f}",
+            width=f"{max(width - 1, 0.5):.1f}",
+            height=f"{_PLOT_HEIGHT * weight / top:.1f}",
+            class_="bar",
+        )
+        for number, weight in enumerate(bins)
+        if weight
     ]
-    if costs.saved_s is not None:
-        estimate = (
-            f"host time of {counted(costs.replays, 'replay')}, against launching each kernel; estimated at capture"
-        )
-        rows.append(("saved", f"{costs.saved_s:.2f} s", estimate))
-    yield Table("Costs", ("what", "amount", "of"), tuple(rows))
-    if costs.graphs and not costs.pool_bytes:
-        yield Text(
-            "On the CPU a tape replays the graphs. It follows the rules of CUDA graphs, and is no faster than eager."
-        )
-    groups = tuple(
-        (
-            group.name,
-            str(group.num_keys),
-            f"{group.seconds:.2f}",
-            *map(_mib, astuple(group.memory)),
-        )
-        for group in costs.groups
-    )
-    yield Table("Captured", ("group", "keys", "seconds", "pool", "cached", "driver"), groups)
-    if with_pictures:
-        memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
-        memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
-        yield Bars("Memory", tuple(Bar(name, float(size), _mib(size)) for name, size in memory if size))
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.2f} MiB"
+    shapes.append(_element("line", x1=0, x2=_WIDTH, y1=_PLOT_HEIGHT, y2=_PLOT_HEIGHT, class_="axis"))
+    shapes.append(_element("text", "1", x=0, y=bottom))
+    shapes.append(_element("text", str(largest), x=_WIDTH, y=bottom, text_anchor="end"))
+    for number, (name, sizes) in enumerate(columns.marks.items()):
+        y = bottom + 10 + number * 2 * _MARKS_HEIGHT
+        shapes.append(_element("text", f"{name}: {counted(len(sizes), 'graph')}", x=0, y=y + 10))
+        for x in sorted({round((size / largest) * _WIDTH, 1) for size in sizes if size <= largest}):
+            shapes.append(_element("line", x1=x, x2=x, y1=y + 14, y2=y + 14 + _MARKS_HEIGHT / 1.6, class_="mark"))
+    return shapes, bottom + 10 + len(columns.marks) * 2 * _MARKS_HEIGHT

@@ -17,11 +17,6 @@ from graphpass.sizeplan import plan_sizes
 Figures = dict[str, Any]
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 call``, ``2 calls``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Something that is slow or missing."""

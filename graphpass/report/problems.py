@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from graphpass.modes import CUDAGraphMode
-from graphpass.report.figures import Problem, ReportFigures, counted
+from graphpass.report.drawing import counted
+from graphpass.report.figures import Problem, ReportFigures
 from graphpass.report.records import CallableRecord
-
-__all__ = ["OF_A_NEW_KEY", "cuts_of", "listed", "problems_of"]
 
 OF_A_NEW_KEY = "first calls of a key"
 _CALLS_THAT_TELL = 16
@@ -45,13 +44,6 @@ def cuts_of(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
                 regions.setdefault((reason.why, reason.where, remedy), []).append(f"{record.name}.{region.name}")
     for (why, where, remedy), names in regions.items():
         yield Problem("cut", why, tuple(names), where, remedy=remedy)
-
-
-def listed(names: Iterable[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    known = list(names)
-    shown = ", ".join(known[:most])
-    return f"{shown} and {len(known) - most} more" if len(known) > most else shown
 
 
 def _uncaptured(figures: ReportFigures) -> Iterator[Problem]:

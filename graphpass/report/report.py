@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from graphpass.ledger import CountedReason
-from graphpass.report.drawing import cost_parts, padding_parts, problem_parts, replay_parts
-from graphpass.report.figures import Problem, ReportFigures, SizeTraffic, counted, graph_figures
-from graphpass.report.parts import Part, Table
+from graphpass.report.drawing import (
+    Bar,
+    Bars,
+    Cell,
+    Columns,
+    Heading,
+    Part,
+    Strip,
+    Table,
+    Text,
+    counted,
+    html_page,
+    listed,
+    text_of,
+)
+from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, graph_figures
 from graphpass.report.problems import problems_of
-from graphpass.report.records import CapturedGroup
+from graphpass.report.records import CallableRecord, CapturedGroup, RegionRecord
 
-__all__ = ["Report"]
-
+QUESTIONS = (
+    "What is slow or missing, and what to do about it",
+    "What replays",
+    "Where padding goes",
+    "What it cost",
+)
+_MIB = 1 << 20
 _MOST_ROWS = 24
 
 
@@ -58,8 +77,6 @@ class Report:
         return {field: sizes for field, sizes in planned.items() if sizes}
 
     def __str__(self) -> str:
-        from graphpass.report.console import text_of
-
         return text_of(self._parts(with_pictures=False), most_rows=_MOST_ROWS)
 
     def __repr__(self) -> str:
@@ -75,8 +92,6 @@ class Report:
 
     def to_html(self) -> str:
         """One page that needs nothing else: no script and no network; light and dark, usable by keyboard."""
-        from graphpass.report.page import html_page
-
         return html_page(f"graphpass: {self.figures.subject}", self._parts())
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,3 +140,280 @@ def _traffic(seen: SizeTraffic) -> dict[str, Any]:
         "suggested": list(seen.suggested),
         "suggested_waste": seen.waste(seen.suggested),
     }
+
+
+def alike(callables: Iterable[CallableRecord]) -> list[list[CallableRecord]]:
+    """Callables in groups of equal regions, sizes and reasons, as the layers of a model that breaks in each."""
+    groups: dict[Hashable, list[CallableRecord]] = {}
+    for record in callables:
+        regions = tuple((r.kind, r.num_ops, r.reasons, r.like) for r in record.regions)
+        sizes = tuple((s.field, s.is_padded, s.verdict, s.causes) for s in record.sizes)
+        groups.setdefault((record.mode, record.off, record.ends, regions, sizes), []).append(record)
+    return list(groups.values())
+
+
+# -- what is slow or missing -------------------------------------------------------------------------------------------
+
+
+def problem_parts(problems: Sequence[Problem]) -> Iterator[Part]:
+    """The first question: one row for each problem."""
+    yield Heading(QUESTIONS[0])
+    if not problems:
+        yield Text("Nothing that is known.")
+    rows = tuple(
+        (
+            f"{problem.kind}: {problem.what}" if problem.kind != "note" else problem.what,
+            listed(problem.places, most=2),
+            problem.where,
+            "" if problem.times is None else str(problem.times),
+            problem.remedy,
+        )
+        for problem in problems
+    )
+    yield Table("Problems", ("what", "graph", "line", "times", "what to do"), rows)
+
+
+# -- what replays ------------------------------------------------------------------------------------------------------
+
+
+def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Part]:
+    """The second question: a row for each key, and the regions; equal layers share a row."""
+    yield Heading(QUESTIONS[1])
+    groups = alike(figures.callables)
+    names = {record.name: _group_name(group) for group in groups for record in group}
+    calls, without = sum(key.calls for key in figures.keys), sum(use.n for use in figures.uncaptured)
+    expected: Counter[str] = Counter()
+    for use in figures.uncaptured:
+        expected[use.reason.why] += use.n if use.reason.is_expected else 0
+    why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
+    yield Text(f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
+    yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
+    firsts = [group[0] for group in groups]
+    if with_pictures:
+        yield from region_maps(firsts)
+    if any(len(record.regions) > 1 or record.ends is not None for record in firsts):
+        yield regions_table(firsts)
+    kernels = tuple((use.kernel, use.serves, use.why) for use in figures.kernels)
+    yield Table("Attention", ("kernel", "serves", "why"), kernels)
+
+
+def _group_name(group: Sequence[CallableRecord]) -> str:
+    return group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} alike"
+
+
+def _key_rows(figures: ReportFigures, names: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    folded: dict[tuple[str, str, str], list[KeyUse]] = {}
+    for key in figures.keys:
+        folded.setdefault((names.get(key.graph, key.graph), key.mode, key.named), []).append(key)
+    return tuple(
+        (
+            *name,
+            str(sum(key.graphs for key in keys)),
+            str(sum(key.calls for key in keys)),
+            str(sum(key.replays for key in keys)),
+            _share(_padding(keys)),
+        )
+        for name, keys in folded.items()
+    )
+
+
+def _padding(keys: Sequence[KeyUse]) -> float | None:
+    known = [(key.real, key.padded) for key in keys if key.real is not None and key.padded is not None]
+    real, padded = sum(real for real, _ in known), sum(padded for _, padded in known)
+    if not known:
+        return None
+    return 1 - real / padded if padded else 0.0
+
+
+def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
+    """The regions of each callable in program order; each refers to its row in :func:`regions_table`."""
+    for record in callables:
+        row_of = {region.name: first.name for first, regions in _regions(record) for region in regions}
+        cells = []
+        for region in record.regions:
+            why = "; ".join(map(str, region.reasons))
+            about = f"{region.kind}, {region.num_ops} nodes" + (f": {why}" if why else "")
+            cells.append(Cell(region.name, region.kind, about, f"{record.name}.{row_of[region.name]}"))
+        if record.ends is not None:
+            cells.append(Cell("end", "end", str(record.ends), f"{record.name}.end"))
+        yield Strip(f"{record.name} in order", tuple(cells))
+
+
+def regions_table(callables: Iterable[CallableRecord], *, with_reasons: bool = True) -> Table:
+    """A row for each kind of region: equal artifacts, or eager for equal reasons.
+
+    Args:
+        callables: the callables.
+        with_reasons: also say why regions are eager.
+    """
+    rows = []
+    for record in callables:
+        for first, regions in _regions(record):
+            others = listed(f"{record.name}.{region.name}" for region in regions[1:])
+            why = "; ".join(map(str, dict.fromkeys(first.reasons)))
+            rows.append((f"{record.name}.{first.name}", first.kind, str(first.num_ops), others, why))
+        if record.ends is not None:
+            rows.append((f"{record.name}.end", "end", "", "", str(record.ends)))
+    columns = ("region", "kind", "nodes", "equal regions", "reason")
+    num_columns = len(columns) if with_reasons else len(columns) - 1
+    return Table("Regions", columns[:num_columns], tuple(row[:num_columns] for row in rows))
+
+
+def _regions(record: CallableRecord) -> list[tuple[RegionRecord, list[RegionRecord]]]:
+    groups: dict[Hashable, list[RegionRecord]] = {}
+    for region in record.regions:
+        key = ("eager", region.reasons) if region.kind == "eager" else ("captured", region.like or region.name)
+        groups.setdefault(key, []).append(region)
+    return [(group[0], group) for group in groups.values()]
+
+
+# -- where padding goes ------------------------------------------------------------------------------------------------
+
+
+def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Part]:
+    """The third question: which sizes are padded, what prevents it, and which sizes would pad less."""
+    yield Heading(QUESTIONS[2])
+    firsts = [group[0] for group in alike(figures.callables)]
+    sizes, traffic = sizes_table(firsts), _traffic_table(figures.traffic)
+    if not sizes.rows and not traffic.rows:
+        yield Text("No size varies, so nothing is padded.")
+    yield sizes
+    yield not_proved_table(firsts)
+    yield assumptions_table(firsts)
+    yield traffic
+    yield from _suggestions(figures.traffic)
+    if not with_pictures:
+        return
+    for seen in figures.traffic:
+        if seen.histogram:
+            marks = {"captured": seen.captured, "suggested": seen.suggested}
+            marks = {name: sizes for name, sizes in marks.items() if sizes}
+            known = {size: 0 for sizes in marks.values() for size in sizes}
+            weights = tuple(sorted((size, float(times)) for size, times in {**known, **seen.histogram}.items()))
+            yield Columns(f"Calls by {seen.field}", weights, marks)
+    bars = tuple(
+        Bar(f"{key.graph} {key.named}", key.padding, _share(key.padding)) for key in figures.keys if key.padding
+    )
+    yield Bars("Share of padding by key", bars)
+
+
+def sizes_table(callables: Iterable[CallableRecord]) -> Table:
+    """A row for each size that distinguishes calls, with all symbols that stand for it."""
+    symbols: dict[tuple[str, ...], list[str]] = {}
+    for record in callables:
+        for size in record.sizes:
+            bounds = f"{_bound(size.least)} to {_bound(size.greatest)}"
+            is_padded = "yes" if size.is_padded else "no, captured exactly"
+            row = (record.name, size.field, str(size.traced), bounds, size.verdict or "no candidate", is_padded)
+            symbols.setdefault(row, []).append(size.symbol)
+    rows = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
+    return Table("Sizes", ("graph", "size", "symbol", "traced", "admitted", "padding", "padded"), rows)
+
+
+def not_proved_table(callables: Iterable[CallableRecord]) -> Table:
+    """A row for each op that shows padding, with all results that it reaches."""
+    reached: dict[tuple[str, str, str], dict[str, None]] = {}
+    for record in callables:
+        for size in record.sizes:
+            for cause in size.causes:
+                row = (record.name, size.field, cause.through)
+                reached.setdefault(row, {})[cause.target or "a value"] = None
+    rows = tuple((*row, ", ".join(targets)) for row, targets in reached.items())
+    return Table("Where padding is not proved", ("graph", "size", "through", "reaches"), rows)
+
+
+def assumptions_table(callables: Iterable[CallableRecord]) -> Table:
+    """The conditions under which padding is harmless."""
+    rows = tuple((record.name, text) for record in callables for text in record.assumptions)
+    return Table("The proof assumes", ("graph", "what"), rows)
+
+
+def _traffic_table(traffic: Iterable[SizeTraffic]) -> Table:
+    rows = tuple(
+        (
+            seen.field,
+            str(len(seen.histogram)),
+            str(max(seen.histogram)),
+            _listed_sizes(seen.captured),
+            _share(seen.waste(seen.captured)),
+            _listed_sizes(seen.suggested),
+            _share(seen.waste(seen.suggested)),
+        )
+        for seen in traffic
+        if seen.histogram
+    )
+    columns = ("size", "different", "largest", "captured", "padding", "suggested", "padding then")
+    return Table("Traffic", columns, rows)
+
+
+def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[Text]:
+    by_option: dict[str, dict[str, list[int]]] = {}
+    for seen in traffic:
+        if seen.suggested and seen.suggested != seen.captured:
+            by_option.setdefault(seen.option, {})[seen.field] = list(seen.suggested)
+    for option, sizes in by_option.items():
+        # A list serves the field of that name, and an option of one field.
+        is_list = option != "capture_sizes" or sizes.keys() == {"num_tokens"}
+        value = next(iter(sizes.values())) if is_list else sizes
+        yield Text(f"Suggested for this traffic: {option}={value}")
+
+
+def _listed_sizes(sizes: Sequence[int]) -> str:
+    return listed(map(str, sizes), most=16)
+
+
+def _bound(value: int | None) -> str:
+    return "any" if value is None else str(value)
+
+
+# -- what it cost ------------------------------------------------------------------------------------------------------
+
+
+def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
+    """The fourth question: time of compiling and capturing, memory, and time saved."""
+    yield Heading(QUESTIONS[3])
+    spent = costs.compile_s
+    compile_s = spent.partition + spent.key + spent.compile + spent.proof
+    phases = f"partition {spent.partition:.2f} s, compiler {spent.compile:.2f} s, padding proof {spent.proof:.2f} s"
+    rows = [
+        (
+            "compile",
+            f"{compile_s:.2f} s",
+            f"{counted(costs.artifacts, 'artifact')} of {counted(costs.callables, 'graph')}; {phases}",
+        ),
+        ("capture", f"{costs.capture_s:.2f} s", f"{counted(costs.graphs, 'graph')}, warm-ups included"),
+        ("graph pool", _mib(costs.pool_bytes), "shared by all graphs" if costs.pool_bytes else "the CPU has none"),
+        ("buffers", _mib(costs.buffer_bytes), "static inputs"),
+    ]
+    if costs.saved_s is not None:
+        estimate = (
+            f"host time of {counted(costs.replays, 'replay')}, against launching each kernel; estimated at capture"
+        )
+        rows.append(("saved", f"{costs.saved_s:.2f} s", estimate))
+    yield Table("Costs", ("what", "amount", "of"), tuple(rows))
+    if costs.graphs and not costs.pool_bytes:
+        yield Text(
+            "On the CPU a tape replays the graphs. It follows the rules of CUDA graphs, and is no faster than eager."
+        )
+    groups = tuple(
+        (
+            group.name,
+            str(group.num_keys),
+            f"{group.seconds:.2f}",
+            *map(_mib, astuple(group.memory)),
+        )
+        for group in costs.groups
+    )
+    yield Table("Captured", ("group", "keys", "seconds", "pool", "cached", "driver"), groups)
+    if with_pictures:
+        memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
+        memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
+        yield Bars("Memory", tuple(Bar(name, float(size), _mib(size)) for name, size in memory if size))
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.2f} MiB"

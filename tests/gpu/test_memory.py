@@ -12,7 +12,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
-from graphpass.report.console import print_parts
+from graphpass.report.drawing import print_parts
 from graphpass.text import CausalLM
 
 pytestmark = pytest.mark.cuda

@@ -6,10 +6,7 @@ import io
 
 from rich.console import Console
 
-from graphpass.report.console import print_parts
-from graphpass.report.markup import Markup, element
-from graphpass.report.page import html_page
-from graphpass.report.parts import Bar, Bars, Cell, Columns, Heading, Strip, Table, Text
+from graphpass.report.drawing import Bar, Bars, Cell, Columns, Heading, Strip, Table, Text, html_page, print_parts
 from tests.pages import Page
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
@@ -23,12 +20,6 @@ EVERY_PART = (
     Columns(HOSTILE, ((1, 3.0), (90, 1.0)), {HOSTILE: (8, 90)}),
     Strip(HOSTILE, (Cell("g0.r0", "captured", HOSTILE, "g0.r0"), Cell(HOSTILE, "eager", HOSTILE, HOSTILE))),
 )
-
-
-def test_children_and_attributes_are_escaped() -> None:
-    assert element("b", "<i>", title="\"'<") == '<b title="&quot;&#x27;&lt;">&lt;i&gt;</b>'
-    assert element("b", Markup("<i></i>"), aria_label="x", class_="y") == '<b aria-label="x" class="y"><i></i></b>'
-    assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
 
 
 def test_hostile_names_are_text_in_every_part() -> None:

@@ -13,8 +13,8 @@ import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
 from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RegionUse, RuntimeStats, SizeRecord
 from graphpass.report import CountedReason, KeyUse, Reason, Report, ReportFigures
-from graphpass.report.drawing import QUESTIONS
 from graphpass.report.figures import saved_s
+from graphpass.report.report import QUESTIONS
 from tests.pages import Page
 from tests.unit.report.models import ATTENTION, call, encoder
 
