@@ -170,11 +170,7 @@ class GraphedCallable:
         return self._record_call(scope, context, args, outputs, plan)
 
     def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
-        """Run a call under ``vmap`` or forward-mode AD on the traced graph: compiled kernels would drop the tangents.
-
-        Raises:
-            CaptureError: the user's context asks for a graph.
-        """
+        """Run a call under ``vmap`` or forward-mode AD as it was traced: compiled kernels would drop the tangents."""
         if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
             refuse_transforms(self.name, args)
         self.runtime.warn(
@@ -185,11 +181,7 @@ class GraphedCallable:
         return self._as_traced(args)
 
     def _changed(self, how: str, args: tuple[Any, ...]) -> Any:
-        """Run a call on the traced graph, because compiled code would read an attribute in its old layout.
-
-        Raises:
-            ShapeError: the user's context asks for a graph.
-        """
+        """Run a call on the traced graph, because compiled code would read an attribute in its old layout."""
         context, text = current_context(), "a tensor that compiled code reads has another layout than in its trace"
         remedy = "call torch.compiler.reset() after `tensor.data = other` of another layout"
         if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
@@ -246,13 +238,7 @@ class GraphedCallable:
     # -- calls that the callable's own dispatcher decides about --------------------------------------------------------
 
     def _dispatched(self, auto: AutoDispatcher, args: Sequence[Any], scope: CaptureScope | None) -> Any:
-        """Run a call as the dispatcher decides: replay, capture, or run the compiled regions without graphs.
-
-        Raises:
-            CaptureError: the call would run without a graph, and the options make that an error.
-            MismatchError: real entries depend on the padding, and ``padding_check`` is ``strict``.
-            Inside the thread's own ``with runtime.capturing():`` also the errors of a capture.
-        """
+        """Run a call as the dispatcher decides: replay, capture, or run the compiled regions without graphs."""
         call = auto.decide(args, scope)
         if isinstance(call, Reason):
             auto.without_graph(call)
@@ -397,11 +383,7 @@ class GraphedCallable:
     def _check(
         self, auto: AutoDispatcher, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool
     ) -> None:
-        """Replay with several contents of the padding; if real entries differ, no later call of this graph is padded.
-
-        Raises:
-            MismatchError: real entries differ, and ``padding_check`` is ``strict``.
-        """
+        """Replay with several contents of the padding; if real entries differ, pad no later call of this graph."""
         filled = call.filled(args)
 
         def replay() -> Sequence[Any]:

@@ -34,17 +34,12 @@ from graphpass.report.records import RegionId
 
 @dataclass(frozen=True, slots=True)
 class PlannedReplay:
-    """One captured region of a callable's plan.
+    """One captured region of a callable's plan."""
 
-    Attributes:
-        entry: its graph.
-        arguments: position of a region input -> position of the callable's argument that it is, unchanged.
-        replayed: positions of region inputs that are outputs of earlier replays of the same plan.
-    """
-
-    entry: GraphEntry
+    entry: GraphEntry  #: its graph
+    #: position of a region input -> position of the callable's argument that it is, unchanged
     arguments: Mapping[int, int]
-    replayed: Collection[int]
+    replayed: Collection[int]  #: positions of region inputs that are outputs of earlier replays of the same plan
 
     def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
         """The function that the stitched code calls: checks and copies the inputs that the plan did not, and replays.
@@ -72,25 +67,16 @@ class PlannedReplay:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCallable:
-    """What all plans of a callable share.
+    """What all plans of a callable share."""
 
-    Attributes:
-        name: the callable.
-        steps: (region, ``replay`` or ``eager``), in order.
-        bind: builds the stitched code from region name -> callee, for the captured regions.
-        static: positions of the arguments declared static, whether a graph baked them in or not.
-        reuses_outputs: see :meth:`PlannedReplay.callee`.
-        eager: region name -> code of the eager regions.
-        places: region name -> path of its module, for profiles.
-    """
-
-    name: str
-    steps: tuple[tuple[str, str], ...]
+    name: str  #: the callable
+    steps: tuple[tuple[str, str], ...]  #: (region, ``replay`` or ``eager``), in order
+    #: builds the stitched code from region name -> callee, for the captured regions
     bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]]
-    static: frozenset[int]
-    reuses_outputs: bool
-    eager: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    places: Mapping[str, str] = field(default_factory=dict)
+    static: frozenset[int]  #: positions of the arguments declared static, whether a graph baked them in or not
+    reuses_outputs: bool  #: see :meth:`PlannedReplay.callee`
+    eager: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  #: region name -> code of the eager regions
+    places: Mapping[str, str] = field(default_factory=dict)  #: region name -> path of its module, for profiles
 
     def label(self, region: str, how: str) -> str:
         """The name of a region's range in a profile."""

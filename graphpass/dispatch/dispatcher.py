@@ -20,8 +20,6 @@ from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["CudagraphDispatcher"]
-
 # (mode, whether its keys are for uniform decode), in order of preference.
 _ROUTES = ((CUDAGraphMode.FULL, True), (CUDAGraphMode.FULL, False), (CUDAGraphMode.PIECEWISE, False))
 # Where several routes fail, the decision reports the reason that is closest to a replay: the last in this order.
@@ -38,18 +36,14 @@ _Answer: TypeAlias = tuple[Key, Dispatch, Dispatch] | DispatchReason
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The keys for batches of one kind, and the answers given so far.
+    """The keys for batches of one kind, and the answers given so far."""
 
-    Attributes:
-        routes: (mode, whether its keys are for uniform decode, the keys from small to large), in order of preference.
-        rungs: the sizes of all keys in each field, and the numbers of requests that they hold, ascending. Batches that
-            fall between the same rungs fit the same keys.
-        answers: (allowed modes, rungs above the batch) -> answer.
-    """
-
+    #: (mode, whether its keys are for uniform decode, the keys from small to large), in order of preference
     routes: tuple[tuple[CUDAGraphMode, bool, tuple[Key, ...]], ...]
+    #: the sizes of all keys in each field, and the numbers of requests that they hold, ascending. Batches that fall
+    #: between the same rungs fit the same keys.
     rungs: tuple[list[int], ...]
-    answers: dict[tuple[object, ...], _Answer]
+    answers: dict[tuple[object, ...], _Answer]  #: (allowed modes, rungs above the batch) -> answer
 
 
 class CudagraphDispatcher:
@@ -441,12 +435,7 @@ def _negative(num_tokens: int | None, num_reqs: int | None) -> DispatchError:
 
 
 def _runtime_modes(allowed_modes: Collection[CUDAGraphMode | str]) -> frozenset[CUDAGraphMode]:
-    """The allowed modes as a frozenset.
-
-    Raises:
-        DispatchError: ``allowed_modes`` is empty, or one of its members is a pair.
-        OptionError: one of its members is no mode and no name of one.
-    """
+    """The allowed modes as a frozenset."""
     allowed = frozenset(map(CUDAGraphMode.parse, allowed_modes))
     if allowed and all(mode.is_valid_runtime_mode() for mode in allowed):
         return allowed

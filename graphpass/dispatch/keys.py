@@ -15,8 +15,6 @@ from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Dispatch", "DispatchReason", "Key", "LoraKeys", "keys_of"]
-
 
 class DispatchReason(enum.Enum):
     """Why a batch runs in its mode. The value is a short label for counters."""
@@ -68,34 +66,25 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The decision for one batch.
+    """The decision for one batch."""
 
-    Attributes:
-        mode: NONE, PIECEWISE or FULL, for the forward context.
-        descriptor: a key of the dispatcher for PIECEWISE and FULL; the unpadded shape for NONE.
-        reason: why this mode and this descriptor.
-    """
-
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-    reason: DispatchReason
+    mode: CUDAGraphMode  #: NONE, PIECEWISE or FULL, for the forward context
+    descriptor: BatchDescriptor  #: a key of the dispatcher for PIECEWISE and FULL; the unpadded shape for NONE
+    reason: DispatchReason  #: why this mode and this descriptor
 
 
 @dataclass(frozen=True, slots=True)
 class LoraKeys:
-    """The numbers of active LoRA adapters that get separate graphs.
+    """The numbers of active LoRA adapters that get separate graphs."""
 
-    Attributes:
-        max_loras: the largest number of adapters in a batch. ``max_loras + 1`` is a valid count too, because engines
-            count rows without an adapter as one more.
-        per_count: if True, one key for each power of two up to ``max_loras`` and one for ``max_loras + 1``; a batch
-            uses the next larger count. If False, one key serves any number of adapters; its count is
-            ``max_loras + 1``, with which it is captured.
-        without: whether batches without adapters have separate keys; if not, they use the key with the smallest count.
-    """
-
+    #: the largest number of adapters in a batch. ``max_loras + 1`` is a valid count too, because engines count rows
+    #: without an adapter as one more.
     max_loras: int
+    #: if True, one key for each power of two up to ``max_loras`` and one for ``max_loras + 1``; a batch uses the next
+    #: larger count. If False, one key serves any number of adapters; its count is ``max_loras + 1``, with which it is
+    #: captured.
     per_count: bool = False
+    #: whether batches without adapters have separate keys; if not, they use the key with the smallest count
     without: bool = True
 
     def __post_init__(self) -> None:
@@ -118,21 +107,13 @@ class LoraKeys:
 
 @dataclass(slots=True, eq=False)
 class Key:
-    """One key; compared by identity.
+    """One key; compared by identity."""
 
-    Attributes:
-        mode: PIECEWISE or FULL.
-        descriptor: the padded shape.
-        sizes: its size in each field of the capture sizes.
-        identity: the number of adapters and the other pairs of ``extra``; a batch's must be equal.
-        is_captured: whether its graph exists.
-    """
-
-    mode: CUDAGraphMode
-    descriptor: BatchDescriptor
-    sizes: tuple[int, ...]
-    identity: tuple[int, Extra]
-    is_captured: bool = False
+    mode: CUDAGraphMode  #: PIECEWISE or FULL
+    descriptor: BatchDescriptor  #: the padded shape
+    sizes: tuple[int, ...]  #: its size in each field of the capture sizes
+    identity: tuple[int, Extra]  #: the number of adapters and the other pairs of ``extra``; a batch's must be equal
+    is_captured: bool = False  #: whether its graph exists
 
     @classmethod
     def of(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor, grid: SizeGrid) -> Key:

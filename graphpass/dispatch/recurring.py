@@ -22,42 +22,29 @@ CALLS_OF_A_NUMBER = 8
 
 @dataclass(frozen=True, slots=True)
 class KeyField:
-    """A size that distinguishes the keys of a graph.
+    """A size that distinguishes the keys of a graph."""
 
-    Attributes:
-        name: the user's name for it, or the place where it is read: ``input_ids[0]``. Fields with the same name are the
-            same size at several places: they are padded together, and only if they are equal.
-        ladder: the sizes that the user declared, ascending; None for powers of two and the steps halfway between them.
-        is_padded: whether the size is rounded up; other fields are exact.
-        is_number: whether it is an int argument that is no tensor's size. A counter never has the same value twice, so
-            keys with such fields need more calls before they are captured.
-    """
-
+    #: the user's name for it, or the place where it is read: ``input_ids[0]``. Fields with the same name are the same
+    #: size at several places: they are padded together, and only if they are equal.
     name: str
+    #: the sizes that the user declared, ascending; None for powers of two and the steps halfway between them
     ladder: tuple[int, ...] | None
-    is_padded: bool
+    is_padded: bool  #: whether the size is rounded up; other fields are exact
+    #: whether it is an int argument that is no tensor's size. A counter never has the same value twice, so keys with
+    #: such fields need more calls before they are captured.
     is_number: bool
 
 
 @dataclass(slots=True)
 class RecurringKey:
-    """The state of one key.
+    """The state of one key."""
 
-    Attributes:
-        descriptor: its name in counts and reports.
-        sizes: the size of each field.
-        is_declared: the user declared the sizes of all fields; such keys do not count towards ``max_graphs``.
-        calls: number of calls so far.
-        is_captured: whether it has a graph.
-        refusal: why it gets no graph; None if it may get one.
-    """
-
-    descriptor: BatchDescriptor
-    sizes: tuple[int, ...]
-    is_declared: bool
-    calls: int = 0
-    is_captured: bool = False
-    refusal: Reason | None = None
+    descriptor: BatchDescriptor  #: its name in counts and reports
+    sizes: tuple[int, ...]  #: the size of each field
+    is_declared: bool  #: the user declared the sizes of all fields; such keys do not count towards ``max_graphs``
+    calls: int = 0  #: number of calls so far
+    is_captured: bool = False  #: whether it has a graph
+    refusal: Reason | None = None  #: why it gets no graph; None if it may get one
 
 
 def step_above(size: int) -> int:

@@ -20,24 +20,16 @@ from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["Extra", "KeyLimits", "SizeGrid", "capture_sizes_within", "decode_sizes", "round_up"]
-
 Extra = tuple[tuple[str, Hashable], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Bounds of the generated keys.
+    """Bounds of the generated keys."""
 
-    Attributes:
-        max_num_reqs: the largest number of requests in a batch.
-        query_len: tokens per request in a uniform decode batch.
-        max_num_tokens: tokens of the largest expected batch; None for no bound.
-    """
-
-    max_num_reqs: int
-    query_len: int
-    max_num_tokens: int | None
+    max_num_reqs: int  #: the largest number of requests in a batch
+    query_len: int  #: tokens per request in a uniform decode batch
+    max_num_tokens: int | None  #: tokens of the largest expected batch; None for no bound
 
     def __post_init__(self) -> None:
         positive(self.max_num_reqs, "max_num_reqs", error=DispatchError)
@@ -54,11 +46,7 @@ class SizeGrid:
 
     @staticmethod
     def of(capture_sizes: Sequence[int] | Mapping[str, Sequence[int]]) -> SizeGrid:
-        """The grid of a list of token counts or of named ladders; the caller's collections are copied.
-
-        Raises:
-            DispatchError: the mapping is empty, or a size is no integer of at least 1.
-        """
+        """The grid of a list of token counts or of named ladders; the caller's collections are copied."""
         if not isinstance(capture_sizes, Mapping):
             return SizeGrid({"num_tokens": _checked_sizes(capture_sizes, "a capture size")})
         if not capture_sizes:
@@ -73,11 +61,7 @@ class SizeGrid:
         )
 
     def mixed_keys(self, mode: CUDAGraphMode, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
-        """The keys of batches that are not uniform decode, for one number of adapters.
-
-        Raises:
-            DispatchError: ``max_num_tokens`` leaves no size.
-        """
+        """The keys of batches that are not uniform decode, for one number of adapters."""
         full = mode is CUDAGraphMode.FULL
         return [
             self.describe(
@@ -93,9 +77,6 @@ class SizeGrid:
 
         Token counts are from :func:`decode_sizes`. Without a ``num_tokens`` field, the keys are the combinations whose
         token count is a multiple of the query length.
-
-        Raises:
-            DispatchError: ``max_num_tokens`` leaves no size.
         """
         keys = []
         for sizes, num_tokens in self._combinations(limits, decode=True):
@@ -141,11 +122,7 @@ class SizeGrid:
         )
 
     def fields(self, descriptor: BatchDescriptor) -> dict[str, int]:
-        """Field name -> size, from a descriptor.
-
-        Raises:
-            DispatchError: a field is missing in the descriptor, or its value is no count.
-        """
+        """Field name -> size, from a descriptor."""
         named = _named(descriptor.extra)
         named["num_tokens"] = descriptor.num_tokens
         if descriptor.num_reqs is not None:
@@ -157,11 +134,7 @@ class SizeGrid:
         return {name: self._count(named, name) for name in self.sizes}
 
     def read(self, num_tokens: int | None, num_reqs: int | None, extra: Extra) -> tuple[dict[str, int], Extra]:
-        """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name).
-
-        Raises:
-            DispatchError: a field is missing or no count, or ``extra`` is not a tuple of pairs with different names.
-        """
+        """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name)."""
         pairs = _named(extra)
         named = dict(pairs)
         if num_tokens is not None:
@@ -172,11 +145,7 @@ class SizeGrid:
         return sizes, tuple(sorted((pair for pair in pairs.items() if pair[0] not in sizes), key=lambda pair: pair[0]))
 
     def _count(self, named: Mapping[str, object], name: str) -> int:
-        """The count with this name.
-
-        Raises:
-            DispatchError: it is missing, or no integer of at least 0.
-        """
+        """The count with this name."""
         try:
             count = operator.index(named[name])  # type: ignore[arg-type]  # numpy integers are counts too
         except (KeyError, TypeError):
@@ -197,11 +166,7 @@ def _checked_sizes(sizes: Iterable[int], name: str) -> tuple[int, ...]:
 
 
 def _named(extra: Extra) -> dict[str, Hashable]:
-    """``extra`` as a dict.
-
-    Raises:
-        DispatchError: it is not a tuple of (name, hashable value) pairs with different names.
-    """
+    """``extra`` as a dict."""
     try:
         named = dict(extra)
         well_formed = len(named) == len(extra) and all(isinstance(name, str) for name in named)
@@ -226,9 +191,6 @@ def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query
         max_num_tokens: tokens of the largest expected batch. Sizes above it, rounded up to whole requests of
             ``query_len`` tokens, would never be replayed and are left out. None: no bound.
         query_len: tokens per request in a uniform decode batch.
-
-    Raises:
-        DispatchError: no size is left.
     """
     within = tuple(sorted(set(sizes)))
     if max_num_tokens is not None:
