@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from graphpass import regions as regions
     from graphpass import report as report
     from graphpass import text as text
-    from graphpass.capture.lookup import runtime_of
-    from graphpass.capture.runtime import GraphRuntime
+    from graphpass.capture.runtime import GraphRuntime, runtime_of
     from graphpass.capture.wrapper import CUDAGraphWrapper
     from graphpass.context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
     from graphpass.dispatch.dispatcher import CudagraphDispatcher
@@ -99,7 +98,7 @@ _MODULE_OF = {
     "plan_sizes": "graphpass.sizeplan",
     "precapture": "graphpass.graphedmodel",
     "resolve_mode": "graphpass.modes",
-    "runtime_of": "graphpass.capture.lookup",
+    "runtime_of": "graphpass.capture.runtime",
     "set_forward_context": "graphpass.context",
     "zero_padding": "graphpass.ops",
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
-from graphpass.capture.torchsettings import replay_settings
+from graphpass.capture.settings import replay_settings
 from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError, GraphpassError, compiles_late
 from graphpass.ledger import Reason

@@ -15,8 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from graphpass.callforms import CompiledModel
-from graphpass.capture.lookup import runtime_of, runtime_of_compiler
-from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.runtime import GraphRuntime, runtime_of, runtime_of_compiler
 from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError

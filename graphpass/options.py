@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from graphpass.capture.policy import CapturePolicy
+from graphpass.capture import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.checks import is_integer, one_of
 from graphpass.compile import COMPILERS

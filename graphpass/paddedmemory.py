@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 
-from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors, view_of
+from graphpass.capture.staging import storage_id
 from graphpass.compat import memory
 from graphpass.errors import ShapeError
 from graphpass.padrules import PadRule

@@ -21,9 +21,9 @@ import torch
 from cgpass.reasons import BUSY, EMPTY, FIRST_CALLS, NUMBER_IN_KEY, FailedCaptures, refused
 from cgpass.rules import AutoRules
 from cgpass.sizes import InputLayout, value_at
-from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
+from graphpass.capture.staging import storage_id
 from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
@@ -208,7 +208,7 @@ class AutoDispatcher:
         """Always empty: the wrappers own the graphs."""
         return []
 
-    def hidden(self) -> Callable[[], None]:
+    def hide_entries(self) -> Callable[[], None]:
         """Hides nothing: no call is dispatched here while a throwaway scope is open. Returns a no-op."""
         return lambda: None
 

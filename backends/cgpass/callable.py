@@ -16,12 +16,11 @@ from cgpass.plans import ReplayPlans, wrapped_regions
 from cgpass.reasons import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
 from cgpass.rules import AutoRules
 from cgpass.sizes import NamedSizes
-from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
-from graphpass.capture.replayplan import ReplayPlan
+from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
-from graphpass.capture.snapshot import restoring
+from graphpass.capture.settings import restoring
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import dynamo, operators, trees
 from graphpass.compile import CompiledRegion, RegionTrace
@@ -466,7 +465,7 @@ class GraphedCallable:
             # guard: piecewise_outputs_cloned
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
             if is_outermost and self._policy.debug and not clones:
-                leaves = lease.watched(leaves, pool, self.name)
+                leaves = lease.tracking_views(leaves, pool, self.name)
             return type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves), plan
         finally:
             lease.release()

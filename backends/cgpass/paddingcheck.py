@@ -25,7 +25,7 @@ from torch import fx
 
 from cgpass.auto import AutoCall
 from cgpass.rules import AutoRules
-from graphpass.capture.snapshot import restoring
+from graphpass.capture.settings import restoring
 from graphpass.compat import operators, trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import GraphpassError

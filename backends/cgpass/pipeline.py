@@ -17,8 +17,7 @@ from cgpass.recorded import region_records, size_records
 from cgpass.reporting import report_graph
 from cgpass.rules import dispatched
 from cgpass.sizes import NamedSizes
-from graphpass.capture.lookup import runtime_of_compiler
-from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules
 from graphpass.compile import CompiledRegion, RegionCompiler, compile_training, traced_regions
 from graphpass.compile.structure import StructuralKey, structure_of

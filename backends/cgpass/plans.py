@@ -5,21 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 import torch
 
-from graphpass.capture.capturepermit import MAX_STATIC_SETS
-from graphpass.capture.checks import InputChecks
-from graphpass.capture.contextreads import joined
-from graphpass.capture.entry import GraphEntry
-from graphpass.capture.layout import storage_id
-from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.replayplan import ReplayPlan, StaticSet, without_grad
+from graphpass.capture import CapturePolicy
+from graphpass.capture.replay import ContextReads, GraphEntry, InputPlan, ReplayPlan, StaticSet, without_grad
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.staging import Staging, alias_pattern
-from graphpass.capture.wrapper import CUDAGraphWrapper
+from graphpass.capture.staging import alias_pattern, storage_id
+from graphpass.capture.wrapper import MAX_STATIC_SETS, CUDAGraphWrapper
 from graphpass.compat import nnmodules, operators
 from graphpass.compile import CompiledRegion
 from graphpass.context import current_context
@@ -49,17 +43,15 @@ class PlannedReplay:
         """
         plan, outputs = self.entry.plan, self.entry.outputs
         # A replay may return a view of an input, in the caller's memory: such an output still has to be staged.
-        settled = {*self.arguments, *set(self.replayed).difference(plan.staging.positions)}
-        staging = plan.staging.at({p: p for p in plan.staging.positions if p not in settled})
-        checks = plan.checks.without(settled)
-        if reuses_outputs and not (staging or checks or outputs.viewed_positions):
+        settled = {*self.arguments, *set(self.replayed).difference(plan.dynamic_positions)}
+        inputs = plan.inputs.at({p: p for p in plan.inputs.names if p not in settled})
+        if reuses_outputs and not (inputs or outputs.viewed_positions):
             return plan.launch
 
         def replay(*leaves: Any) -> list[Any]:
-            checks.check(leaves)
-            staging.check(leaves)
+            inputs.check(leaves)
             with without_grad():
-                staging.copy_in(leaves)
+                inputs.copy_in(leaves)
                 return outputs.for_caller(plan.launch(leaves), clone=False)
 
         return replay
@@ -70,7 +62,6 @@ class PlannedCallable:
     """What all plans of a callable share."""
 
     name: str  #: the callable
-    steps: tuple[tuple[str, str], ...]  #: (region, ``replay`` or ``eager``), in order
     #: builds the stitched code from region name -> callee, for the captured regions
     bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]]
     static: frozenset[int]  #: positions of the arguments declared static, whether a graph baked them in or not
@@ -102,8 +93,7 @@ def plan_of_regions(
     pattern = alias_pattern(args, dynamic)
     if pattern:  # inputs that share memory are copied together, region by region
         replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
-    checks = [planned.entry.plan.checks.at(planned.arguments) for planned in replays.values()]
-    staging = [planned.entry.plan.staging.at(planned.arguments) for planned in replays.values()]
+    inputs = [planned.entry.plan.inputs.at(planned.arguments) for planned in replays.values()]
     reuses = callable_.reuses_outputs
     callees = {region: planned.callee(reuses_outputs=reuses) for region, planned in replays.items()}
     stitched = callable_.bind(callees)
@@ -117,13 +107,11 @@ def plan_of_regions(
 
     return ReplayPlan(
         name=callable_.name,
-        steps=callable_.steps,
         statics=StaticSet.of(args, fixed),
         dynamic_positions=dynamic,
         pattern=pattern,
-        reads=joined([plan.reads for plan in plans]),
-        checks=checks[0].joined(checks[1:]) if checks else InputChecks(callable_.name, None),
-        staging=reduce(Staging.joined, staging, Staging()),
+        reads=ContextReads.of(value for plan in plans for value in plan.reads.values()),
+        inputs=InputPlan.joined(inputs, callable_.name),
         rows=tuple(row for plan in plans for row in plan.rows),
         pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
         pool_outputs=tuple(output for plan in plans for output in plan.pool_outputs),
@@ -160,7 +148,6 @@ class ReplayPlans:
         unplanned = {**callees, **code}
         self._callable = PlannedCallable(
             name=name,
-            steps=tuple((r.name, "replay" if r.kind == "captured" else "eager") for r in partition.regions),
             bind=lambda planned: partition.bind({**unplanned, **planned}),
             static=frozenset(static),
             reuses_outputs=not any(reshapes_in_place(node) for r in eager for node in r.graph_module.graph.nodes),
@@ -209,9 +196,9 @@ class ReplayPlans:
         planned = {}
         for region in captured:
             entry = entries[region.name]
-            staging = entry.plan.staging
-            is_handed = any(region.inputs[position] not in arguments for position in staging.positions)
-            depends = is_handed and (bool(staging.pattern) or (staging.mutates and len(staging.positions) > 1))
+            plan, staged = entry.plan, entry.plan.dynamic_positions
+            is_handed = any(region.inputs[position] not in arguments for position in staged)
+            depends = is_handed and (bool(plan.pattern) or (plan.inputs.mutates and len(staged) > 1))
             if depends or not looked_up.isdisjoint(region.inputs):  # guard: plan_shares_written
                 looked_up.update(region.outputs)
                 continue

@@ -1,7 +1,6 @@
 """Capture and replay of graphs: devices, pool, static buffers, wrapper. Does not use FX."""
 
-from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.scope import CaptureScope, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CapturePolicy, CaptureScope, ReachedCall, ReachedCallable
 from graphpass.report.records import (
     CallableRecord,
     CompileSeconds,

@@ -1,5 +1,6 @@
-"""``compare=True``: compares every replay with an eager run of the same code, on copies of the tensors that it writes.
+"""``compare=True`` and ``debug=True``: eager runs of a region beside its graph, or instead of it.
 
+Under ``compare``, every replay is compared with an eager run of the same code, on copies of the tensors that it writes.
 There are two comparisons, both in the order in which regions run. A compiled region must return what its traced graph
 returns for the same inputs; a difference is the compiler's fault. A replay must return what the compiled code returns
 without a graph; a difference is the capture's fault.
@@ -7,6 +8,7 @@ without a graph; a difference is the capture's fault.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,16 +17,13 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.entry import GraphEntry
-from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import clone_pool_tensors
-from graphpass.capture.regioncalls import Observed, RegionCalls
-from graphpass.capture.snapshot import default_random_state, restoring
+from graphpass.capture.replay import GraphEntry
+from graphpass.capture.settings import default_random_state, restoring
+from graphpass.capture.staging import distinct_elements, storage_id
 from graphpass.compat import trees
 from graphpass.context import ForwardContext, entered
-from graphpass.errors import MismatchError
-
-__all__ = ["Difference", "EagerRun", "first_difference", "row_errors"]
+from graphpass.errors import CaptureError, MismatchError
 
 # (relative, absolute) tolerance: a replay runs the same kernels in the same order, except that libraries may choose
 # another algorithm under capture.
@@ -41,101 +40,129 @@ _COMPILED: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 )
 
+# -- calls of inner regions -------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """Where and how much two tensors differ.
+class Observed:
+    """A copy of one tensor that an inner region returned."""
 
-    Attributes:
-        row: the first index along dimension 0 at which they differ; None for tensors without dimensions.
-        num_rows: the number of such indices.
-        magnitude: the largest absolute difference; NaN if an entry is NaN in only one tensor.
-        relative: ``magnitude`` divided by the largest expected magnitude.
+    region: str  #: the inner region's name
+    index: int  #: the tensor's index in the region's flat outputs
+    tensor: torch.Tensor  #: a clone, because later code may write to the original
+
+
+@dataclass(slots=True)
+class RegionCalls:
+    """``ForwardContext.capture`` while an outer region is captured or compared.
+
+    Inner wrappers call :meth:`call` instead of capturing, so only the outermost region is captured.
     """
 
-    row: int | None
-    num_rows: int
-    magnitude: float
-    relative: float
+    #: calls ``runnable(*args, **kwargs)``; during a capture this is the device's ``call``
+    run: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+    observed: list[Observed] | None = None  #: copies of the inner regions' outputs, in call order; None collects none
+    #: called with (region, runnable, arguments) before each call; if it returns a function, that is called with the
+    #: region's result
+    before: Callable[[str, Any, Sequence[Any]], Callable[[Any], None] | None] | None = None
+    failed: tuple[str, Any] | None = None  #: name and runnable of the innermost region that raised
 
-    def __str__(self) -> str:
-        where = "" if self.row is None else f"row {self.row} (of {self.num_rows} rows that differ), "
-        return f"{where}largest difference {self.magnitude:.3g}, relative {self.relative:.3g}"
-
-
-def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """The difference of ``found`` from ``expected`` beyond rounding; None if there is none. NaN equals NaN."""
-    relative, absolute = _REPLAY.get(_real(expected.dtype), (0.0, 0.0))
-    found, expected = _wide(found), _wide(expected)
-    if not expected.is_floating_point():
-        return _difference(found, expected, found == expected)
-    return _difference(found, expected, torch.isclose(found, expected, rtol=relative, atol=absolute, equal_nan=True))
-
-
-def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """:func:`first_difference` between compiled and traced code, with a tolerance relative to each row's norm."""
-    share = _COMPILED.get(_real(expected.dtype))
-    if share is None or not expected.numel():
-        return first_difference(found, expected)
-    found, expected = _wide(found), _wide(expected)
-    off, norms = row_errors(*(t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected)))
-    close = off <= share * (1 + norms)
-    return _difference(found, expected, close if expected.dim() else close[0])
+    def call(self, region: str, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call an inner region and return its result; errors pass through, after ``failed`` is set."""
+        after = None if self.before is None else self.before(region, runnable, args)
+        try:
+            result = self.run(runnable, args, kwargs)
+        except BaseException:
+            self.failed = self.failed or (region, runnable)
+            raise
+        if self.observed is not None:
+            leaves = enumerate(trees.flatten(result)[0])
+            self.observed += [Observed(region, i, t.clone()) for i, t in leaves if isinstance(t, torch.Tensor)]
+        if after is not None:
+            after(result)
+        return result
 
 
-def row_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of two matrices, the norm of their difference, where NaN equals NaN, and that of ``expected``."""
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    off = torch.where(same, 0.0, found - expected).norm(dim=1)
-    return off, expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+# -- debug -------------------------------------------------------------------------------------------------------------
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> Difference | None:
-    if bool(close.all()):
-        return None
-    rows = (~close).reshape(close.shape[0], -1).any(dim=1).nonzero().flatten() if close.dim() else None
-    wide_found, wide = found.to(torch.float64), expected.to(torch.float64)
-    magnitude = float((wide_found - wide).abs().max())
-    scale = float(wide.abs().nan_to_num().max())
-    return Difference(
-        row=None if rows is None else int(rows[0]),
-        num_rows=1 if rows is None else len(rows),
-        magnitude=magnitude,
-        relative=magnitude / scale if scale else float("inf"),
-    )
+class EagerGraph:
+    """Under ``debug``, a graph that runs the region eagerly, over the same buffers and padding.
+
+    If a wrong result remains, the model or the compiler causes it; if it disappears, the capture does. Each replay runs
+    ``body`` and copies its results to the addresses of the first run's results.
+
+    Args:
+        name: the region.
+        body: the region over its fixed inputs; returns flat outputs.
+        inside: returns the settings and context in which the body runs, for the current forward context.
+        graph_inputs: the fixed inputs. Outputs that are views of them are not copied.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[[], Sequence[Any]],
+        inside: Callable[[], contextlib.AbstractContextManager[Any]],
+        graph_inputs: Sequence[Any],
+    ) -> None:
+        self._name = name
+        self._body: Callable[[], Sequence[Any]] | None = body
+        self._inside = inside
+        self._inference = torch.is_inference_mode_enabled()
+        self._inputs = frozenset(storage_id(leaf) for leaf in graph_inputs if isinstance(leaf, torch.Tensor)) - {0}
+        self.outputs = tuple(body())
+
+    def replay(self) -> None:
+        """Run the region and copy its results to the addresses that a graph would write.
+
+        Raises:
+            CaptureError: a tensor has another shape, or a number another value, than at capture.
+        """
+        assert self._body is not None, "a graph that was reset is not replayed"
+        with torch.inference_mode(self._inference), torch.no_grad():
+            with self._inside():
+                results = self._body()
+            for index, (fixed, result) in enumerate(zip(self.outputs, results, strict=True)):
+                if not isinstance(fixed, torch.Tensor):
+                    if fixed != result:
+                        raise self._changed(index, fixed, result)
+                elif not isinstance(result, torch.Tensor) or result.shape != fixed.shape:
+                    raise self._changed(index, fixed, result)
+                elif storage_id(fixed) not in self._inputs and storage_id(fixed) != storage_id(result):
+                    target, source = (distinct_elements(t, name=f"output {index}") for t in (fixed, result))
+                    target.copy_(source)
+
+    def reset(self) -> None:
+        """Drop the reference to the region."""
+        self._body = None
+
+    def _changed(self, index: int, fixed: Any, result: Any) -> CaptureError:
+        def shown(value: Any) -> str:
+            return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+        return CaptureError(
+            f"output {index} of {self._name} is baked into the graph, and differs from its value at capture",
+            expected=shown(fixed),
+            found=shown(result),
+            remedy="put the value that it depends on into the key: BatchDescriptor(..., extra=((name, value),))",
+        )
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+# -- compare -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class EagerRun:
-    """Results and effects of one call without a graph.
+    """Results and effects of one call without a graph."""
 
-    Attributes:
-        name: the region.
-        key: mode and padded shape, as errors show them.
-        observed: tensors that the regions inside returned, in order.
-        outputs: flat outputs.
-        leaves: the arguments after the call; copies of those that the call may write to.
-        names: a name for each argument.
-        written: positions of the arguments that the call may write to.
-    """
-
-    name: str
-    key: str
-    observed: tuple[Observed, ...]
-    outputs: tuple[Any, ...]
-    leaves: tuple[Any, ...]
-    names: Mapping[int, str]
-    written: tuple[int, ...]
+    name: str  #: the region
+    key: str  #: mode and padded shape, as errors show them
+    observed: tuple[Observed, ...]  #: tensors that the regions inside returned, in order
+    outputs: tuple[Any, ...]  #: flat outputs
+    leaves: tuple[Any, ...]  #: the arguments after the call; copies of those that the call may write to
+    names: Mapping[int, str]  #: a name for each argument
+    written: tuple[int, ...]  #: positions of the arguments that the call may write to
 
     @classmethod
     def of(
@@ -157,10 +184,10 @@ class EagerRun:
         inside = RegionCalls(_plainly, observed=[], before=_CompilerCheck(key, device))
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         with restoring([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
-            args, kwargs = trees.unflatten(copies, entry.spec)
+            args, kwargs = trees.unflatten(copies, entry.plan.statics.spec)
             outputs = trees.flatten(inside.call(name, runnable, args, kwargs))[0]
         assert inside.observed is not None
-        return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), entry.plan.checks.names, written)
+        return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), entry.plan.inputs.names, written)
 
     def compare(self, outputs: Sequence[Any], leaves: Sequence[Any], observed: Sequence[Observed]) -> None:
         """Compare with what a replay returned and left.
@@ -228,3 +255,72 @@ def _mismatch(region: str, key: str, what: str, who: str, found: str, expected: 
         else "run with debug=True: if the difference remains, the model causes it; if it disappears, the capture does"
     )
     return MismatchError(f"{what} of {region} differs in {who} at {key}", expected=expected, found=found, remedy=remedy)
+
+
+# -- differences of tensors --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where and how much two tensors differ."""
+
+    row: int | None  #: the first index along dimension 0 at which they differ; None for tensors without dimensions
+    num_rows: int  #: the number of such indices
+    magnitude: float  #: the largest absolute difference; NaN if an entry is NaN in only one tensor
+    relative: float  #: ``magnitude`` divided by the largest expected magnitude
+
+    def __str__(self) -> str:
+        where = "" if self.row is None else f"row {self.row} (of {self.num_rows} rows that differ), "
+        return f"{where}largest difference {self.magnitude:.3g}, relative {self.relative:.3g}"
+
+
+def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+    """The difference of ``found`` from ``expected`` beyond rounding; None if there is none. NaN equals NaN."""
+    relative, absolute = _REPLAY.get(_real(expected.dtype), (0.0, 0.0))
+    found, expected = _wide(found), _wide(expected)
+    if not expected.is_floating_point():
+        return _difference(found, expected, found == expected)
+    return _difference(found, expected, torch.isclose(found, expected, rtol=relative, atol=absolute, equal_nan=True))
+
+
+def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+    """:func:`first_difference` between compiled and traced code, with a tolerance relative to each row's norm."""
+    share = _COMPILED.get(_real(expected.dtype))
+    if share is None or not expected.numel():
+        return first_difference(found, expected)
+    found, expected = _wide(found), _wide(expected)
+    off, norms = row_errors(*(t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected)))
+    close = off <= share * (1 + norms)
+    return _difference(found, expected, close if expected.dim() else close[0])
+
+
+def row_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of two matrices, the norm of their difference, where NaN equals NaN, and that of ``expected``."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    off = torch.where(same, 0.0, found - expected).norm(dim=1)
+    return off, expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> Difference | None:
+    if bool(close.all()):
+        return None
+    rows = (~close).reshape(close.shape[0], -1).any(dim=1).nonzero().flatten() if close.dim() else None
+    wide_found, wide = found.to(torch.float64), expected.to(torch.float64)
+    magnitude = float((wide_found - wide).abs().max())
+    scale = float(wide.abs().nan_to_num().max())
+    return Difference(
+        row=None if rows is None else int(rows[0]),
+        num_rows=1 if rows is None else len(rows),
+        magnitude=magnitude,
+        relative=magnitude / scale if scale else float("inf"),
+    )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype

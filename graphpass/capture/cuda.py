@@ -1,24 +1,33 @@
-"""Captures CUDA graphs through torch's public API."""
+"""Captures CUDA graphs through torch's public API; the CPU tape (:mod:`graphpass.capture.tape`) has the same methods.
+
+A device belongs to one :class:`~graphpass.capture.runtime.GraphRuntime`, which closes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from typing_extensions import override
 
-from graphpass.capture.device import GraphDevice
-from graphpass.capture.processmemory import PROCESS_MEMORY, PoolId
-from graphpass.capture.recordingstream import RecordingStream
 from graphpass.compat import memory
+from graphpass.errors import DeviceError
 
-__all__ = ["CudaDevice"]
+PoolId = tuple[int, int]
+_DEFAULT_POOL: PoolId = (0, 0)
+_NON_BLOCKING = ctypes.c_uint(1)
+"""CU_STREAM_NON_BLOCKING: does not synchronise with the legacy default stream, which stays usable while recording."""
+
+_AUTO_FREE_ON_LAUNCH, _USE_NODE_PRIORITY = 1, 8
+_AS_TORCH_MAKES_THEM = ctypes.c_ulonglong(_AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY)
 
 
-class CudaDevice(GraphDevice):
+class CudaDevice:
     """Captures CUDA graphs of one GPU into one memory pool.
 
     The pool is created on the first capture and lives as long as a graph captured into it. Warm-up runs on the caller's
@@ -41,8 +50,8 @@ class CudaDevice(GraphDevice):
         self._last_current: Any = None
         self._last_stream: torch.cuda.Stream | None = None
 
-    @override
     def open(self) -> None:
+        """Allocate the memory that the pool needs once for all graphs; :meth:`record` calls this first."""
         if self._recording is not None:
             return
         if self._pool is None:
@@ -51,14 +60,18 @@ class CudaDevice(GraphDevice):
         self._recording = RecordingStream(self.device)
         self._recording.take_workspaces(self._pool)
 
-    @override
     def warm_up(self, body: Callable[[], Any]) -> None:
+        """Run ``body`` once on the device, and drop its results."""
         body()
 
-    @override
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
+        """Record ``body``; returns the graph and the results of ``body``, tensors at the graph's addresses.
+
+        ``body`` may or may not take effect while it is recorded, depending on the device; callers restore the tensors
+        that it mutates. If ``body`` raises, the recording is discarded.
+        """
         self.open()
         graph = torch.cuda.CUDAGraph(keep_graph=self._keeps_recordings)
         for generator in generators:
@@ -80,24 +93,22 @@ class CudaDevice(GraphDevice):
             self.recordings.append(graph)
         return graph, outputs
 
-    @override
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a region's runnable inside :meth:`warm_up` or :meth:`record`; all regions are called through here."""
         return runnable(*args, **kwargs)
 
-    @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the memory of ``tensor`` that does not keep it allocated in the pool."""
         return memory.without_ownership(tensor)
 
-    @override
     def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
         """Does nothing: CUDA refuses to copy Python data to the GPU during a capture."""
 
-    @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
         """Does nothing: the other graph's kernels overwrite shared memory."""
 
-    @override
     def begin_forward(self) -> None:
+        """Order all later work after the last forward that used the pool, also across streams."""
         current = memory.current_stream_of(self.device)
         if current == self._last_current:
             return
@@ -106,19 +117,14 @@ class CudaDevice(GraphDevice):
             stream.wait_stream(self._last_stream)  # guard: cuda_stream_order
         self._last_current, self._last_stream = current, stream
 
-    @override
     def pool_bytes(self) -> int:
+        """Bytes reserved by the pool now."""
         pools = self._pools()
-        if not pools:
-            return 0
-        return sum(
-            segment["total_size"]
-            for segment in torch.cuda.memory_snapshot()
-            if tuple(segment["segment_pool_id"]) in pools
-        )
+        segments = torch.cuda.memory_snapshot() if pools else ()
+        return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
 
-    @override
     def close(self) -> None:
+        """Free the pool; the device can record again afterwards, into a new pool."""
         self._drop_stream()
         created = self._pools() - (set() if self._given_pool is None else {tuple(self._given_pool)})
         self._pool = self._given_pool
@@ -192,3 +198,162 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()
+
+
+class RecordingStream:
+    """A CUDA stream that runs only the recordings of one pool, see Note [Workspaces] in docs/design.
+
+    Raises:
+        DeviceError: the driver could not create the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.mem_get_info(device)  # makes the device's context current in this thread, for the driver call
+            checked(driver().cuStreamCreate(ctypes.byref(self._handle), _NON_BLOCKING), "make a stream")
+        PROCESS_MEMORY.add_stream(self._address)
+        self._first: torch.cuda.CUDAGraph | None = None
+        """The graph that allocated the workspaces; while it lives, the pool is in use and torch does not free it."""
+        self.stream = torch.cuda.ExternalStream(self._address, device=device)  # guard: cuda_blas_workspace
+
+    @property
+    def _address(self) -> int:
+        return self._handle.value or 0
+
+    def take_workspaces(self, pool: Any) -> None:
+        """Make torch allocate this stream's cuBLAS workspaces in ``pool`` now, rather than in the first recording."""
+        a = torch.ones(64, 64, device=self.stream.device)
+        bias = a[0]
+
+        def products() -> None:
+            torch.addmm(bias, a, a)  # runs in cuBLASLt, which has a separate workspace
+            torch.mm(a, a)
+
+        products()  # the libraries create their handles here, outside of the recording
+        self._first = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            self._first.capture_begin(pool=pool, capture_error_mode="thread_local")
+            products()
+            self._first.capture_end()
+
+    def close(self) -> None:
+        """Destroy the stream and free its workspaces; no graph recorded on it may be replayed afterwards.
+
+        torch can only free the workspaces of all streams at once, and a graph in a pool outside graphpass may read
+        one of them. While such a pool exists, close() therefore frees nothing. It does not destroy the stream either:
+        torch finds workspaces by stream handle, and a new stream with the same handle would use this workspace.
+        """
+        if self._first is not None:
+            self._first.reset()
+        if PROCESS_MEMORY.owns_every_pool():  # guard: cuda_others_workspaces
+            memory.drop_blas_workspaces()
+            checked(driver().cuStreamDestroy_v2(self._handle), "give a stream back")
+            PROCESS_MEMORY.remove_stream(self._address)
+
+
+class ExecutableCopies:
+    """Further executables of recorded graphs, never launched: they show how much device memory executables use.
+
+    The driver reuses the memory of earlier executables, so a few new ones often show no increase; as many as a ladder
+    will have show what the ladder will use. Instantiating an executable is much cheaper than a capture.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[ctypes.c_void_p] = []
+
+    def add(self, recordings: Sequence[Any]) -> bool:
+        """Instantiate each recording, captured with ``keep_graph=True``, once more; returns whether all succeeded.
+
+        The driver allows only one executable of a graph that allocates memory.
+        """
+        for recording in recordings:
+            made, source = ctypes.c_void_p(), ctypes.c_void_p(recording.raw_cuda_graph())
+            if driver().cuGraphInstantiateWithFlags(ctypes.byref(made), source, _AS_TORCH_MAKES_THEM):
+                return False
+            self._made.append(made)
+        return True
+
+    def close(self) -> None:
+        """Destroy all executables."""
+        if self._made:
+            torch.cuda.synchronize()
+        while self._made:
+            driver().cuGraphExecDestroy(self._made.pop())
+
+
+class ProcessMemory:
+    """The graph pools and recording streams of graphpass in this process, for all devices and runtimes.
+
+    torch frees the workspaces of all streams at once, so before it does, every graph pool has to be graphpass's.
+    A device adds its pool when it creates it, and removes it on close. If a caller still holds outputs in it then, the
+    pool counts as graphpass's own until that memory is freed. A stream is removed when the driver has destroyed it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pools: set[PoolId] = set()
+        self._closed: set[PoolId] = set()
+        self._streams: set[int] = set()
+
+    def add_pool(self, pool: PoolId) -> None:
+        """Count ``pool`` as graphpass's own."""
+        with self._lock:
+            self._pools.add(pool)
+
+    def remove_pools(self, pools: Collection[PoolId]) -> None:
+        """Forget ``pools`` that no device captures into again, as soon as none of their memory is in use."""
+        with self._lock:
+            closed = self._pools.intersection(pools)
+            self._pools -= closed
+            self._closed |= closed
+            if closed:
+                self._segments()
+
+    def add_stream(self, handle: int) -> None:
+        """Count the segments that the stream with this driver handle allocates as graphpass's own, in any pool."""
+        with self._lock:
+            self._streams.add(handle)
+
+    def remove_stream(self, handle: int) -> None:
+        """Forget a stream that the driver has destroyed; a stream of others may get its handle."""
+        with self._lock:
+            self._streams.discard(handle)
+
+    def owns_every_pool(self) -> bool:
+        """Whether every graph pool with memory in it belongs to graphpass."""
+        with self._lock:
+            others = {pool for stream, pool in self._segments() if stream not in self._streams}
+            return others <= {_DEFAULT_POOL, *self.pools()}  # guard: others_pools
+
+    def pools(self) -> frozenset[PoolId]:
+        """The pools that count as graphpass's own."""
+        with self._lock:
+            return frozenset(self._pools | self._closed)
+
+    def _segments(self) -> list[tuple[int, PoolId]]:
+        """(stream handle, pool) of each segment of torch's allocator; forgets closed pools without a segment."""
+        segments = [(segment["stream"], tuple(segment["segment_pool_id"])) for segment in torch.cuda.memory_snapshot()]
+        self._closed.intersection_update(pool for _, pool in segments)
+        return segments
+
+
+PROCESS_MEMORY = ProcessMemory()
+"""Of this process: workspaces belong to the process, and are freed only if no foreign pool exists."""
+
+
+def driver() -> ctypes.CDLL:
+    """The driver's library; its functions return a status for :func:`checked`."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def checked(status: int, what: str) -> None:
+    """Raise a DeviceError if the status of a driver call that was to do ``what`` is not 0."""
+    if status:
+        raise DeviceError(
+            f"the CUDA driver could not {what}",
+            expected="status 0",
+            found=f"status {status}",
+            remedy="look the status up in cuda.h (CUresult); a sticky error was caused by an earlier kernel",
+        )

@@ -17,30 +17,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from graphpass.capture.layout import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
-
-__all__ = [
-    "HandedViews",
-    "OutputPlan",
-    "clone_pool_tensors",
-    "fill_with_sentinel",
-    "own_objects",
-    "rehoused",
-    "view_of",
-]
+from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
 
 
 @dataclass(frozen=True, slots=True)
 class _ViewOfInput:
-    """An output that is a view of the input at ``position``, ``byte_offset`` bytes after that input's first byte.
+    """An output in the memory of an input."""
 
-    ``like`` is a meta tensor with shape, strides and dtype of the output; ``whole`` returns the input itself.
-    """
-
-    position: int
-    byte_offset: int
-    like: torch.Tensor
-    whole: bool
+    position: int  #: of the input
+    byte_offset: int  #: after the input's first byte
+    like: torch.Tensor  #: meta tensor with shape, strides and dtype of the output
+    whole: bool  #: the output is the input itself
 
     def rebuild(self, leaves: Sequence[Any]) -> torch.Tensor:
         leaf: torch.Tensor = leaves[self.position]
@@ -53,17 +40,11 @@ class _ViewOfInput:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How to build the outputs of one entry after a replay.
+    """How to build the outputs of one entry after a replay."""
 
-    Attributes:
-        pool_outputs: the outputs in pool memory, as tensors that do not keep that memory reserved.
-        pool_storages: addresses of the storages they lie in.
-        viewed_positions: the inputs that some output is a view of.
-    """
-
-    pool_outputs: tuple[torch.Tensor, ...]
-    pool_storages: frozenset[int]
-    viewed_positions: frozenset[int]
+    pool_outputs: tuple[torch.Tensor, ...]  #: the outputs in pool memory, as tensors that do not keep it reserved
+    pool_storages: frozenset[int]  #: addresses of the storages they lie in
+    viewed_positions: frozenset[int]  #: the inputs that some output is a view of
     _parts: tuple[Any, ...]
     _clone_groups: tuple[tuple[int, ...], ...]
 
@@ -80,7 +61,7 @@ class OutputPlan:
         Args:
             outputs: flat outputs of the recorded body, at the graph's addresses.
             graph_inputs: flat arguments that the body was recorded with: static tensors and staging buffers.
-            without_ownership: :meth:`GraphDevice.without_ownership`.
+            without_ownership: the device's; a tensor over the same memory that does not keep it allocated.
             elsewhere: addresses of storages that existed before the recording and belong to no input, such as a global
                 tensor that the region returns. Such outputs are returned as they are, and are never overwritten.
         """

@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphpass.capture.arguments import device_of
 from graphpass.capture.cuda import CudaDevice
-from graphpass.capture.device import Graph, GraphDevice
-from graphpass.capture.layout import storage_id
 from graphpass.capture.outputs import HandedViews, clone_pool_tensors, fill_with_sentinel
+from graphpass.capture.staging import storage_id
 from graphpass.capture.tape import TapeDevice
 from graphpass.context import ForwardContext
 from graphpass.errors import DeviceError, PoolBusyError
 from graphpass.ledger import Ledger, Reason
 
 if TYPE_CHECKING:
-    from graphpass.capture.entry import GraphEntry
+    from graphpass.capture.replay import GraphEntry
 
-__all__ = ["PoolLease", "PoolTurn"]
+GraphDevice = CudaDevice | TapeDevice
+_STALE_VIEW = Reason(
+    "a view is still held after a later replay overwrote it: it was valid until the next replay",
+    "drop it, clone it, or set outputs='clone'",
+)
 
 
 class PoolTurn:
@@ -75,20 +77,13 @@ class PoolTurn:
 class PoolLease:
     """One graph pool: its device, the forward that uses it, the entries it replayed, and which outputs are stale.
 
-    A runtime replaces the whole object to capture into another pool temporarily: see :meth:`of_another_pool`.
+    A runtime replaces the whole object to capture into another pool temporarily: see :meth:`fork_empty`.
 
     Args:
         ledger: the runtime's ledger.
         pool: a CUDA graph pool handle to share; None creates a private pool.
         device: the device that graphs run on; None means the device of the first captured call.
         keeps_recordings: keep the recorded graphs after instantiation, for :meth:`recordings`.
-
-    Attributes:
-        turn: the lock, with the thread and context that are using the pool.
-        generation: changes when an entry is dropped; data derived from entries is valid while it stays the same.
-        forward_storages: addresses of the pool storages written so far in this forward.
-        forward_entries: the entries that wrappers replayed since the pool was last acquired, in order.
-        shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
     """
 
     def __init__(
@@ -104,9 +99,13 @@ class PoolLease:
         self._keeps_recordings = keeps_recordings
         self._generations = itertools.count()
         self.turn = PoolTurn()
+        #: changes when an entry is dropped; data derived from entries is valid while it stays the same
         self.generation = next(self._generations)
+        #: addresses of the pool storages written so far in this forward
         self.forward_storages: set[int] = set()
+        #: the entries that wrappers replayed since the pool was last acquired, in order
         self.forward_entries: list[GraphEntry] = []
+        #: overwrite stale outputs with NaN on every device; ``debug`` sets this
         self.shows_stale = False
         self._forward: weakref.ref[ForwardContext] | None = None
         self._written: list[torch.Tensor] = []
@@ -114,7 +113,7 @@ class PoolLease:
         self._views = HandedViews()
         self._device = None if device is None else self._make_device(device)
 
-    def of_another_pool(self) -> PoolLease:
+    def fork_empty(self) -> PoolLease:
         """A lease of a new, empty pool on the same device, which keeps its recordings.
 
         The two share ``turn``, and their generation numbers never coincide.
@@ -155,7 +154,7 @@ class PoolLease:
         """Bytes of the pool; 0 on the CPU tape."""
         return self._device.pool_bytes() if self._device is not None else 0
 
-    def recordings(self) -> Sequence[Graph]:
+    def recordings(self) -> Sequence[Any]:
         """The recorded graphs, from which more executables can be instantiated; empty on the CPU or if not kept."""
         return () if self._device is None else tuple(self._device.recordings)
 
@@ -192,17 +191,13 @@ class PoolLease:
             self._device.begin_forward()
 
     def before_replay(self, pool_storages: frozenset[int], pool_outputs: Sequence[torch.Tensor]) -> None:
-        """Mark outputs of earlier forwards as stale, and add to this forward what the next replays write.
-
-        Args:
-            pool_storages: addresses of the storages of ``pool_outputs``.
-            pool_outputs: the outputs in pool memory.
-        """
+        """Mark outputs of earlier forwards as stale, and add to this forward what the next replays write."""
         if self._forward is not self._written_by:
             self.make_stale(self._written)  # guard: stale_outputs
             self._written.clear()
             for name in self._views.next_forward():
-                self._warn_of_held(name)  # guard: held_views_named
+                # guard: held_views_named
+                self._ledger.note(_STALE_VIEW, at=name, level=logging.WARNING, is_problem=True)
             self._written_by = self._forward
         self.forward_storages |= pool_storages
         self._written.extend(pool_outputs)
@@ -215,7 +210,7 @@ class PoolLease:
         else:
             self._device.make_stale(outputs)
 
-    def watched(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
+    def tracking_views(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
         """``outputs`` as views over new storages; a note names each view still alive too late. For ``debug``."""
         return self._views.hand_out(outputs, pool_storages, who)
 
@@ -247,11 +242,6 @@ class PoolLease:
         if self._device is not None:
             self._device.close()
 
-    def _warn_of_held(self, name: str) -> None:
-        text = "a view is still held after a later replay overwrote it: it was valid until the next replay"
-        reason = Reason(text, "drop it, clone it, or set outputs='clone'")
-        self._ledger.note(reason, at=name, level=logging.WARNING, is_problem=True)
-
     def _make_device(self, device: torch.device) -> GraphDevice:
         if device.type == "cpu":
             return TapeDevice()
@@ -265,3 +255,21 @@ class PoolLease:
             found=str(device),
             remedy="move the model, or run it with runtime mode NONE",
         )
+
+
+def device_of(leaves: Sequence[Any]) -> torch.device:
+    """The GPU of the tensors among ``leaves``; the CPU if there are none on a GPU.
+
+    Raises:
+        DeviceError: they are on several GPUs.
+    """
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
+    if len(accelerators) > 1:
+        raise DeviceError(
+            "one callable serves one device",
+            expected="tensors on one device",
+            found=", ".join(map(str, accelerators)),
+            remedy="put each device's part of the model in a separate callable",
+        )
+    return accelerators[0] if accelerators else torch.device("cpu")

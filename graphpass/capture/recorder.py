@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
+import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from graphpass.capture.arguments import Call
-from graphpass.capture.checks import InputChecks
-from graphpass.capture.contextreads import ContextReads, ReadLog
-from graphpass.capture.debug import EagerGraph
-from graphpass.capture.device import Graph, GraphDevice
-from graphpass.capture.entry import GraphEntry
-from graphpass.capture.layout import storage_id
+from graphpass.capture.compare import EagerGraph, RegionCalls
 from graphpass.capture.outputs import OutputPlan
-from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.regioncalls import Observed, RegionCalls
-from graphpass.capture.replayplan import ReplayPlan, StaticSet, launch_of
+from graphpass.capture.pool import GraphDevice
+from graphpass.capture.replay import (
+    ContextPath,
+    ContextReads,
+    Graph,
+    GraphEntry,
+    InputPlan,
+    ReplayPlan,
+    StagedInput,
+    StaticSet,
+    launch_of,
+)
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.snapshot import restoring
-from graphpass.capture.staging import BufferArena, Staging
-from graphpass.capture.torchsettings import without_cached_casts, without_collections
+from graphpass.capture.scope import CapturePolicy
+from graphpass.capture.settings import restoring, without_cached_casts, without_collections
+from graphpass.capture.staging import AliasPattern, BufferArena, alias_pattern, distinct_elements, storage_id
 from graphpass.compat import dynamo, memory, nnmodules, operators, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
@@ -35,65 +41,102 @@ from graphpass.ledger import Row
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.records import RegionId
 
-__all__ = ["Recorder"]
-
 _log = logging.getLogger("graphpass")
 
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
+# Fields that identify the graph and its dispatcher; `num_tokens` is the key's padded count during capture.
+_OF_THE_KEY = frozenset({"runtime_mode", "batch_descriptor", "num_tokens", "owner"})
 _OUT_OF_MEMORY = "capture fewer or smaller sizes (capture_sizes, max_graphs; a manager: capture(max_bytes=...))"
 _SPLIT = "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops"
 _FULL_HOLDS_IT = (
     "set mode='PIECEWISE', which leaves it out of the graphs: a FULL graph holds the operations of splitting_ops, too"
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant."""
-
-    static: tuple[int, ...]
-    pool: tuple[tuple[int, int], ...]
-    staged: tuple[int, ...]
-    constants: tuple[tuple[int, Any], ...]
+# -- the call ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
-    """A recorded graph, and what its replays need.
+class InputRoles:
+    """The roles that a wrapper's creator declared; each argument is a position or a keyword's name."""
 
-    Attributes:
-        graph: the graph.
-        staging: buffers of its inputs.
-        outputs: how to build its outputs.
-        reads: the values that it read from the forward context.
-        observed: under ``compare``, the results of the regions inside.
-        returned_spec: structure of the region's result.
-    """
+    static: frozenset[int | str]  #: arguments whose address a graph may bake in
+    mutated: frozenset[int | str]  #: arguments that the region writes to
+    module_owned: frozenset[int | str]  #: static arguments that a module owns; graphs do not keep their memory
+    layout: frozenset[int | str]  #: numbers that describe the memory layout of tensors
+    names: tuple[str, ...]  #: a name for each positional argument, for errors
 
-    graph: Graph
-    staging: Staging
-    outputs: OutputPlan
-    reads: ContextReads
-    observed: tuple[Observed, ...]
-    returned_spec: Any
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call as flat leaves, and the flat positions of each role of :class:`InputRoles`."""
+
+    leaves: Sequence[Any]  #: all values in the arguments, in order
+    spec: Any  #: the structure that turns leaves back into ``(args, kwargs)``; later calls compare with this object
+    names: tuple[str, ...]  #: a readable name for each leaf
+    static: frozenset[int]
+    mutated: frozenset[int]
+    module_owned: frozenset[int]
+    layout: frozenset[int]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
+        """The call with ``args`` and ``kwargs``, whose structure is ``spec``."""
+        leaves: list[Any] = []
+        names: list[str] = []
+        positions: dict[int | str, range] = {}
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        stems = [*roles.names[: len(args)], *map(str, range(len(roles.names), len(args))), *kwargs]
+        for (argument, value), stem in zip(arguments, stems, strict=True):
+            own = trees.flatten(value)[0]
+            names += [stem] if len(own) == 1 else [f"{stem}[{index}]" for index in range(len(own))]
+            positions[argument] = range(len(leaves), len(leaves) + len(own))
+            leaves += own
+        tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+        def of_role(arguments: Collection[int | str]) -> set[int]:
+            return {p for argument in arguments for p in positions.get(argument, ())}
+
+        parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
+        marked = {p for p in tensors if memory.has_static_address(leaves[p])}
+        owned = (of_role(roles.module_owned) & tensors) | parameters
+        return cls(
+            leaves=leaves,
+            spec=spec,
+            names=tuple(names),
+            static=frozenset((of_role(roles.static) & tensors) | owned | marked),
+            mutated=frozenset(of_role(roles.mutated) & tensors),
+            module_owned=frozenset(owned),
+            layout=frozenset(of_role(roles.layout)),
+        )
+
+    def sharing(self, positions: Collection[int]) -> frozenset[int]:
+        """Positions of all tensors that share a storage with one of those at ``positions``, these included."""
+        storages = {storage_id(self.leaves[position]) for position in positions} - {0}
+        tensors = ((position, leaf) for position, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
+        return frozenset(positions).union(position for position, leaf in tensors if storage_id(leaf) in storages)
+
+    def owner_ids(self) -> tuple[int, ...]:
+        """Ids of the module-owned tensors; they tell module instances apart, also after a weight got new memory."""
+        return tuple(id(self.leaves[position]) for position in sorted(self.module_owned))
+
+
+# -- the capture ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Captures one region for one call.
-
-    Attributes:
-        policy: ``debug`` runs eagerly and records no graph; ``compare`` keeps copies of the inner regions' outputs.
-        baked: flat positions of the arguments whose address the graph may bake in; a subset of ``call.static``.
-    """
+    """Captures one region for one call."""
 
     region: RegionId
     mode: CUDAGraphMode
     runnable: Callable[..., Any]
     runtime: GraphRuntime
     arena: BufferArena
+    #: ``debug`` runs eagerly and records no graph; ``compare`` keeps copies of the inner regions' outputs
     policy: CapturePolicy
     call: Call
-    baked: frozenset[int]
+    baked: frozenset[int]  #: flat positions of the arguments whose address the graph may bake in, of ``call.static``
 
     @property
     def name(self) -> str:
@@ -112,7 +155,8 @@ class Recorder:
         self._row(context, "warmed")  # the counts list the key, whatever comes of it
         device = self.runtime.lease.device_for(self.call.leaves)
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
-        held = self.arena.held()
+        saved = self.arena.saved()
+        self._row(context, "warmed")  # the counts list the key, whatever comes of it
         try:
             return self._recorded(device, inside, context)
         except BaseException as error:
@@ -120,27 +164,24 @@ class Recorder:
                 self._explain(error, inside, context)  # guard: failed_capture_is_typed
                 raise
             finally:
-                self.arena.restore(held)  # guard: failed_capture_bytes
+                self.arena.restore(saved)  # guard: failed_capture_bytes
 
     def _recorded(
         self, device: GraphDevice, inside: RegionCalls, context: ForwardContext
     ) -> tuple[GraphEntry, Sequence[Any]]:
         start_s = time.perf_counter()
-        sources = self._sources(device.device)
-        leaves, mutated_positions = self.call.leaves, self.call.mutated
-        staging = Staging.for_inputs(
-            leaves, sources.staged, mutated=mutated_positions, names=self.call.names, arena=self.arena
-        )
+        leaves = self.call.leaves
+        static, inputs, pattern = self._inputs(device.device, context)
         # keep_results and prepare apply to FULL graphs only: the outputs of a region go to the next region.
         scope = self.runtime.scopes.current() if self.mode is CUDAGraphMode.FULL else None
         keep_results = None if scope is None else scope.keep_results
-        body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(staging), keep_results)
+        body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(inputs), keep_results)
         log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        mutated = [body.inputs[position] for position in sorted(mutated_positions)]
-        surroundings = partial(_surroundings, self.mode, inside, log)
+        mutated = [body.inputs[position] for position in sorted(self.call.mutated)]
+        surroundings = functools.partial(_surroundings, self.mode, inside, log)
         with without_collections(), surroundings(context):
-            staging.copy_in(leaves)
+            inputs.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
                 device.warm_up(body)
@@ -156,84 +197,79 @@ class Recorder:
                     _eager(self.name, body, surroundings) if self.policy.debug else device.record(body, generators)
                 )
                 log.is_open = False
-            outputs = recorded[: len(body.returned)]
+            returned = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
-            built = OutputPlan.of(outputs, body.inputs, device.without_ownership, existed & _storages(outputs))
+            outputs = OutputPlan.of(returned, body.inputs, device.without_ownership, existed & _storages(returned))
             if not self.policy.debug:  # guard: tape_frozen_results
-                device.refuse_frozen(built.pool_outputs)
-            observed = [replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ()]
-        self.runtime.lease.make_stale(built.pool_outputs)  # guard: recorded_result_is_stale
+                device.refuse_frozen(outputs.pool_outputs)
+            observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
+        self.runtime.lease.make_stale(outputs.pool_outputs)  # guard: recorded_result_is_stale
         row = self._row(context, "captured")
         row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s
         row.least_s = min(row.least_s, body.launch_s)
-        _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
-        dynamo.trace_json(f"graphpass_graph_{self.name}", lambda: self._traced(context, staging, built))
-        recording = _Recording(graph, staging, built, log.reads(), tuple(observed), body.returned_spec)
-        return self._entry(recording, sources, context), outputs
-
-    def _row(self, context: ForwardContext, event: str) -> Row:
-        return self.runtime.ledger.rows(self.region, event)[self.mode, context.batch_descriptor]
-
-    def _traced(self, context: ForwardContext, staging: Staging, outputs: OutputPlan) -> dict[str, object]:
-        """One captured graph, for the trace."""
-        return {
-            "region": self.name,
-            "mode": str(self.mode),
-            "key": str(context.batch_descriptor),
-            "inputs": len(self.call.leaves),
-            "copied_inputs": [self.call.names[position] for position in staging.positions],
-            "written_inputs": [self.call.names[position] for position in sorted(self.call.mutated)],
-            "outputs": len(outputs.pool_outputs),
-            "pool_bytes": self.runtime.pool_bytes(),
-        }
-
-    def _entry(self, recording: _Recording, sources: _Sources, context: ForwardContext) -> GraphEntry:
-        staging, outputs = recording.staging, recording.outputs
-        launch = launch_of(recording.graph, staging, outputs)
-        label = f"{self.name} {self.mode} {context.batch_descriptor}"
-        plan = ReplayPlan(
-            name=self.name,
-            steps=((self.region.region, "replay"),),
-            statics=StaticSet.of(self.call.leaves, sources.static),
-            dynamic_positions=staging.positions,
-            pattern=staging.pattern,
-            reads=recording.reads,
-            checks=self._checks(context, sources, outputs),
-            staging=staging,
-            rows=((self._row(context, "replayed"), len(staging.positions)),),
-            pool_storages=outputs.pool_storages,
-            pool_outputs=outputs.pool_outputs,
-            launch=launch,
-            ranged=partial(operators.ranged, label, launch),
+        self._trace(context, inputs, outputs)
+        inputs = replace(
+            inputs,
+            viewed_strides=tuple(
+                (s.position, leaves[s.position].stride())
+                for s in inputs.staged
+                if s.position in outputs.viewed_positions
+            ),
         )
-        return GraphEntry(
-            region=self.region,
-            spec=self.call.spec,
-            build_result=trees.builder_of(recording.returned_spec),
-            graph=recording.graph,
-            plan=plan,
-            outputs=outputs,
-            observed=recording.observed,
-            written=tuple(sorted(self.call.mutated)),
-            owner_ids=self.call.owner_ids(),
-        )
+        plan = self._plan(context, graph, static, inputs, pattern, outputs, log)
+        build_result, written = trees.builder_of(body.returned_spec), tuple(sorted(self.call.mutated))
+        return GraphEntry(self.region, build_result, graph, plan, outputs, observed, written), returned
 
-    def _checks(self, context: ForwardContext, sources: _Sources, outputs: OutputPlan) -> InputChecks:
-        """The checks that later calls must pass: constants, layouts of static inputs, addresses of pool inputs."""
-        leaves = self.call.leaves
-        return InputChecks(
-            name=self.name,
-            key=context.batch_descriptor,
-            names=dict(enumerate(self.call.names)),
-            constants=sources.constants,
-            layouts=tuple(self._layouts(sources.static)),
-            viewed_strides=tuple((p, leaves[p].stride()) for p in sources.staged if p in outputs.viewed_positions),
-            pool_inputs=sources.pool,
+    def _inputs(self, device: torch.device, context: ForwardContext) -> tuple[list[int], InputPlan, AliasPattern]:
+        """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant.
+
+        Returns the positions of the first, the plan of the others, and how those with a buffer share memory.
+        """
+        leaves, names = self.call.leaves, self.call.names
+        baked_storages = {storage_id(leaves[p]) for p in self.baked} - {0}
+        pool_storages = self.runtime.lease.forward_storages
+        static, pool, staged, constants = set(self.baked), [], [], []
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                # Layout numbers may change from call to call: the graph reads buffers in the layout of the capture.
+                if position not in self.call.layout:
+                    constants.append((position, leaf))
+                continue
+            if leaf.device != device:
+                raise DeviceError(
+                    f"argument {names[position]} of {self.name} lies on another device",
+                    expected=f"every tensor on {device}",
+                    found=f"{tuple(leaf.shape)} on {leaf.device}",
+                    remedy="move it there first, or keep it out of the captured region",
+                )
+            if position in static:
+                continue
+            if storage_id(leaf) in baked_storages:  # guard: inside_static_at_capture
+                # It aliases a static input: a copy would not see writes to that input.
+                static.add(position)
+            elif storage_id(leaf) in pool_storages:  # guard: fresh_eager_results
+                pool.append((position, leaf.data_ptr()))
+            else:
+                staged.append(position)
+        pattern = alias_pattern(leaves, staged)
+        buffers = self.arena.like(leaves, staged, pattern)
+        plan = InputPlan(
+            self.name,
+            context.batch_descriptor,
+            dict(enumerate(names)),
+            tuple(
+                StagedInput(p, buffer, distinct_elements(buffer, name=names[p]), p in self.call.mutated)
+                for p, buffer in zip(staged, buffers, strict=True)
+            ),
+            constants=tuple(constants),
+            layouts=tuple(self._layouts(sorted(static))),
+            pool_inputs=tuple(pool),
         )
+        return sorted(static), plan, pattern
 
     def _layouts(self, static: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """An alias of each static input; for tensors of modules, only if Dynamo does not guard their layouts."""
-        lent = self.call.in_modules()
+        lent = self.call.sharing(self.call.module_owned)
         for position in static:
             leaf = self.call.leaves[position]
             if position not in lent:
@@ -241,16 +277,76 @@ class Recorder:
             elif position not in self.call.module_owned or not dynamo.guards_module_layouts():  # guard: module_layouts
                 yield position, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
-    def _graph_inputs(self, staging: Staging) -> list[Any]:
+    def _graph_inputs(self, inputs: InputPlan) -> list[Any]:
         """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
 
         A tape, and an EagerGraph (``debug``), keep these. They must not keep the memory of modules.
         """
-        lent, leaves = self.call.in_modules(), enumerate(self.call.leaves)
-        inputs = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
-        for position, buffer in zip(staging.positions, staging.buffers, strict=True):
-            inputs[position] = buffer
-        return inputs
+        lent, leaves = self.call.sharing(self.call.module_owned), enumerate(self.call.leaves)
+        found = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
+        for staged in inputs.staged:
+            found[staged.position] = staged.buffer
+        return found
+
+    def _plan(
+        self,
+        context: ForwardContext,
+        graph: Graph,
+        static: list[int],
+        inputs: InputPlan,
+        pattern: AliasPattern,
+        outputs: OutputPlan,
+        log: ReadLog,
+    ) -> ReplayPlan:
+        launch = launch_of(graph, inputs, outputs)
+        label = f"{self.name} {self.mode} {context.batch_descriptor}"
+        return ReplayPlan(
+            name=self.name,
+            statics=StaticSet.of(self.call.leaves, static, self.call.spec, self.call.owner_ids()),
+            dynamic_positions=tuple(staged.position for staged in inputs.staged),
+            pattern=pattern,
+            reads=log.reads(),
+            inputs=inputs,
+            rows=((self._row(context, "replayed"), len(inputs.staged)),),
+            pool_storages=outputs.pool_storages,
+            pool_outputs=outputs.pool_outputs,
+            launch=launch,
+            ranged=functools.partial(operators.ranged, label, launch),
+        )
+
+    def _row(self, context: ForwardContext, event: str) -> Row:
+        return self.runtime.ledger.rows(self.region, event)[self.mode, context.batch_descriptor]
+
+    def _trace(self, context: ForwardContext, inputs: InputPlan, outputs: OutputPlan) -> None:
+        """Log one captured graph, and add it to torch's trace."""
+        _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
+        dynamo.trace_json(
+            f"graphpass_graph_{self.name}",
+            lambda: {
+                "region": self.name,
+                "mode": str(self.mode),
+                "key": str(context.batch_descriptor),
+                "inputs": len(self.call.leaves),
+                "copied_inputs": [self.call.names[staged.position] for staged in inputs.staged],
+                "written_inputs": [self.call.names[position] for position in sorted(self.call.mutated)],
+                "outputs": len(outputs.pool_outputs),
+                "pool_bytes": self.runtime.pool_bytes(),
+            },
+        )
+
+    def _refuse_undeclared_mutation(self, before: Sequence[int | None], after: Sequence[int | None]) -> None:
+        leaves, mutated = self.call.leaves, self.call.mutated
+        declared = {storage_id(leaves[p]) for p in mutated}
+        for position, (old, new) in enumerate(zip(before, after, strict=True)):
+            if old != new and storage_id(leaves[position]) not in declared:  # guard: undeclared_mutation
+                raise CaptureError(
+                    f"{self.name} writes to its input {self.call.names[position]!r}",
+                    expected="every input that the region writes to, listed in mutated_inputs",
+                    found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
+                    remedy=f"add {self.call.names[position]!r} to mutated_inputs",
+                )
+
+    # -- why it failed ------------------------------------------------------------------------------------------------
 
     def _explain(self, error: BaseException, inside: RegionCalls, context: ForwardContext) -> None:
         """Raise a CaptureError from ``error`` that names region, op, key and memory in use.
@@ -277,56 +373,20 @@ class Recorder:
         ) from error
 
     def _remedy(self, error: Exception, refused: CaptureError | None, *, is_eager_inside: bool) -> str:
-        """What works here: an operation that splits already cannot be listed once more, and FULL graphs hold it."""
+        """The remedy for a failed capture.
+
+        Listing the op in splitting_ops does not help if it splits already or the graph is FULL.
+        """
         if isinstance(error, torch.OutOfMemoryError):
             return _OUT_OF_MEMORY
         if self.mode is CUDAGraphMode.FULL and is_eager_inside:
             return _FULL_HOLDS_IT
         remedy = _SPLIT if refused is None else refused.remedy
-        return (
-            f"{remedy}, and set mode='PIECEWISE'" if self.mode is CUDAGraphMode.FULL and self.region.region else remedy
-        )
+        is_of_a_callable = self.mode is CUDAGraphMode.FULL and self.region.region
+        return f"{remedy}, and set mode='PIECEWISE'" if is_of_a_callable else remedy
 
-    def _sources(self, device: torch.device) -> _Sources:
-        leaves = self.call.leaves
-        baked_storages = {storage_id(leaves[p]) for p in self.baked} - {0}
-        pool_storages = self.runtime.lease.forward_storages
-        static, pool, staged, constants = set(self.baked), [], [], []
-        for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                # Layout numbers may change from call to call: the graph reads buffers in the layout of the capture.
-                if position not in self.call.layout:
-                    constants.append((position, leaf))
-                continue
-            if leaf.device != device:
-                raise DeviceError(
-                    f"argument {self.call.names[position]} of {self.name} lies on another device",
-                    expected=f"every tensor on {device}",
-                    found=f"{tuple(leaf.shape)} on {leaf.device}",
-                    remedy="move it there first, or keep it out of the captured region",
-                )
-            if position in static:
-                continue
-            if storage_id(leaf) in baked_storages:  # guard: inside_static_at_capture
-                # It aliases a static input: a copy would not see writes to that input.
-                static.add(position)
-            elif storage_id(leaf) in pool_storages:  # guard: fresh_eager_results
-                pool.append((position, leaf.data_ptr()))
-            else:
-                staged.append(position)
-        return _Sources(tuple(sorted(static)), tuple(pool), tuple(staged), tuple(constants))
 
-    def _refuse_undeclared_mutation(self, before: Sequence[int | None], after: Sequence[int | None]) -> None:
-        leaves, mutated = self.call.leaves, self.call.mutated
-        declared = {storage_id(leaves[p]) for p in mutated}
-        for position, (old, new) in enumerate(zip(before, after, strict=True)):
-            if old != new and storage_id(leaves[position]) not in declared:  # guard: undeclared_mutation
-                raise CaptureError(
-                    f"{self.name} writes to its input {self.call.names[position]!r}",
-                    expected="every input that the region writes to, listed in mutated_inputs",
-                    found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
-                    remedy=f"add {self.call.names[position]!r} to mutated_inputs",
-                )
+# -- what is warmed up and recorded ------------------------------------------------------------------------------------
 
 
 class _Body:
@@ -378,7 +438,7 @@ def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, contex
         num_tokens=None if context.num_tokens is None else descriptor.num_tokens,  # guard: count_of_the_key
         capture=inside,
     )
-    with entered(log.watched(seen, of=context)), torch.no_grad(), without_cached_casts():
+    with entered(log.proxy_of(seen, of=context)), torch.no_grad(), without_cached_casts():
         yield
 
 
@@ -403,3 +463,94 @@ def _storages(values: Sequence[Any]) -> set[int]:
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:
     return [memory.version_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
+# -- reads of the forward context --------------------------------------------------------------------------------------
+
+
+class ReadLog:
+    """Logs the values that a region reads from the forward context while ``is_open`` is True.
+
+    An op inside a graph reads the context once, at capture. A number such as a maximum sequence length becomes part of
+    the graph, and so does the address of a tensor such as a slot mapping. So the region sees a proxy of the context.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[ContextPath, Any] = {}
+        self.is_open = False
+
+    def proxy_of(self, context: ForwardContext, *, of: ForwardContext) -> ForwardContext:
+        """A proxy of ``context`` that logs reads, except of fields in which it differs from ``of``."""
+        own = {f.name for f in fields(context) if getattr(context, f.name) is not getattr(of, f.name)}
+        return self._proxy(context, (), unlogged=_OF_THE_KEY | own)  # type: ignore[no-any-return]
+
+    def reads(self) -> ContextReads:
+        """The values read so far."""
+        return ContextReads.of(self._found.items())
+
+    def read(self, value: Any, path: ContextPath) -> Any:
+        """Log ``value`` and return it; for a container or an object, return a proxy that logs reads of its parts."""
+        if isinstance(value, (torch.Tensor, *_SCALARS)):
+            if self.is_open:
+                self._found[path] = value
+            return value
+        if type(value) is dict:
+            return _LoggedDict(value, path, self)
+        if isinstance(value, (list, tuple)):
+            parts = [self.read(part, (*path, ("item", n))) for n, part in enumerate(value)]
+            if type(value) is tuple:
+                return tuple(parts)
+            return type(value)(*parts) if hasattr(value, "_fields") else value  # a list may be written to
+        if isinstance(value, (*_METHODS, types.MethodType, types.BuiltinFunctionType, type)):
+            return value
+        return self._proxy(value, path)
+
+    def _proxy(self, value: Any, path: ContextPath, unlogged: frozenset[str] = frozenset()) -> Any:
+        """An instance of a subclass of the value's class that forwards attribute reads and writes to the value."""
+        kind: Any = type(value)
+
+        def get(proxy: Any, name: str) -> Any:
+            if name == "__dict__":
+                return {part: get(proxy, part) for part in vars(value)}
+            static = inspect.getattr_static(kind, name, None)
+            if isinstance(static, _METHODS) or (name.startswith("__") and name.endswith("__")):
+                return kind.__getattribute__(proxy, name)
+            found = getattr(value, name)
+            return found if name in unlogged else self.read(found, (*path, ("attribute", name)))
+
+        namespace = {
+            "__slots__": (),
+            "__getattribute__": get,
+            "__setattr__": lambda _, name, new: setattr(value, name, new),
+        }
+        try:
+            return object.__new__(type(kind)(kind.__name__, (kind,), namespace))
+        except TypeError:  # a class that is final or written in C: reads of its parts are not logged
+            return value
+
+
+class _LoggedDict(dict[Any, Any]):
+    """A dict that logs the values read from it."""
+
+    def __init__(self, original: dict[Any, Any], path: ContextPath, log: ReadLog) -> None:
+        super().__init__(original)
+        self._path = path
+        self._log = log
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._log.read(super().__getitem__(key), (*self._path, ("item", key)))
+
+    def __iter__(self) -> Iterator[Any]:  # also keeps dict(self) and {**self} from reading past __getitem__
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]

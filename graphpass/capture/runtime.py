@@ -1,4 +1,8 @@
-"""The runtime owns everything that a set of graphs shares: pool, capture stream, entries and statistics."""
+"""The runtime owns everything that a set of graphs shares: pool, capture stream, entries and statistics.
+
+The runtime of a ``torch.compile`` is an attribute of the object through which Dynamo calls the backend. So there is no
+global registry, the caller's options are not changed, and the runtime is freed with that object.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ import torch
 
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.scope import CaptureScope, CaptureScopes
-from graphpass.capture.torchsettings import frozen_objects
+from graphpass.capture.settings import frozen_objects
 from graphpass.compat import dynamo
+from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Ledger, Reason
 from graphpass.modes import CUDAGraphMode
@@ -23,12 +28,11 @@ from graphpass.report import Problem, Report
 from graphpass.report.figures import ReportFigures, runtime_figures
 from graphpass.report.records import CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
 
-__all__ = ["SEE_WHAT_DIFFERS", "GraphRuntime"]
-
 SEE_WHAT_DIFFERS = (
     "see what differs (TORCH_LOGS=recompiles): name a dimension that varies in dynamic_dims, and keep a Python number "
     "that changes in a buffer, or pass it as a tensor"
 )
+_ATTRIBUTE = "graphpass_runtime"
 _MANY = 8  # compilations of one function: the default of torch._dynamo.config.recompile_limit
 
 _Owned = TypeVar("_Owned")
@@ -43,7 +47,7 @@ class _Wrapper(Protocol):
     def captured(self) -> list[BatchDescriptor]: ...
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
-    def hidden(self) -> Callable[[], None]: ...
+    def hide_entries(self) -> Callable[[], None]: ...
 
 
 class GraphRuntime:
@@ -116,10 +120,10 @@ class GraphRuntime:
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
         """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
-        held, aside = self.lease, {id(wrapper): wrapper.hidden() for wrapper in self._alive()}
+        held, aside = self.lease, {id(wrapper): wrapper.hide_entries() for wrapper in self._alive()}
         tables = self.ledger.tables.copy()
         self.ledger.tables.clear()
-        self.lease = used = held.of_another_pool()
+        self.lease = used = held.fork_empty()
         in_body = used.generation
         try:
             yield
@@ -129,7 +133,7 @@ class GraphRuntime:
                     aside[id(wrapper)]()
                 else:  # compiled in the body: the wrapper stays, its graphs and counts do not
                     wrapper.close()
-                    wrapper.hidden()
+                    wrapper.hide_entries()
             self.lease, self.ledger.tables = held, tables
             held.shows_stale |= used.shows_stale
             if used.generation != in_body:  # a parameter died, and hidden graphs that read it were dropped with it
@@ -375,3 +379,56 @@ class GraphRuntime:
 
     def _alive(self) -> list[_Wrapper]:
         return [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
+
+
+# -- the runtime of a callable ----------------------------------------------------------------------------------------
+
+
+def runtime_of_compiler(compiler: Any) -> GraphRuntime:
+    """The runtime of one ``torch.compile``: from its options, else created at its first graph."""
+    given = dynamo.backend_options(compiler).get("runtime")
+    if given is not None:
+        return _checked(given)
+    runtime: GraphRuntime | None = getattr(compiler, _ATTRIBUTE, None)
+    if runtime is None:
+        runtime = GraphRuntime()
+        setattr(compiler, _ATTRIBUTE, runtime)
+    return runtime
+
+
+def runtime_of(compiled: Any) -> GraphRuntime:
+    """The runtime of a callable compiled with ``backend="cgpass"``.
+
+    Args:
+        compiled: what ``torch.compile`` or :func:`graphpass.graphed` returned, or a module after
+            ``module.compile(backend="cgpass")``.
+
+    Raises:
+        OptionError: it was compiled with another backend, has not run yet, or is not compiled.
+    """
+    for compiler in dynamo.compilers_of(compiled):
+        runtime = dynamo.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
+        if runtime is not None:
+            return _checked(runtime)
+    runtime = getattr(compiled, "runtime", None)
+    if isinstance(runtime, GraphRuntime):
+        return runtime
+    raise OptionError(
+        "this callable has no graphpass runtime",
+        expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
+        found=repr(compiled)[:200],
+        remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; "
+        "if it has run, Dynamo compiled no graph of it: TORCH_LOGS=graph_breaks says why, and for an RNN, GRU or LSTM "
+        f"{dynamo.ALLOW_RNN}",
+    )
+
+
+def _checked(runtime: Any) -> GraphRuntime:
+    if isinstance(runtime, GraphRuntime):
+        return runtime
+    raise OptionError(
+        "option runtime is no runtime",
+        expected="a graphpass.GraphRuntime",
+        found=repr(runtime),
+        remedy="pass runtime=graphpass.GraphRuntime(), or leave it out",
+    )

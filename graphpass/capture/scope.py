@@ -1,4 +1,7 @@
-"""Capture scopes: permission for one thread to capture, and a record of the callables that its calls reach."""
+"""When graphs are captured: a wrapper's policy, and scopes, which permit one thread to capture.
+
+A scope also records the callables that the calls of its thread reach.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,58 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from graphpass.capture.replayplan import ReplayPlan
+from graphpass.capture.replay import ReplayPlan
+from graphpass.checks import one_of
 from graphpass.compat.dynamo import SideEffect
 from graphpass.errors import CaptureError
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason
 
-__all__ = ["CallObserver", "CaptureScope", "CaptureScopes", "EnteredCallable", "ReachedCall", "ReachedCallable"]
+
+@dataclass(frozen=True, slots=True)
+class CapturePolicy:
+    """Whether a wrapper clones outputs, when it may capture, and how it handles static inputs that moved."""
+
+    #: ``clone``: results are independent of later replays. ``view``: results lie in the pool, without a copy, and are
+    #: valid until the next replay of any key of the runtime.
+    outputs: Literal["clone", "view"] = "clone"
+    #: ``copy``: capture the key again for the new address, if capture is allowed. ``error``: raise an error that names
+    #: the input, unless a capture scope is open. Under a user's context, only a ``runtime.capturing()`` scope and
+    #: ``lazy_capture`` allow a capture.
+    on_moved_input: Literal["copy", "error"] = "copy"
+    #: capture a key at its first use, also outside ``runtime.capturing()``, with a warning
+    lazy_capture: bool = False
+    #: run the region eagerly instead of replaying, with the same buffers and padding, and report output views that are
+    #: still held after a later replay overwrote them
+    debug: bool = False
+    #: also run the region eagerly at each replay, on copies, and raise an error if a result differs
+    compare: bool = False
+
+    def __post_init__(self) -> None:
+        switches = ((name, (False, True)) for name in ("lazy_capture", "debug", "compare"))
+        for name, allowed in (("outputs", ("clone", "view")), ("on_moved_input", ("copy", "error")), *switches):
+            remedy = f"leave it out for {allowed[0]!r}"
+            one_of(getattr(self, name), allowed, f"option {name} has no such value", remedy=remedy)
+
+    @property
+    def clones_outputs(self) -> bool:
+        """Whether results are copied out of the pool."""
+        return self.outputs == "clone"
 
 
 class ReachedCallable(Protocol):
-    """One compiled graph of a model: Dynamo calls it, and capture code captures its keys.
+    """One compiled graph of a model: Dynamo calls it, and capture code captures its keys."""
 
-    Attributes:
-        name: ``g0``, ``g1``, ... in the order of compilation.
-        partition: a ``graphpass.regions.Partition``; typed Any because this package does not import FX code.
-        traces: region name -> a ``graphpass.compile.RegionTrace``.
-        static: positions of the arguments whose address graphs may bake in.
-        returns_flat: the graph returns a tuple or list of values, not nested.
-        ends_early: why the graph ends before the model does (a graph break), or None.
-        never_full: the first region that a FULL graph cannot contain, with its reason, or None.
-        side_effects: changes to Python state that Dynamo's code makes after the graph has run.
-    """
-
-    name: str
-    partition: Any
-    traces: Mapping[str, Any]
-    static: tuple[int, ...]
-    returns_flat: bool
-    ends_early: str | None
-    never_full: Reason | None
-    side_effects: tuple[SideEffect, ...]
+    name: str  #: ``g0``, ``g1``, ... in the order of compilation
+    partition: Any  #: a ``graphpass.regions.Partition``; typed Any because this package does not import FX code
+    traces: Mapping[str, Any]  #: region name -> a ``graphpass.compile.RegionTrace``
+    static: tuple[int, ...]  #: positions of the arguments whose address graphs may bake in
+    returns_flat: bool  #: the graph returns a tuple or list of values, not nested
+    ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
+    never_full: Reason | None  #: the first region that a FULL graph cannot contain, with its reason, or None
+    side_effects: tuple[SideEffect, ...]  #: changes to Python state that Dynamo's code makes after the graph has run
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
         """The keys of the configured capture sizes, largest first; ``args`` are flat example arguments."""
@@ -49,19 +71,12 @@ class ReachedCallable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReachedCall:
-    """One call of a callable inside a scope, or under an observer.
-
-    Attributes:
-        callable: the callable.
-        args: its flat arguments.
-        outputs: its flat outputs, none while it runs; holding them keeps their pool memory reserved.
-        plan: the plan that replays it; None if it ran without a graph, or a part of it did.
-    """
+    """One call of a callable inside a scope, or under an observer."""
 
     callable: ReachedCallable
-    args: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    plan: ReplayPlan | None
+    args: tuple[Any, ...]  #: its flat arguments
+    outputs: tuple[Any, ...]  #: its flat outputs, none while it runs; holding them keeps their pool memory reserved
+    plan: ReplayPlan | None  #: the plan that replays it; None if it ran without a graph, or a part of it did
 
 
 class CallObserver(Protocol):
@@ -76,38 +91,26 @@ class CallObserver(Protocol):
 
 @dataclass(slots=True)
 class CaptureScope:
-    """State of one ``with runtime.capturing():``.
+    """State of one ``with runtime.capturing():``."""
 
-    Attributes:
-        reached: the calls of callables, in order.
-        keep_results: called with the flat outputs of each FULL capture, in warm-up and recording; returns the flat
-            outputs that the graph returns. The function may copy results into memory outside the pool.
-        prepare: called between the warm-up and the recording of each FULL capture, to restore state that the model
-            reads besides its arguments.
-        stops_at_entry: callables raise :class:`EnteredCallable` instead of running. Shows which callable a compiled
-            call reaches, without side effects.
-        reaches: a call without a forward context runs without graphs and is added to ``reached``.
-        is_automatic: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without
-            a graph, and its error is added to ``failures``.
-        failures: the errors of failed captures.
-    """
-
-    reached: list[ReachedCall] = field(default_factory=list)
+    reached: list[ReachedCall] = field(default_factory=list)  #: the calls of callables, in order
+    #: called with the flat outputs of each FULL capture, in warm-up and recording; returns the flat outputs that the
+    #: graph returns. The function may copy results into memory outside the pool.
     keep_results: Callable[[list[Any]], list[Any]] | None = None
+    #: called between the warm-up and the recording of each FULL capture, to restore state that the model reads besides
+    #: its arguments
     prepare: Callable[[], object] | None = None
+    #: callables raise :class:`EnteredCallable` instead of running: which one a call reaches, without side effects
     stops_at_entry: bool = False
-    reaches: bool = False
+    reaches: bool = False  #: a call without a forward context runs without graphs and is added to ``reached``
+    #: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without a graph, and
+    #: its error is added to ``failures``.
     is_automatic: bool = False
     failures: list[Exception] = field(default_factory=list)
 
 
 class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
-    """Control flow, no error: a callable was reached in a scope that stops at entry.
-
-    Args:
-        reached: the callable.
-        args: its flat arguments.
-    """
+    """Control flow, no error: a callable was reached, with these flat arguments, in a scope that stops at entry."""
 
     def __init__(self, reached: ReachedCallable, args: tuple[Any, ...]) -> None:
         super().__init__(reached, args)
@@ -145,28 +148,25 @@ class CaptureScopes:
         Raises:
             CaptureError: a scope is open already.
         """
-        if not self._lock.acquire(blocking=False):
-            raise CaptureError(
-                "this runtime is capturing already",
-                expected="one capturing() scope at a time",
-                found="a second one, in this or another thread",
-                remedy="capture all keys inside one `with runtime.capturing():`",
-            )
         with self._held(CaptureScope()) as scope:
+            if scope is None:
+                raise CaptureError(
+                    "this runtime is capturing already",
+                    expected="one capturing() scope at a time",
+                    found="a second one, in this or another thread",
+                    remedy="capture all keys inside one `with runtime.capturing():`",
+                )
             yield scope
 
-    @contextlib.contextmanager
-    def opened_automatically(self) -> Iterator[CaptureScope | None]:
+    def opened_automatically(self) -> contextlib.AbstractContextManager[CaptureScope | None]:
         """Allow this thread's auto dispatcher to capture during one call; yields None if a scope is open already."""
+        return self._held(CaptureScope(is_automatic=True))
+
+    @contextlib.contextmanager
+    def _held(self, scope: CaptureScope) -> Iterator[CaptureScope | None]:
         if not self._lock.acquire(blocking=False):
             yield None
             return
-        with self._held(CaptureScope(is_automatic=True)) as scope:
-            yield scope
-
-    @contextlib.contextmanager
-    def _held(self, scope: CaptureScope) -> Iterator[CaptureScope]:
-        """Make ``scope`` this thread's; the caller has acquired ``_lock``."""
         self._scope, self._thread = scope, threading.get_ident()
         try:
             yield scope

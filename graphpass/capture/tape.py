@@ -15,16 +15,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
-from graphpass.capture.device import GraphDevice
-from graphpass.capture.layout import distinct_elements, storage_id
 from graphpass.capture.outputs import fill_with_sentinel
-from graphpass.capture.regioncalls import CompiledWithin
+from graphpass.capture.staging import distinct_elements, storage_id
 from graphpass.compat import dynamo, operators, trees
+from graphpass.context import current_context
 from graphpass.errors import CaptureError
-
-__all__ = ["TapeDevice"]
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNDEFINED_CONTENTS = frozenset(
@@ -37,16 +33,35 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One call of the tape: ``function(*args, **kwargs)``, then its fresh results copied into their fixed outputs.
+class TrackedCompiledCall:
+    """Marks ``runnable`` as code that the cgpass backend compiled, for the device's ``call``.
 
-    ``targets`` pairs a position in the flat result with the tensor it is copied into.
+    The CPU tape records under a dispatch mode, in which Dynamo skips compiled code; it recognises this class.
     """
+
+    runnable: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Call ``runnable``."""
+        return self.runnable(*args)
+
+
+def call_compiled(runnable: Callable[..., Any], *args: Any) -> Any:
+    """Call code that the cgpass backend compiled; during an outer capture, the call goes through its RegionCalls."""
+    context = current_context()
+    if context is None or context.capture is None:
+        return runnable(*args)
+    return context.capture.call("compiled", TrackedCompiledCall(runnable), args, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call of the tape: ``function(*args, **kwargs)``, then its fresh results copied into their fixed outputs."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    targets: tuple[tuple[int, torch.Tensor], ...]
+    targets: tuple[tuple[int, torch.Tensor], ...]  #: (position in the flat result, the tensor it is copied into)
 
     def run(self) -> None:
         result = self.function(*self.args, **self.kwargs)
@@ -57,17 +72,14 @@ class _Step:
 
 
 class _Tape(operators.TorchDispatchMode):
-    """Records every op that is dispatched. It references all argument tensors, so no recorded address is reused.
-
-    ``made`` are the addresses of the storages that its ops allocated.
-    """
+    """Records every op that is dispatched. It references all argument tensors, so no recorded address is reused."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
-        self.made: set[int] = set()
+        self.made: set[int] = set()  # addresses of the storages that its ops allocated
         self._paused = False
         self._reads: list[_HostReads] = []
         self._announced: list[list[torch.Tensor]] | None = None
@@ -133,7 +145,7 @@ class _Tape(operators.TorchDispatchMode):
                 self._reads.pop()
 
     def call_compiled(self, runnable: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call compiled code outside of the modes in which Dynamo would skip it; :meth:`come_back` records it."""
+        """Call compiled code outside of the modes in which Dynamo would skip it; :meth:`resume_recording` records."""
         reads = self._reads[-1]
         announced = self._announced = []
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -154,7 +166,7 @@ class _Tape(operators.TorchDispatchMode):
             )
         return result
 
-    def come_back(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def resume_recording(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Record the graph that runs inside of :meth:`call_compiled`."""
         announced, self._announced = self._announced, None
         assert announced is not None
@@ -165,7 +177,7 @@ class _Tape(operators.TorchDispatchMode):
         return result
 
     @property
-    def is_left(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether compiled code runs outside of the tape at present."""
         return self._announced is not None
 
@@ -213,28 +225,30 @@ class _TapeGraph:
         self._steps = ()
 
 
-class TapeDevice(GraphDevice):
-    """Records and replays on the CPU; the fixed tensors of the tapes stand for the pool."""
+class TapeDevice:
+    """Records and replays on the CPU, with the methods of :class:`~graphpass.capture.cuda.CudaDevice`.
+
+    The fixed tensors of the tapes stand for the pool.
+    """
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.recordings = ()
+        self.recordings: tuple[Any, ...] = ()
         self._tape: _Tape | None = None
         self._made: frozenset[int] = frozenset()
 
-    @override
     def open(self) -> None:
         """Nothing: there is no pool."""
 
-    @override
     def warm_up(self, body: Callable[[], Any]) -> None:
+        """Run ``body`` once, and drop its results."""
         with torch.no_grad():
             body()
 
-    @override
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[_TapeGraph, Sequence[Any]]:
+        """Record ``body``, which takes effect; the generators need no registration."""
         self._tape = tape = _Tape()
         try:
             with torch.no_grad(), tape.recording():
@@ -244,8 +258,12 @@ class TapeDevice(GraphDevice):
         self._made = frozenset(tape.made)
         return _TapeGraph(tape.steps), outputs
 
-    @override
     def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Refuse results of the last :meth:`record` in memory that the recording neither reads nor allocated.
+
+        Raises:
+            CaptureError: no replay would write such a result.
+        """
         if any(output.numel() and storage_id(output) not in self._made for output in outputs):
             raise CaptureError(
                 "a result of the region cannot be captured on the CPU tape",
@@ -254,8 +272,8 @@ class TapeDevice(GraphDevice):
                 remedy="make it with torch.tensor, or outside of the captured region",
             )
 
-    @override
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a region's runnable inside :meth:`warm_up` or :meth:`record`; compiled code is one step of the tape."""
         if dynamo.is_dynamo_compiled(runnable):
             raise CaptureError(
                 f"a compiled callable cannot be captured on the CPU tape ({runnable!r})",
@@ -264,30 +282,27 @@ class TapeDevice(GraphDevice):
                 remedy="compile with torch.compile(model, backend='cgpass') instead of wrapping the compiled callable",
             )
         tape, args = self._tape, tuple(args)
-        if isinstance(runnable, CompiledWithin):
+        if isinstance(runnable, TrackedCompiledCall):
             return runnable.runnable(*args) if tape is None else tape.call_compiled(runnable.runnable, args)
         if tape is None:
             return runnable(*args, **kwargs)
-        return (tape.come_back if tape.is_left else tape.call)(runnable, args, kwargs)
+        return (tape.resume_recording if tape.is_paused else tape.call)(runnable, args, kwargs)
 
-    @override
     def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of ``tensor``."""
         return tensor.detach()  # the caller who gets the recorded result may turn it in place
 
-    @override
     def make_stale(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Overwrite ``outputs``, because another forward replays: late reads show."""
         fill_with_sentinel(outputs)
 
-    @override
     def begin_forward(self) -> None:
         """Nothing to order: the CPU is synchronous."""
 
-    @override
     def pool_bytes(self) -> int:
         """0: tensors of the tapes are ordinary CPU memory."""
         return 0
 
-    @override
     def close(self) -> None:
         """Do nothing: the tapes own their tensors."""
 

@@ -16,46 +16,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from graphpass.capture.arguments import Call, InputRoles
-from graphpass.capture.capturepermit import CapturePermit, FreedInputs
-from graphpass.capture.checks import refuse_transforms
 from graphpass.capture.compare import EagerRun
-from graphpass.capture.entry import EntryTable, GraphEntry
-from graphpass.capture.policy import CapturePolicy
-from graphpass.capture.recorder import Recorder
-from graphpass.capture.replayplan import ReplayPlan, without_grad
+from graphpass.capture.recorder import Call, InputRoles, Recorder
+from graphpass.capture.replay import (
+    EntryTable,
+    GraphEntry,
+    KeyEntries,
+    ReplayPlan,
+    StaticSet,
+    refuse_transforms,
+    without_grad,
+)
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.staging import BufferArena
+from graphpass.capture.scope import CapturePolicy
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Row
 from graphpass.modes import CUDAGraphMode
 from graphpass.report.records import Counts, RegionId, RegionUse
 
-__all__ = ["CUDAGraphWrapper"]
-
-_log = logging.getLogger("graphpass")
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """All capture state of a wrapper in one object, so that :meth:`CUDAGraphWrapper.hidden` can swap it."""
-
-    entries: EntryTable = field(default_factory=EntryTable)
-    death_watch: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    freed: dict[BatchDescriptor, FreedInputs] = field(default_factory=dict)
-    arena: BufferArena = field(default_factory=BufferArena)
+MAX_STATIC_SETS = 4
+_REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
+_STAYS = "refill them in place (`tensor.copy_(new)`): a tensor that stays at its address is not copied"
+_INDEX = (
+    "pass the whole tensor and index it inside the model with a tensor of positions; a copy (`tensor.clone()`) serves "
+    "where the model only reads it"
+)
+_UPDATE = "write into it in place (`tensor.copy_(new)` under torch.no_grad(), in the model's forward too)"
 
 
 class CUDAGraphWrapper:
@@ -117,7 +113,8 @@ class CUDAGraphWrapper:
             names=tuple(input_names),
         )
         self._policy = policy or CapturePolicy()
-        self._captured = _Captured()
+        self._clones = self._policy.clones_outputs
+        self._entries = EntryTable()
         self._flat_spec: Any = None
         runtime.adopt(self, shows_stale=self._policy.debug)
 
@@ -157,114 +154,66 @@ class CUDAGraphWrapper:
         if len(kwargs) > 1:  # calls that differ only in keyword order share a graph
             kwargs = dict(sorted(kwargs.items()))
         leaves, spec = trees.flatten((args, kwargs))
-        return self._under_graph(context, leaves, spec)
+        return self._under_graph(context, leaves, spec, None, None)
 
-    def call_flat(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None = None) -> Any:
+    def call_flat(
+        self,
+        context: ForwardContext,
+        args: Sequence[Any],
+        *,
+        clone: bool | None = None,
+        is_outermost: bool | None = None,
+    ) -> Any:
         """Capture or replay with flat positional arguments; faster than a call, which has to flatten them.
 
         Args:
             context: the forward context to use; its runtime mode must be this wrapper's.
             args: tensors and numbers, not nested.
             clone: copy outputs out of the pool; None follows the policy.
+            is_outermost: None to acquire the pool lease. Otherwise the caller holds it, and this is what its
+                :meth:`~graphpass.capture.pool.PoolLease.acquire` returned.
         """
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
             self._flat_spec = trees.flatten((tuple(args), {}))[1]
-        return self._under_graph(context, list(args), self._flat_spec, clone=clone)
+        return self._under_graph(context, list(args), self._flat_spec, clone, is_outermost)
 
-    def counts(self) -> Mapping[BatchDescriptor, Counts]:
-        """Warm-ups, captures, replays and copies so far, for each key."""
-        return {use.key: use.counts for use in self.uses()}
-
-    def uses(self) -> Iterator[RegionUse]:
-        """Counts and costs so far, for each key."""
-        warmed, captured, replayed = (
-            self._runtime.ledger.rows(self.region, event) for event in ("warmed", "captured", "replayed")
-        )
-        for (mode, key), row in warmed.items():
-            if mode is self._mode:
-                made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
-                counts = Counts(row.n, made.n, run.n, run.items, self._static_sets(key))
-                yield RegionUse(self.region, mode, key, counts, made.seconds, made.least_s, run.least_s)
-
-    @contextlib.contextmanager
-    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
-        """Do not count replays of a key in the body of the ``with``: they test the graph and serve no call."""
-        row = self._replays(descriptor)
-        before = row.n, row.items
-        try:
-            yield
-        finally:
-            row.n, row.items = before
-
-    def captured(self) -> list[BatchDescriptor]:
-        """The descriptors that have a graph now."""
-        return self._captured.entries.descriptors()
-
-    def buffer_bytes(self) -> int:
-        """Bytes of the static buffers."""
-        return self._captured.arena.num_bytes()
-
-    def close(self) -> None:
-        """Drop all graphs and buffers; the wrapper can capture again."""
-        for entry in self._captured.entries.clear():
-            entry.graph.reset()
-        self._captured.death_watch.clear()
-        self._captured.freed.clear()
-        self._captured.arena.clear()
-
-    def hidden(self) -> Callable[[], None]:
-        """Hide all entries, counters and buffers.
-
-        Returns a function that drops everything captured in the meantime and restores them.
-        """
-        held, self._captured = self._captured, _Captured()  # guard: throwaway_graphs_kept
-
-        def put_back() -> None:
-            self.close()
-            self._captured = held
-
-        return put_back
-
-    def _under_graph(self, context: ForwardContext, leaves: list[Any], spec: Any, *, clone: bool | None = None) -> Any:
+    def _under_graph(
+        self, context: ForwardContext, leaves: list[Any], spec: Any, clone: bool | None, is_outermost: bool | None
+    ) -> Any:
         self._refuse_grad(leaves)  # guard: grad_mode
         refuse_transforms(self.name, leaves)  # guard: transforms_refused
-        descriptor = context.batch_descriptor
-        assert descriptor is not None
-        lease = self._runtime.lease
-        is_outermost = lease.acquire(context, leaves, self.name)
+        lease, is_leased = self._runtime.lease, is_outermost is not None
+        if not is_leased:
+            is_outermost = lease.acquire(context, leaves, self.name)
         try:
-            entry = self._entry_for(descriptor, leaves, spec)
-            recorded: Sequence[Any] | None = None
+            descriptor, recorded = context.batch_descriptor, None
+            assert descriptor is not None, "FULL and PIECEWISE come with a descriptor"
+            entry, elsewhere = self._entries.find(descriptor, leaves, spec)
             if entry is None:
-                args, kwargs = trees.unflatten(leaves, spec)
-                scope = self._runtime.scopes.current()
-                try:
-                    entry, recorded = self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
-                except Exception as error:
-                    if scope is None or not scope.is_automatic or self._mode is CUDAGraphMode.FULL:
-                        raise
-                    # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
-                    scope.failures.append(error)
+                entry, recorded = self._missing(context, descriptor, leaves, spec, elsewhere)
+                if entry is None:
+                    args, kwargs = trees.unflatten(leaves, spec)
                     return self._runnable(*args, **kwargs)
-            plan = entry.plan
+            plan, outputs = entry.plan, entry.outputs
             plan.check(leaves, context)
-            clones = self._policy.clones_outputs if clone is None else clone
-            if plan.staging.mutates or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
-                leaves = lease.without_stale(leaves, plan.staging.positions)
+            clones = self._clones if clone is None else clone
+            if plan.inputs.mutates or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
+                leaves = lease.without_stale(leaves, plan.dynamic_positions)
             expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
             lease.forward_entries.append(entry)
             with without_grad():
                 replayed = plan.run(leaves, lease) if recorded is None else self._first_replay(plan, leaves, descriptor)
-                outputs = entry.outputs.for_caller(replayed, clone=clones)
+                results = outputs.for_caller(replayed, clone=clones)
             if expected is not None:
-                expected.compare(outputs, leaves, entry.observed)
+                expected.compare(results, leaves, entry.observed)
             if recorded is not None and not clones:
-                outputs = entry.outputs.owning(outputs, recorded)
+                results = outputs.owning(results, recorded)
             if is_outermost and self._policy.debug and not clones:
-                outputs = lease.watched(outputs, entry.outputs.pool_storages, self.name)
+                results = lease.tracking_views(results, outputs.pool_storages, self.name)
         finally:
-            lease.release()
-        return entry.build_result(outputs)
+            if not is_leased:
+                lease.release()
+        return entry.build_result(results)
 
     def _first_replay(self, plan: ReplayPlan, leaves: list[Any], descriptor: BatchDescriptor) -> Any:
         """Replay a graph right after its capture, and keep the host time, for the estimate of the time saved."""
@@ -278,18 +227,6 @@ class CUDAGraphWrapper:
         device = self._runtime.lease.device_for(leaves).device
         return EagerRun.of(entry, self._runnable, leaves, context, device)
 
-    def _entry_for(self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any) -> GraphEntry | None:
-        """The entry that serves these arguments; None if one must be captured."""
-        elsewhere: GraphEntry | None = None
-        for entry in self._captured.entries.candidates(descriptor, leaves):
-            if entry.serves(leaves, spec):
-                if entry.reads_pool_at(leaves):
-                    return entry
-                elsewhere = elsewhere or entry
-        # An earlier region was captured again, so its output moved. If capture is closed, check() refuses that input.
-        is_open = self._runtime.scopes.is_mine() or self._policy.lazy_capture
-        return None if is_open else elsewhere
-
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):
             raise CaptureError(
@@ -299,71 +236,254 @@ class CUDAGraphWrapper:
                 remedy="wrap the forward in `with torch.inference_mode():`",
             )
 
+    # -- a key without a graph for these arguments --------------------------------------------------------------------
+
+    def _missing(
+        self,
+        context: ForwardContext,
+        descriptor: BatchDescriptor,
+        leaves: list[Any],
+        spec: Any,
+        elsewhere: GraphEntry | None,
+    ) -> tuple[GraphEntry | None, Sequence[Any] | None]:
+        """Capture; returns the entry and its recorded outputs, or no entry if the call has to go on eagerly."""
+        scope = self._runtime.scopes.current()
+        if elsewhere is not None and scope is None and not self._policy.lazy_capture:
+            # An earlier region was captured again, so its output moved. The checks refuse that input.
+            return elsewhere, None
+        args, kwargs = trees.unflatten(leaves, spec)
+        try:
+            return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
+        except Exception as error:
+            if scope is None or not scope.is_automatic or self._mode is CUDAGraphMode.FULL:
+                raise
+            # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
+            scope.failures.append(error)
+            return None, None
+
     def _capture(
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
     ) -> tuple[GraphEntry, Sequence[Any]]:
-        freed = self._captured.freed.setdefault(descriptor, FreedInputs())
-        permit = CapturePermit(self.region, self._mode, self._runtime, self._policy, self._captured.entries, freed)
-        baked = permit.baked(context, descriptor, call)
+        table = self._entries
+        key = table.keys.get(descriptor) or KeyEntries()
+        baked = self._static_positions_for_new_graph(context, descriptor, key, call)
+        table.keys[descriptor] = key
         entry, recorded = Recorder(
             region=self.region,
             mode=self._mode,
             runnable=self._runnable,
             runtime=self._runtime,
-            arena=self._captured.arena,
+            arena=table.arena,
             policy=self._policy,
             call=call,
             baked=baked,
         ).record(context)
-        self._captured.entries.add(descriptor, call, entry)
-        freed.latest.clear()
-        replays = self._replays(descriptor)
-        watched = _Watched(weakref.ref(self), weakref.ref(self._captured.entries), descriptor, id(entry), replays)
-        owned = [p for p in entry.plan.statics.positions if p in call.module_owned]
-        self._captured.death_watch[id(entry)] = tuple(
-            memory.watch_storage(call.leaves[p], functools.partial(watched.drop, p)) for p in owned
-        )
+        table.add(key, call.leaves, call.module_owned, entry)
+        row = self._replays(descriptor)
+        freed = functools.partial(_drop_freed, weakref.ref(self), weakref.ref(table), descriptor, id(entry), row, row.n)
+        for position in call.module_owned.intersection(entry.plan.statics.positions):
+            died = functools.partial(freed, position)
+            entry.watches.append(memory.watch_storage(call.leaves[position], died))
         return entry, recorded
+
+    def _static_positions_for_new_graph(
+        self, context: ForwardContext, descriptor: BatchDescriptor, key: KeyEntries, call: Call
+    ) -> frozenset[int]:
+        """Permit the capture of this key, and return the positions of the inputs that the new graph may bake in.
+
+        If a static input has moved, the key is captured again for the new set of static inputs. Once a module instance
+        has :data:`MAX_STATIC_SETS` sets, the moving inputs are staged instead. Each instance is counted separately,
+        because 24 blocks that share a region have different parameters without any of them moving.
+
+        Raises:
+            CaptureError: capture is not permitted, and the key has no graph for these arguments.
+            StaticInputError: capture is not permitted, and a static input moved.
+        """
+        scope = self._runtime.scopes.current()
+        is_open, is_automatic = scope is not None, scope is not None and scope.is_automatic
+        is_lazy = self._policy.lazy_capture and not is_open
+        inside, owner_ids = call.sharing(call.static) - call.static, call.owner_ids()
+        peers = [
+            statics
+            for statics in (
+                *(entry.plan.statics for entry in key),
+                *(statics for statics in key.freed_sets if statics.owner_ids == owner_ids),
+            )
+            if statics.spec == call.spec and call.static | inside >= set(statics.positions)
+        ]
+        own = [statics for statics in peers if statics.owner_ids == owner_ids]
+        moved = sorted({p for statics in own or peers for p in statics.moved(call.leaves)})
+        # guard: moved_input_refused
+        if moved and not is_open and (self._policy.on_moved_input == "error" or not is_lazy):
+            raise self._moved(peers[0], call, moved[0])
+        if not is_open and not is_lazy:  # guard: capture_closed
+            raise self._not_captured(descriptor)
+        if is_lazy:
+            self._refuse_lazy_capture_across_ranks(context)  # guard: lazy_capture_across_ranks
+            self._runtime.warn(
+                "captured while serving, as lazy_capture allows; a capture takes much longer than a replay",
+                "capture the key inside `with runtime.capturing():`",
+                at=f"{self.region} {descriptor}",
+            )
+        elif is_automatic and key.freed and not peers:
+            return self._positions_after_freed(descriptor, key, call)
+        elif is_automatic and not moved:
+            self._runtime.note("captured without a context, because its size recurs", at=f"{self.region} {descriptor}")
+        if not moved:
+            return call.static
+        return self._positions_after_moves(descriptor, call, moved, len(peers), len(own), is_serving=is_automatic)
+
+    def _positions_after_moves(
+        self,
+        descriptor: BatchDescriptor,
+        call: Call,
+        moved: list[int],
+        num_peers: int,
+        num_own: int,
+        *,
+        is_serving: bool,
+    ) -> frozenset[int]:
+        """Positions that the next graph of a key may bake in, after static inputs have moved."""
+        at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in moved[:3])})"
+        inside = (call.sharing(call.static) - call.static).intersection(moved)
+        if num_own < MAX_STATIC_SETS:  # guard: max_static_sets
+            text = "static inputs moved, so their key was captured once more"
+            if num_own and is_serving:
+                self._runtime.warn(text, _INDEX if inside else _REFILL, at=at)
+            else:  # another instance of the module, a lazy capture, or one that the caller asked for
+                self._runtime.note(text, at=f"{at}, set {num_peers + 1}")
+            return call.static
+        if inside:  # guard: moves_inside_static
+            raise StaticInputError(
+                f"{call.names[min(inside)]!r} of {self.region} keeps moving inside a static input",
+                expected=f"at most {MAX_STATIC_SETS} offsets in it: a copy would hide that the two share memory",
+                found=f"{num_own} offsets captured, and another one now",
+                remedy=_INDEX,
+            )
+        self._runtime.warn("static inputs keep moving, and are copied from now on", _STAYS, at=at)
+        return call.static - set(moved)
+
+    def _positions_after_freed(self, descriptor: BatchDescriptor, key: KeyEntries, call: Call) -> frozenset[int]:
+        """Positions that the next graph of a key may bake in, after a parameter or buffer was replaced by another."""
+        at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in sorted(key.freed)[:3])})"
+        keeps_moving = {p for p, times in key.freed_soon.items() if times >= MAX_STATIC_SETS}
+        if keeps_moving & key.freed:
+            self._runtime.warn("a static input is replaced again and again, and copied from now on", _UPDATE, at=at)
+        else:
+            self._runtime.warn(
+                "captured again while serving, because a static input was replaced, which dropped its graph",
+                f"{_UPDATE}, or capture again before serving: precapture()",
+                at=at,
+            )
+        return call.static - keeps_moving  # guard: replaced_inputs_copied
+
+    def _moved(self, captured: StaticSet, call: Call, position: int) -> StaticInputError:
+        return StaticInputError(
+            f"static input {call.names[position]!r} of {self.region} moved",
+            expected=f"address {captured.addresses[position] or 0:#x}, as captured",
+            found=f"{call.leaves[position].data_ptr():#x}",
+            remedy="refill it in place (`tensor.copy_(new)`), capture the key for the new address inside "
+            "`with runtime.capturing():`, or set on_moved_input='copy' to capture it while serving (and "
+            "lazy_capture=True, if you set the forward context)",
+        )
+
+    def _refuse_lazy_capture_across_ranks(self, context: ForwardContext) -> None:
+        ranks = context.num_tokens_across_dp
+        if ranks is not None and len(ranks) > 1:
+            raise CaptureError(
+                f"{self.region} would be captured lazily under data parallel",
+                expected="a capture of every key before the first batch, on all ranks",
+                found=f"lazy_capture with {len(ranks)} ranks",
+                remedy="capture inside `with runtime.capturing():` on every rank",
+            )
+
+    def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
+        captured = ", ".join(sorted(str(key) for key in self._entries.descriptors())) or "nothing"
+        found = f"captured at {self._mode}: {captured}"
+        if self._entries.at(descriptor):
+            found += "; this key with other arguments, or with inputs that share memory in another way"
+        older = self._runtime.recompiled_from(self.region, self._mode, descriptor)
+        if older is not None:
+            found += f"; {older} has this key, but torch.compile has compiled the function again since"
+        return CaptureError(
+            f"{self.region} has no graph for {self._mode} {descriptor}, and capture is closed",
+            expected="a key that was captured",
+            found=found,
+            remedy="dispatch among captured keys, capture inside `with runtime.capturing():`, or set lazy_capture=True",
+        )
+
+    # -- for the runtime ----------------------------------------------------------------------------------------------
+
+    def uses(self) -> Iterator[RegionUse]:
+        """Counts and costs so far, for each key."""
+        warmed, captured, replayed = (
+            self._runtime.ledger.rows(self.region, event) for event in ("warmed", "captured", "replayed")
+        )
+        for (mode, key), row in warmed.items():
+            if mode is self._mode:
+                made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
+                static_sets = len({tuple(entry.plan.statics.addresses) for entry in self._entries.at(key)})
+                counts = Counts(row.n, made.n, run.n, run.items, static_sets)
+                yield RegionUse(self.region, mode, key, counts, made.seconds, made.least_s, run.least_s)
+
+    def counts(self) -> Mapping[BatchDescriptor, Counts]:
+        """Warm-ups, captures, replays and copies so far, for each key."""
+        return {use.key: use.counts for use in self.uses()}
+
+    @contextlib.contextmanager
+    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
+        """Do not count replays of a key in the body of the ``with``: they test the graph and serve no call."""
+        row = self._replays(descriptor)
+        before = row.n, row.items
+        try:
+            yield
+        finally:
+            row.n, row.items = before
 
     def _replays(self, descriptor: BatchDescriptor) -> Row:
         return self._runtime.ledger.rows(self.region, "replayed")[self._mode, descriptor]
 
-    def _static_sets(self, descriptor: BatchDescriptor) -> int:
-        return len({tuple(entry.plan.statics.addresses) for entry in self._captured.entries.at(descriptor)})
+    def captured(self) -> list[BatchDescriptor]:
+        """The descriptors that have a graph now."""
+        return self._entries.descriptors()
+
+    def buffer_bytes(self) -> int:
+        """Bytes of the static buffers."""
+        return self._entries.arena.num_bytes()
+
+    def close(self) -> None:
+        """Drop all graphs and buffers; the wrapper can capture again."""
+        self._entries.clear()
+
+    def hide_entries(self) -> Callable[[], None]:
+        """Hide all entries, counters and buffers.
+
+        Returns a function that drops everything captured in the meantime and restores them.
+        """
+        hidden, self._entries = self._entries, EntryTable()  # guard: throwaway_graphs_kept
+
+        def restore() -> None:
+            self.close()
+            self._entries = hidden
+
+        return restore
 
 
-class _Watched:
-    """An entry whose graph is dropped when the storage of a parameter or buffer is freed. Keeps nothing alive.
-
-    Args:
-        owner: the wrapper.
-        table: the table that the entry was added to, which :meth:`CUDAGraphWrapper.hidden` may hide.
-        descriptor: its key.
-        entry_id: its ``id()``.
-        replays: the replays of the key.
-    """
-
-    def __init__(
-        self,
-        owner: weakref.ref[CUDAGraphWrapper],
-        table: weakref.ref[EntryTable],
-        descriptor: BatchDescriptor,
-        entry_id: int,
-        replays: Row,
-    ) -> None:
-        self._owner, self._table, self._descriptor, self._entry_id = owner, table, descriptor, entry_id
-        self._replays, self._replayed_before = replays, replays.n
-
-    def drop(self, position: int, _dead: Any) -> None:
-        """Drop the entry, because the storage of the input at ``position`` was freed."""
-        wrapper, entries = self._owner(), self._table()
-        # guard: dead_parameters
-        entry = entries.drop(self._descriptor, self._entry_id) if wrapper is not None and entries is not None else None
-        if wrapper is None or entry is None:
-            return
-        wrapper._captured.death_watch.pop(self._entry_id, None)
-        freed = wrapper._captured.freed.setdefault(self._descriptor, FreedInputs())
-        freed.add(position, entry, self._replays.n - self._replayed_before)
-        entry.graph.reset()
+def _drop_freed(
+    owner: weakref.ref[CUDAGraphWrapper],
+    table: weakref.ref[EntryTable],
+    descriptor: BatchDescriptor,
+    entry_id: int,
+    replays: Row,
+    replayed_before: int,
+    position: int,
+    _dead: Any,
+) -> None:
+    """Drop an entry, because the storage of its static input at ``position`` was freed; keeps nothing alive."""
+    wrapper, entries = owner(), table()
+    if wrapper is None or entries is None:
+        return
+    # guard: dead_parameters
+    if entries.drop_freed(descriptor, entry_id, position, replays.n - replayed_before):
         wrapper._runtime.lease.entries_dropped()
-        wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {self._descriptor}")
+        wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {descriptor}")

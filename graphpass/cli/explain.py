@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.lookup import runtime_of
+from graphpass.capture.runtime import runtime_of
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.report import Problem

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.policy import CapturePolicy
+from graphpass.capture import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import copy_each
 from graphpass.capture.wrapper import CUDAGraphWrapper
@@ -83,7 +83,7 @@ class CapturedEncoder:
 class EncoderLadder:
     """The keys of an encoder and everything that their capture needs.
 
-    The caller enters :func:`graphpass.capture.torchsettings.capture_settings` around every method.
+    The caller enters :func:`graphpass.capture.settings.capture_settings` around every method.
     """
 
     model: SupportsEncoderCudaGraph  #: the encoder; compiled before the capture if the options say so
@@ -228,7 +228,7 @@ class EncoderGraphs:
     """Captures and replays the graphs of one encoder. All graphs share one pool and one set of buffers.
 
     It owns graphs and buffers; :meth:`close` releases them. The caller enters
-    :func:`graphpass.capture.torchsettings.capture_settings` around every method, and ``runtime.capturing()`` around
+    :func:`graphpass.capture.settings.capture_settings` around every method, and ``runtime.capturing()`` around
     :meth:`capture`.
     """
 

@@ -15,9 +15,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.torchsettings import capture_settings
+from graphpass.capture.settings import capture_settings
+from graphpass.capture.staging import storage_id
 from graphpass.encoder import reported
 from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.layout import storage_id
-from graphpass.capture.staging import copy_each
+from graphpass.capture.staging import copy_each, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError

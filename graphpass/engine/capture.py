@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.replayplan import ReplayPlan
+from graphpass.capture.replay import ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.compat import trees
 from graphpass.engine.buffers import PaddedInputs

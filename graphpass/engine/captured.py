@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from graphpass.capture.torchsettings import replay_settings
+from graphpass.capture.settings import replay_settings
 from graphpass.engine.capture import CapturedStep, KeyCapturer
 from graphpass.engine.learn import ModelLearner
 from graphpass.engine.model import CompiledModel

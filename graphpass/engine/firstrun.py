@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphpass.capture.scope import CaptureScope, EnteredCallable
-from graphpass.capture.snapshot import restoring
+from graphpass.capture.settings import restoring
 from graphpass.compat import dynamo
 from graphpass.engine.buffers import PaddedInputs
 from graphpass.engine.refusals import nothing_reached

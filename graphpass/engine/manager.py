@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.torchsettings import replay_settings
+from graphpass.capture.settings import replay_settings
 from graphpass.compat import operators
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.layout import storage_id
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.staging import storage_id
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.engine.buffers import PaddedInputs, Sizes, StepBuffers
 from graphpass.engine.forward import ForwardParts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpass.capture.torchsettings import replay_settings
+from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
 from graphpass.engine.batch import Batch
 from graphpass.engine.buffers import PaddedInputs, Sizes

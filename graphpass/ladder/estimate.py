@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphpass.capture.executables import ExecutableCopies
+from graphpass.capture.cuda import ExecutableCopies
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

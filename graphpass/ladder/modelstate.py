@@ -5,7 +5,7 @@ layouts (:class:`ModelState`) replaces them. Other attributes, hooks and the len
 such a change the user has to capture again.
 
 A capture calls the model, so a model that counts its calls would count captures. :class:`PythonState` restores the
-Python attributes of modules; :mod:`graphpass.capture.snapshot` restores tensors and torch's random numbers.
+Python attributes of modules; :mod:`graphpass.capture.settings` restores tensors and torch's random numbers.
 """
 
 from __future__ import annotations

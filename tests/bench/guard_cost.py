@@ -26,7 +26,8 @@ from rich.table import Table
 
 import cgpass
 import graphpass as gp
-from graphpass.capture.replayplan import ReplayPlan
+from graphpass.capture.replay import ReplayPlan
+from graphpass.compat import memory
 from tests.bench.timing import Timing, environment, interleaved, write_json
 
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
@@ -91,17 +92,20 @@ def _through_the_wrapper(device: torch.device) -> dict[str, Check]:
     with runtime.capturing():
         _call_flat(wrapper, every)
         _call_flat(bare, staged)
-    (captured,) = wrapper._captured.entries.at(KEY)
+    (captured,) = wrapper._entries.at(KEY)
+    statics = captured.plan.statics
     context = gp.ForwardContext(None, FULL, KEY, None, None, None, None, None)
 
     def asked() -> None:
-        entry = wrapper._entry_for(KEY, every, captured.spec)
+        entry, _ = wrapper._entries.find(KEY, every, statics.spec)
         assert entry is captured
         entry.plan.check(every, context)
 
     return {
         "300 data_ptr() calls": lambda: [leaf.data_ptr() for leaf in every[2:]],
-        "addresses, as the wrapper compares them": lambda: captured.plan.statics.matches(every),
+        "addresses, as the wrapper compares them": lambda: memory.data_ptrs_equal(
+            every, statics.addresses, statics.positions
+        ),
         "through the wrapper: the entry and its checks": asked,
         "a step through the wrapper, 300 static inputs": partial(_call_flat, wrapper, every),
         "a step through the wrapper, none": partial(_call_flat, bare, staged),

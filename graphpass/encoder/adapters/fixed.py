@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.torchsettings import capture_settings
+from graphpass.capture.settings import capture_settings
 from graphpass.checks import one_of
 from graphpass.encoder.adapters.tower import Blocks, checked_count, eagerly
 from graphpass.encoder.attention import EQUAL_ATTENTION

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from graphpass.capture.regioncalls import call_compiled
-from graphpass.capture.torchsettings import capture_settings
+from graphpass.capture.settings import capture_settings
+from graphpass.capture.tape import call_compiled
 from graphpass.checks import positive
 from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graphpass as gp
-from graphpass.capture.regioncalls import call_compiled
+from graphpass.capture.tape import call_compiled
 
 KEY = gp.BatchDescriptor(4)
 

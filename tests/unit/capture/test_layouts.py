@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.capture.layout import distinct_elements, extent, same_view
 from graphpass.capture.outputs import clone_pool_tensors
+from graphpass.capture.staging import distinct_elements, extent, same_view
 from graphpass.compat import dynamo
 from graphpass.errors import DeviceError, ShapeError
 

@@ -9,8 +9,7 @@ import torch
 
 from cgpass.plans import PlannedCallable, PlannedReplay, plan_of_regions
 from graphpass.capture import Counts
-from graphpass.capture.entry import GraphEntry
-from graphpass.capture.replayplan import ReplayPlan
+from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -32,7 +31,7 @@ def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles:
 def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = ()) -> ReplayPlan:
     """A plan of one region whose inputs are the callable's; ``arguments`` are those it may settle by itself."""
     replay = PlannedReplay(entry, {position: position for position in arguments}, ())
-    callable_ = PlannedCallable("g0", (("r0", "replay"),), lambda callees: callees["r0"], frozenset(), True)
+    callable_ = PlannedCallable("g0", lambda callees: callees["r0"], frozenset(), True)
     return plan_of_regions(callable_, {"r0": replay}, args, "PIECEWISE")
 
 

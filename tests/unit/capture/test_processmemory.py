@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.capture.cuda import CudaDevice
-from graphpass.capture.processmemory import PoolId, ProcessMemory
+from graphpass.capture.cuda import CudaDevice, PoolId, ProcessMemory
 
 OURS, GIVEN, THEIRS = (0, 7), (0, 8), (0, 9)
 RECORDING, OTHER = 0x51, 0x52

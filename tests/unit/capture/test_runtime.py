@@ -409,7 +409,7 @@ def test_no_sizes_are_suggested_where_nothing_is_padded(rig: Any) -> None:
 
 
 def test_finding_the_runtime_of_something_else() -> None:
-    from graphpass.capture.lookup import runtime_of
+    from graphpass.capture.runtime import runtime_of
 
     for other in (plus_one, torch.nn.ReLU(), 3):
         with pytest.raises(OptionError, match="no graphpass runtime"):

@@ -1,20 +1,14 @@
-"""Settings of torch and Python that captures and replays run under."""
+"""Settings of torch and Python that captures and replays run under, and state that a warm-up changes and restores."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = [
-    "capture_settings",
-    "frozen_objects",
-    "replay_settings",
-    "without_cached_casts",
-    "without_collections",
-]
+from graphpass.capture.staging import distinct_elements
 
 # Python 3.12 counts the few hundred immortal objects of a process among the frozen ones.
 _FROZEN_BY_PYTHON = 10_000
@@ -68,3 +62,34 @@ def frozen_objects() -> Iterator[None]:
     finally:
         if freezes:
             gc.unfreeze()
+
+
+@contextlib.contextmanager
+def restoring(
+    mutated: Sequence[torch.Tensor], generators: Sequence[torch.Generator], device: torch.device
+) -> Iterator[None]:
+    """Restore ``mutated``, ``generators`` and the device's default generator after the body, also when it raises.
+
+    The saved copies are outside any graph pool and are freed after the body.
+    """
+    mutated = [distinct_elements(tensor, name="a mutated input") for tensor in mutated]
+    saved = [tensor.clone() for tensor in mutated]
+    states = [generator.get_state() for generator in generators]
+    default = default_random_state(device)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(mutated, saved, strict=True):
+                tensor.copy_(copy)  # guard: warm_up_restored
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)  # guard: generators_restored
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(default, device)
+        else:
+            torch.set_rng_state(default)  # guard: rng_restored
+
+
+def default_random_state(device: torch.device) -> torch.Tensor:
+    """State of the default generator of ``device``."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

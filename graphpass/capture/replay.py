@@ -1,0 +1,563 @@
+"""One replay, in the order in which it happens: find, check, copy in, launch, copy back, hand out.
+
+A wrapper finds the entry of a call by descriptor and arguments (:class:`EntryTable`). Static inputs are compared by
+address, see Note [Address rule] in docs/design; copied inputs by the way they share memory, see Note [Alias patterns].
+The entry's plan then checks arguments and context, copies the inputs into buffers and launches the graph
+(:class:`ReplayPlan`, Note [Why a plan]). A compiled callable joins the plans of its regions to one. What is handed out
+is in :mod:`graphpass.capture.outputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from graphpass.capture.outputs import OutputPlan
+from graphpass.capture.staging import (
+    AliasPattern,
+    BufferArena,
+    alias_pattern,
+    copied_together,
+    distinct_elements,
+    storage_id,
+)
+from graphpass.compat import memory, operators
+from graphpass.context import ForwardContext
+from graphpass.errors import CaptureError, ShapeError, StaticInputError
+from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Row
+from graphpass.report.records import RegionId
+
+if TYPE_CHECKING:
+    from graphpass.capture.compare import Observed
+    from graphpass.capture.pool import PoolLease
+
+ANY_ADDRESS = 0
+_FEW_REPLAYS = 8
+_REMEMBERED_SETS = 256
+
+
+class Graph(Protocol):
+    """One captured region at one key: reads and writes fixed addresses."""
+
+    def replay(self) -> None:
+        """Run the recorded work, ordered after all work that the caller has enqueued."""
+
+    def reset(self) -> None:
+        """Free the recording; it must not be replayed again."""
+
+
+def refuse_transforms(name: str, values: Iterable[Any]) -> None:
+    """Refuse a replay if a ``torch.func`` transform is active on one of its arguments.
+
+    A graph reads only the memory of a tensor, not its batch or tangent.
+
+    Raises:
+        CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.
+    """
+    transform = operators.transform_over(values)
+    if transform is not None:
+        raise CaptureError(
+            f"{name} cannot replay under {transform}",
+            expected="arguments that are plain tensors",
+            found=f"{transform} over an argument",
+            remedy="call it outside of the transform, or with runtime mode NONE, which runs without graphs",
+        )
+
+
+def without_grad() -> contextlib.AbstractContextManager[object]:
+    """``torch.no_grad()`` if grad mode is on; else a context that does nothing, which is cheaper."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+# -- what an entry is found by ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StaticSet:
+    """The static inputs baked into the graphs of a plan."""
+
+    positions: list[int]  #: a list, as the native comparison requires; never changed
+    addresses: list[int | None]  #: for each argument its address at capture, None if it is not static; likewise
+    storages: frozenset[int]  #: addresses of the storages of the static inputs
+    spec: Any = None  #: structure of the arguments of a wrapper's call
+    owner_ids: tuple[int, ...] = ()  #: ids of the module's tensors, which tell the module's instances apart
+
+    @classmethod
+    def of(
+        cls, leaves: Sequence[Any], positions: Sequence[int], spec: Any = None, owner_ids: tuple[int, ...] = ()
+    ) -> StaticSet:
+        """The set formed by ``leaves`` at ``positions``."""
+        addresses: list[int | None] = [None] * len(leaves)
+        for position in positions:
+            addresses[position] = leaves[position].data_ptr()
+        storages = frozenset(storage_id(leaves[p]) for p in positions)
+        return cls(list(positions), addresses, storages, spec, owner_ids)
+
+    def moved(self, leaves: Sequence[Any]) -> list[int]:
+        """Positions whose address differs from the one at capture."""
+        return [p for p in self.positions if leaves[p].data_ptr() != self.addresses[p]]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEntry:
+    """One captured graph of one wrapper at one key, static-input set and alias pattern; complete when it is created."""
+
+    region: RegionId
+    build_result: Callable[[list[Any]], Any]  #: turns the flat outputs into the structure that the region returns
+    graph: Graph
+    plan: ReplayPlan  #: replays the graph alone; its arguments are the flat arguments of the region
+    outputs: OutputPlan
+    #: under ``compare``, the tensors into which each replay writes the results of the regions inside
+    observed: tuple[Observed, ...] = field(repr=False)
+    written: tuple[int, ...]  #: positions of the arguments that the region writes to
+    watches: list[Any] = field(default_factory=list, repr=False)  #: weak references to the storages of module tensors
+
+    def reads_pool_at(self, leaves: Sequence[Any]) -> bool:
+        """Whether all inputs in pool memory have their addresses at capture."""
+        # guard: pool_input_moved
+        return all(leaves[position].data_ptr() == address for position, address in self.plan.inputs.pool_inputs)
+
+
+@dataclass(slots=True)
+class KeyEntries:
+    """The graphs of one wrapper at one key, and what became of them."""
+
+    by_anchor: dict[int, list[GraphEntry]] = field(default_factory=dict)
+    freed: set[int] = field(default_factory=set)  #: positions of static inputs freed since the last capture
+    freed_soon: Counter[int] = field(default_factory=Counter)  #: {position: how often it was freed after few replays}
+    #: what dropped graphs read; ``weight.data = new`` frees memory of a module that lives on, so these sets count, too
+    freed_sets: deque[StaticSet] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_SETS))
+
+    def __iter__(self) -> Iterator[GraphEntry]:
+        return (entry for entries in self.by_anchor.values() for entry in entries)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class EntryTable:
+    """All that one wrapper has captured. Finds the few entries that can serve a call, without a search through others.
+
+    Dynamo shares one callable among the instances of a class, so a decoder compiled block by block has one entry for
+    each block at each key. The address of one parameter, the anchor, selects the instance; entries with the same anchor
+    are tried in order.
+    """
+
+    keys: dict[BatchDescriptor, KeyEntries] = field(default_factory=dict)
+    arena: BufferArena = field(default_factory=BufferArena)
+    _anchor: int | None = None
+
+    def find(
+        self, descriptor: BatchDescriptor, leaves: list[Any], spec: Any
+    ) -> tuple[GraphEntry | None, GraphEntry | None]:
+        """(The entry that serves these arguments; one that would, if its inputs in pool memory had not moved)."""
+        key, elsewhere = self.keys.get(descriptor), None
+        if key is None:
+            return None, None
+        address = self._address(leaves)
+        entries = key.by_anchor.get(address, ())
+        if address != ANY_ADDRESS and ANY_ADDRESS in key.by_anchor:
+            entries = [*entries, *key.by_anchor[ANY_ADDRESS]]
+        for entry in entries:
+            plan = entry.plan
+            if (spec is plan.statics.spec or spec == plan.statics.spec) and plan.serves(leaves):
+                if entry.reads_pool_at(leaves):
+                    return entry, None
+                elsewhere = elsewhere or entry
+        return None, elsewhere
+
+    def at(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
+        """All entries of a key."""
+        return tuple(self.keys.get(descriptor, ()))
+
+    def descriptors(self) -> list[BatchDescriptor]:
+        """The keys that have an entry."""
+        return [descriptor for descriptor, key in self.keys.items() if any(key.by_anchor.values())]
+
+    def add(self, key: KeyEntries, leaves: Sequence[Any], module_owned: Iterable[int], entry: GraphEntry) -> None:
+        """Add the entry that was captured for ``leaves`` to a key."""
+        if self._anchor is None:
+            self._anchor = min(module_owned, default=-1)
+        # An entry that stages the anchor serves every address.
+        address = self._address(leaves) if self._anchor in entry.plan.statics.positions else ANY_ADDRESS
+        key.by_anchor.setdefault(address, []).append(entry)
+        key.freed.clear()
+
+    def drop_freed(self, descriptor: BatchDescriptor, entry_id: int, position: int, num_replays: int) -> bool:
+        """Drop the entry with this ``id()``, whose static input at ``position`` was freed after so many replays."""
+        key = self.keys.get(descriptor, KeyEntries())
+        for entries in key.by_anchor.values():
+            for index, entry in enumerate(entries):
+                if id(entry) == entry_id:
+                    del entries[index]
+                    key.freed.add(position)
+                    key.freed_soon[position] += num_replays < _FEW_REPLAYS
+                    key.freed_sets.append(entry.plan.statics)
+                    entry.graph.reset()
+                    return True
+        return False
+
+    def clear(self) -> None:
+        """Drop all graphs and buffers."""
+        for key in self.keys.values():
+            for entry in key:
+                entry.graph.reset()
+        self.keys.clear()
+        self.arena.clear()
+
+    def _address(self, leaves: Sequence[Any]) -> int:
+        anchor = self._anchor
+        if anchor is None or anchor < 0 or anchor >= len(leaves):
+            return ANY_ADDRESS
+        leaf = leaves[anchor]
+        return leaf.data_ptr() if isinstance(leaf, torch.Tensor) else ANY_ADDRESS
+
+
+# -- what is checked, launched and counted ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """Replays of one or more graphs, and the eager calls between them, for one set of static inputs.
+
+    A caller acquires the pool lease, calls :meth:`check` and then :meth:`run`.
+    """
+
+    name: str  #: the region or the callable, for errors
+    statics: StaticSet
+    dynamic_positions: tuple[int, ...]  #: positions of the tensors that may be elsewhere in each call
+    pattern: AliasPattern  #: how these tensors share memory
+    reads: ContextReads = field(repr=False)
+    inputs: InputPlan = field(repr=False)
+    rows: tuple[tuple[Row, int], ...]  #: (the replays of a region at this key, inputs that it copies in each of them)
+    pool_storages: frozenset[int]  #: addresses of the pool storages that the graphs write outputs to
+    pool_outputs: tuple[torch.Tensor, ...]  #: these outputs, as tensors that do not keep that memory reserved
+    launch: Callable[[Sequence[Any]], Any]  #: takes the arguments after the copies; replays and returns the outputs
+    #: returns ``launch`` with the names of key and regions for a profiler, see Note [Names in profiles]
+    ranged: Callable[[], Callable[[Sequence[Any]], Any]]
+
+    def serves(self, args: list[Any]) -> bool:
+        """Whether the graphs were captured for these static inputs and this alias pattern."""
+        statics, dynamic = self.statics, self.dynamic_positions
+        return (
+            memory.data_ptrs_equal(args, statics.addresses, statics.positions)  # guard: static_addresses
+            and alias_pattern(args, dynamic) == self.pattern  # guard: alias_pattern
+            and not _are_inside(statics.storages, args, dynamic)  # guard: staged_inside_static
+        )
+
+    def check(self, args: Sequence[Any], context: ForwardContext) -> None:
+        """Refuse arguments and a context that the graphs cannot read as they were captured.
+
+        Raises:
+            CaptureError: a number or flag differs from the one baked in.
+            ShapeError: a copied input has another shape, dtype or device; a static input another layout.
+            StaticInputError: an input in pool memory or a tensor of the context has another address.
+        """
+        self.inputs.check(args)
+        self.reads.check(context, self.name)  # guard: context_reads
+
+    def run(self, args: Sequence[Any], lease: PoolLease) -> Any:
+        """Copy inputs, count, replay and copy back what the graphs wrote to inputs.
+
+        Returns:
+            The outputs of :attr:`launch`. Those in pool memory may be the same tensor objects in every run.
+
+        Raises:
+            CaptureError, ShapeError, StaticInputError: a tensor from an eager call does not fit the graph.
+        """
+        if self.inputs.staged:
+            with without_grad():
+                self.inputs.copy_in(args)
+        lease.before_replay(self.pool_storages, self.pool_outputs)  # inputs may lie in outputs that this makes stale
+        for row, num_copied in self.rows:
+            row.n += 1
+            row.items += num_copied
+        return self.ranged()(args) if operators.is_profiled() else self.launch(args)
+
+
+def _are_inside(storages: frozenset[int], args: Sequence[Any], positions: Sequence[int]) -> bool:
+    """Whether one of the tensors at ``positions`` shares memory with a static input: a copy would hide that."""
+    return bool(storages) and any(storage_id(args[p]) in storages for p in positions)
+
+
+def launch_of(graph: Graph, inputs: InputPlan, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:
+    """The function that replays one graph and returns its flat outputs; it takes the region's arguments."""
+    replay = graph.replay
+    if inputs.mutates or outputs.viewed_positions:
+
+        def launch(leaves: Sequence[Any]) -> list[Any]:
+            with without_grad():
+                replay()
+                inputs.copy_back(leaves)  # guard: copy_back
+                return outputs.build(leaves)
+
+        return launch
+    fixed = outputs.build(())
+
+    def bare(*_: Any) -> list[Any]:  # of any number of arguments, so that stitched code can call it, too
+        replay()
+        return fixed
+
+    return bare
+
+
+# -- the arguments ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StagedInput:
+    """One argument that is copied into a buffer before each replay, and copied back if the region writes to it."""
+
+    position: int
+    buffer: torch.Tensor  #: what the graph reads, with the shape and strides of the capture
+    target: torch.Tensor  #: the buffer with each element once
+    is_written: bool
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether some elements of the input are one in memory."""
+        return self.target.shape != self.buffer.shape
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlan:
+    """How the arguments of a replay are checked and copied: refuses those that a graph cannot read as captured.
+
+    The rows of one region's plan can be moved to the arguments of a callable (:meth:`at`), where the plans of all its
+    regions become one (:meth:`joined`).
+    """
+
+    owner: str  #: the region, for errors
+    key: object  #: the key's padded shape, for errors
+    names: Mapping[int, str] = field(default_factory=dict)  #: a name for each argument
+    staged: tuple[StagedInput, ...] = ()
+    constants: tuple[tuple[int, Any], ...] = ()  #: (position, value) of arguments that are no tensors
+    #: (position, alias) of static inputs whose layout nobody else checks. The alias has the layout at capture. It keeps
+    #: the memory alive if no module owns the input; otherwise it has no memory.
+    layouts: tuple[tuple[int, torch.Tensor], ...] = ()
+    #: (position, strides in elements) of staged inputs that an output is a view of
+    viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    pool_inputs: tuple[tuple[int, int], ...] = ()  #: (position, address) of inputs written earlier in the same forward
+    mutates: bool = field(init=False)  #: whether the region writes to one of the staged inputs
+    _positions: tuple[int, ...] = field(init=False)
+    _fits: tuple[tuple[Any, ...], ...] = field(init=False)
+    _expanded: tuple[int, ...] = field(init=False)
+    _groups: tuple[tuple[list[torch.Tensor], tuple[int, ...]], ...] = field(init=False)
+    _same_layouts: list[Callable[..., bool]] = field(init=False)
+    """A native check of layouts, made from the first arguments that have passed the slow one."""
+
+    def __post_init__(self) -> None:
+        # Derived once, because every replay checks and copies; groups assume inputs in the layout of the buffers.
+        targets = [staged.target for staged in self.staged]
+        derived = {
+            "mutates": any(staged.is_written for staged in self.staged),
+            "_positions": tuple(staged.position for staged in self.staged),
+            "_fits": tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged),
+            "_expanded": tuple(index for index, staged in enumerate(self.staged) if staged.is_expanded),
+            "_groups": tuple(([targets[i] for i in group], group) for group in copied_together(targets, targets)),
+            "_same_layouts": [],
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def __bool__(self) -> bool:
+        return bool(self.staged or self.constants or self.layouts or self.viewed_strides or self.pool_inputs)
+
+    def at(self, places: Mapping[int, int]) -> InputPlan:
+        """The plan of the arguments in ``places`` ({old position: new position}) alone, at their new positions."""
+
+        def moved(pairs: Iterable[tuple[int, Any]]) -> tuple[tuple[int, Any], ...]:
+            return tuple((places[position], what) for position, what in pairs if position in places)
+
+        return InputPlan(
+            self.owner,
+            self.key,
+            {place: self.names[position] for position, place in places.items()},
+            tuple(
+                StagedInput(places[s.position], s.buffer, s.target, s.is_written)
+                for s in self.staged
+                if s.position in places
+            ),
+            moved(self.constants),
+            moved(self.layouts),
+            moved(self.viewed_strides),
+            moved(self.pool_inputs),
+        )
+
+    @classmethod
+    def joined(cls, plans: Sequence[InputPlan], owner: str) -> InputPlan:
+        """One plan for the same arguments, without duplicate checks; no two staged inputs may share memory."""
+        layouts = {(p, t.shape, t.stride(), t.dtype): (p, t) for plan in plans for p, t in plan.layouts}
+        return cls(
+            plans[0].owner if plans else owner,
+            plans[0].key if plans else None,
+            {p: name for plan in plans for p, name in plan.names.items()},
+            tuple(staged for plan in plans for staged in plan.staged),
+            tuple({(p, id(v)): (p, v) for plan in plans for p, v in plan.constants}.values()),
+            tuple(layouts.values()),
+            tuple(dict.fromkeys(pair for plan in plans for pair in plan.viewed_strides)),
+            tuple(dict.fromkeys(pair for plan in plans for pair in plan.pool_inputs)),
+        )
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Compare ``args`` with the capture; for errors see :meth:`ReplayPlan.check`."""
+        for position, shape, dtype, device in self._fits:  # first: a size that differs is also a number that differs
+            leaf = args[position]
+            if leaf.shape != shape or leaf.dtype != dtype or leaf.device != device:  # guard: staged_dtype, staged_shape
+                raise self._does_not_fit(position, leaf, f"{tuple(shape)} {dtype} on {device}")
+        for index in self._expanded:
+            position, buffer = self._positions[index], self.staged[index].buffer
+            if args[position].stride() != buffer.stride():  # guard: expanded_strides
+                raise ShapeError(
+                    f"input {self.names[position]} is not expanded as it was at capture",
+                    expected=f"strides {buffer.stride()}",
+                    found=f"strides {args[position].stride()}",
+                    remedy="expand it the same way, or pass tensor.contiguous() from the first call on",
+                )
+        for position, value in self.constants:
+            found = args[position]
+            # guard: constant_types, constants
+            if found is not value and (type(found) is not type(value) or found != value):
+                raise CaptureError(
+                    f"argument {self.names[position]} of {self.owner} is baked into the graph of {self.key}",
+                    expected=repr(value),
+                    found=repr(found),
+                    remedy="put it into the key: BatchDescriptor(..., extra=((name, value),))",
+                )
+        if self.layouts:
+            tensors = [args[position] for position, _ in self.layouts]
+            if not self._same_layouts or not self._same_layouts[0](*tensors):
+                self._check_layouts(tensors)
+        for position, strides in self.viewed_strides:
+            if args[position].stride() != strides:  # guard: viewed_strides
+                raise ShapeError(
+                    f"input {self.names[position]} of {self.owner} has other strides than at capture",
+                    expected=str(strides),
+                    found=str(args[position].stride()),
+                    remedy="pass it in the same layout: an output is a view of it",
+                )
+        if self.pool_inputs:
+            self._check_pool_inputs(args)
+
+    def copy_in(self, args: Sequence[Any]) -> None:
+        """Copy the inputs into their buffers, with one foreach copy per group of matching tensors."""
+        sources = [args[position] for position in self._positions]
+        for index in self._expanded:
+            sources[index] = distinct_elements(sources[index], name=self.names[self._positions[index]])
+        for targets, group in self._groups:
+            memory.foreach_copy_(targets, [sources[index] for index in group])
+
+    def copy_back(self, args: Sequence[Any]) -> None:
+        """Copy the buffers that the region writes to back into the caller's tensors."""
+        for staged in self.staged:
+            if staged.is_written:
+                distinct_elements(args[staged.position], name=self.names[staged.position]).copy_(staged.target)
+
+    def _check_layouts(self, tensors: Sequence[torch.Tensor]) -> None:
+        for (position, static), found in zip(self.layouts, tensors, strict=True):
+            # guard: static_layout
+            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
+                raise ShapeError(
+                    f"static input {self.names[position]} of {self.owner} has another layout than at capture",
+                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
+                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
+                    remedy="pass the same view of it, or dispatch to the key of its size; assign a contiguous copy to "
+                    "a weight (w.data = new.contiguous())",
+                )
+        self._same_layouts[:] = [memory.layouts_of(tensors)]
+
+    def _does_not_fit(self, position: int, leaf: torch.Tensor, expected: str) -> ShapeError:
+        return ShapeError(
+            f"input {self.names[position]} does not fit the buffer of this key",
+            expected=expected,
+            found=f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}",
+            remedy="pad the input to the descriptor's size, or dispatch to the key of its size; a key "
+            "that was captured with inputs of another size is captured again after runtime.close()",
+        )
+
+    def _check_pool_inputs(self, args: Sequence[Any]) -> None:
+        for position, address in self.pool_inputs:
+            if args[position].data_ptr() != address:  # guard: pool_input_address
+                raise StaticInputError(
+                    f"input {self.names[position]} of {self.owner} has another address than at capture",
+                    expected=f"pool memory at {address:#x}, written earlier in the forward",
+                    found=f"memory at {args[position].data_ptr():#x}",
+                    remedy="run the forward in the order it was captured in, or capture again after runtime.close()",
+                )
+
+
+# -- the context ------------------------------------------------------------------------------------------------------
+
+ContextPath = tuple[tuple[str, Any], ...]
+"""The way from a forward context to a value: ("attribute", name) or ("item", key) for each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReads:
+    """The values that one graph read from its context at capture, which each replay compares with its own context."""
+
+    numbers: tuple[tuple[ContextPath, Any], ...]  #: (path, value) of every value that is no tensor
+    paths: tuple[ContextPath, ...]  #: path of each tensor in the context
+    addresses: list[int | None]  #: address of each tensor at capture
+    tensors: tuple[torch.Tensor, ...]  #: strong references: the addresses are not reused while the entry lives
+
+    @classmethod
+    def of(cls, values: Iterable[tuple[ContextPath, Any]]) -> ContextReads:
+        """The reads of these values, each path once; graphs of one key were captured under one context."""
+        found = dict(values)
+        tensors = {path: value for path, value in found.items() if isinstance(value, torch.Tensor)}
+        return cls(
+            numbers=tuple((path, value) for path, value in found.items() if path not in tensors),
+            paths=tuple(tensors),
+            addresses=[tensor.data_ptr() for tensor in tensors.values()],
+            tensors=tuple(tensors.values()),
+        )
+
+    def values(self) -> Iterator[tuple[ContextPath, Any]]:
+        """All values with their paths."""
+        return iter((*self.numbers, *zip(self.paths, self.tensors, strict=True)))
+
+    def check(self, context: ForwardContext, name: str) -> None:
+        """Compare with the context of a replay; for errors see :meth:`ReplayPlan.check`."""
+        for path, value in self.numbers:
+            found = _followed(context, path)
+            if found is not value and (type(found) is not type(value) or found != value):
+                raise CaptureError(
+                    f"{_shown(path)} of the forward context is baked into the graph of {name}",
+                    expected=repr(value),
+                    found=repr(found),
+                    remedy="put it into the key, BatchDescriptor(..., extra=((name, value),)), or pass it in a tensor",
+                )
+        if not self.paths:
+            return
+        now = [_followed(context, path) for path in self.paths]
+        if all(isinstance(t, torch.Tensor) for t in now) and memory.data_ptrs_equal(
+            now, self.addresses, list(range(len(now)))
+        ):
+            return
+        for path, address, tensor in zip(self.paths, self.addresses, now, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() != address:  # guard: context_addresses
+                raise StaticInputError(
+                    f"{_shown(path)} of the forward context was read by the graph of {name} at capture",
+                    expected=f"the tensor at {address or 0:#x}",
+                    found=f"{tensor.data_ptr():#x}" if isinstance(tensor, torch.Tensor) else repr(tensor),
+                    remedy="keep one tensor and refill it in place (`tensor.copy_(new)`)",
+                )
+
+
+def _followed(value: Any, path: ContextPath) -> Any:
+    """The value at ``path`` now; None if there is none."""
+    for kind, name in path:
+        try:
+            value = getattr(value, name) if kind == "attribute" else value[name]
+        except (AttributeError, LookupError, TypeError):
+            return None
+    return value
+
+
+def _shown(path: ContextPath) -> str:
+    return "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in path).lstrip(".")
