@@ -156,7 +156,6 @@ class Recorder:
         device = self.runtime.lease.device_for(self.call.leaves)
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
         saved = self.arena.saved()
-        self._row(context, "warmed")  # the counts list the key, whatever comes of it
         try:
             return self._recorded(device, inside, context)
         except BaseException as error:
