@@ -1,9 +1,7 @@
 """Compiles each distinct region structure once: with Inductor, with AOTAutograd alone, or not at all."""
 
-from graphpass.compile.compilers import COMPILERS, compile_training
-from graphpass.compile.once import CompiledRegions, RegionCompiler, SizeRanges, traced_regions
-from graphpass.compile.region import CompiledRegion
-from graphpass.compile.traces import GraphTrace, RegionTrace
+from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionTrace, compile_training
+from graphpass.compile.once import CompiledRegion, CompiledRegions, RegionCompiler, SizeRanges, traced_regions
 
 __all__ = [
     "COMPILERS",

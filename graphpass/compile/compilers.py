@@ -1,46 +1,42 @@
-"""The compilers for regions, with a common signature."""
+"""The compilers for regions, with a common signature, and the aten graph that the AOT step of one produces.
+
+A trace function reads that graph where the region is compiled: a separate trace would double the time. A region whose
+compiler has no AOT step is traced separately, in a new shape environment.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import sympy
+import torch
 from torch import fx
 
 from graphpass.checks import one_of
-from graphpass.compat import dynamo
-
-__all__ = ["COMPILERS", "compile_training", "compiler_named"]
+from graphpass.compat import dynamo, operators, symbolic, trees
+from graphpass.compile.structure import inputs_within, symbols_of
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler for regions.
+    """A compiler for regions."""
 
-    Attributes:
-        compile: takes a graph with a flat tuple as output, which it may change, and a fake tensor or symbolic size for
-            each placeholder. Inductor's CUDA graphs are always off, because the wrapper around the region captures. A
-            compiler that functionalizes takes a third argument, a function that it calls with the aten graph.
-        opaque: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op.
-        functionalizes: it rewrites writes to inputs, and its artifacts depend on which inputs share memory.
-    """
-
+    #: Takes a graph with a flat tuple as output, which it may change, and a fake tensor or symbolic size for each
+    #: placeholder. Inductor's CUDA graphs are always off, because the wrapper around the region captures. A compiler
+    #: that functionalizes takes a third argument, a function that it calls with the aten graph.
     compile: Callable[..., Callable[..., Any]]
-    opaque: bool
-    functionalizes: bool
-
-
-def _as_it_is(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    return graph_module.forward
+    opaque: bool  #: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op
+    functionalizes: bool  #: it rewrites writes to inputs, and its artifacts depend on which inputs share memory
 
 
 _COMPILERS: Mapping[str, Compiler] = MappingProxyType(
     {
         "inductor": Compiler(dynamo.inductor, opaque=True, functionalizes=True),
         "aot_eager": Compiler(dynamo.aot_eager, opaque=False, functionalizes=True),
-        "eager": Compiler(_as_it_is, opaque=False, functionalizes=False),
+        "eager": Compiler(lambda graph_module, examples: graph_module.forward, opaque=False, functionalizes=False),
     }
 )
 COMPILERS = tuple(_COMPILERS)
@@ -60,3 +56,149 @@ def compiler_named(name: str) -> Compiler:
 def compile_training(graph_module: fx.GraphModule, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
     """Compile a whole graph for training with autograd; it is never captured."""
     return compiler_named(compiler).compile(graph_module, example_inputs)
+
+
+TraceFunction = Callable[[fx.GraphModule], Any]
+"""Reads an aten graph whose nodes have ``meta["val"]``, without changes to it; the result is stored."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionTrace:
+    """The result of a trace function for the aten graph of one region."""
+
+    result: Any  #: the function's return value, shared by regions of one structure; None if ``problem`` is set
+    problem: str | None  #: why there is no result, or None
+    #: (symbol in the traced graph, the region's own symbol), one pair for each symbol of the inputs.
+    symbols: tuple[tuple[sympy.Expr, sympy.Symbol], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphTrace:
+    """The result of a trace function for the aten graph of one structure."""
+
+    result: Any  #: the function's return value; None if ``problem`` is set
+    problem: str | None  #: why there is no result, or None
+    #: The traced graph's expression for each symbol of the structure, in order: a number if tracing fixed the symbol,
+    #: None if no input has it.
+    symbols: tuple[sympy.Expr | None, ...] = ()
+
+    def of_region(self, symbols: Sequence[sympy.Symbol]) -> RegionTrace:
+        """This trace for a region of the structure; ``symbols`` are the region's, in the order of the structure."""
+        pairs = zip(self.symbols, symbols, strict=True) if self.problem is None else ()
+        return RegionTrace(self.result, self.problem, tuple((one, own) for one, own in pairs if one is not None))
+
+
+class TraceOnce:
+    """A callback for the compiler that receives the aten graph; errors of the trace do not reach the compiler.
+
+    The aten graph must have the inputs and outputs of the region. A region that ``runs_as_it_is``, uncompiled, also
+    makes the calls whose results are unused, which tracing may drop.
+    """
+
+    def __init__(self, trace: TraceFunction, graph_module: fx.GraphModule, *, runs_as_it_is: bool = False) -> None:
+        self._trace = trace
+        self._region = graph_module
+        self._unused = _unused_ops(graph_module) if runs_as_it_is else frozenset()
+        self._traces: list[GraphTrace] = []
+
+    def __call__(self, aten: fx.GraphModule) -> None:
+        """Run the trace function on the aten graph, unless that differs from the region."""
+        try:
+            problem = _difference(self._region, aten) or self._dropped(aten)
+            if problem is None:
+                with symbolic.quiet_shapes(symbolic.fake_mode_of(_inputs(aten))):
+                    self._traces.append(GraphTrace(self._trace(aten), None))
+                return
+        except Exception as error:
+            problem = f"its aten graph could not be read: {_summary(error)}"
+        self._traces.append(GraphTrace(None, problem))
+
+    def result(self, symbols: Sequence[sympy.Expr | None]) -> GraphTrace:
+        """The trace over these symbols of its graph, or the problem if the compiler did not call back exactly once."""
+        if len(self._traces) != 1:
+            return GraphTrace(None, f"its compiler produced {len(self._traces)} aten graphs instead of one")
+        (trace,) = self._traces
+        return replace(trace, symbols=tuple(symbols)) if trace.problem is None else trace
+
+    def _dropped(self, aten: fx.GraphModule) -> str | None:
+        dropped = self._unused - _ops_of(aten)
+        return f"tracing drops {', '.join(sorted(dropped))}, whose results nothing uses" if dropped else None
+
+
+def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> GraphTrace:
+    """Trace a region that no AOT step compiles; ``symbols`` are the region's, in the order of the structure."""
+    try:
+        if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(_inputs(graph_module))):
+            return GraphTrace(None, "it takes sizes that depend on data")
+        inputs = inputs_within(_inputs(graph_module), {})
+        if inputs is None:
+            return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
+        show = TraceOnce(trace, graph_module, runs_as_it_is=True)
+        with dynamo.tracing_with(inputs.fake_mode):
+            dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
+        return show.result([inputs.symbols.get(symbol) for symbol in symbols])
+    except Exception as error:
+        return GraphTrace(None, f"it cannot be traced to aten: {_summary(error)}")
+
+
+def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
+    """Why the aten graph's inputs and outputs do not match the region's one by one; None if they do.
+
+    AOTAutograd merges overlapping inputs, drops repeated inputs, and adds outputs for writes that it moves out of the
+    graph.
+    """
+    for name, values_of in (("input", _inputs), ("output", _outputs)):
+        traced, expected = values_of(aten), values_of(region)
+        if len(traced) != len(expected):
+            return f"its aten graph has {len(traced)} {name}s instead of {len(expected)}"
+        for position, (one, other) in enumerate(zip(traced, expected, strict=True)):
+            if _kind(one) != _kind(other):
+                return f"{name} {position} of its aten graph has another type"
+    return None
+
+
+def _inputs(graph_module: fx.GraphModule) -> list[Any]:
+    return [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+
+
+def _outputs(graph_module: fx.GraphModule) -> list[Any]:
+    leaves = trees.flatten(graph_module.graph.output_node().args[0])[0]
+    return [dynamo.example_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+
+
+def _unused_ops(graph_module: fx.GraphModule) -> frozenset[str]:
+    """The names of custom ops that are called for their effects: nothing uses a result."""
+    unused = (node.target for node in graph_module.graph.nodes if not node.users)
+    names = {operators.operator_name(target) for target in unused}
+    return frozenset(name for name in names if name is not None and not name.startswith(("aten::", "prims::")))
+
+
+def _ops_of(graph_module: fx.GraphModule) -> frozenset[str]:
+    """The names of the ops that a graph calls, also as arguments of higher-order ops."""
+    called = (target for node in graph_module.graph.nodes for target in (node.target, *node.args))
+    return frozenset(name for target in called if (name := operators.operator_name(target)) is not None)
+
+
+def _kind(value: Any) -> Any:
+    """The properties that a traced value must share with the original: type, and a tensor's dtype and rank."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.dim())
+    return "number" if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else type(value)
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
+def own_copy(graph_module: fx.GraphModule, *, keep_shapes: bool = True) -> fx.GraphModule:
+    """A copy that the compiler may change, with values named by position because Inductor's cache keys have names."""
+    left_out = () if keep_shapes else ("example_value", "val", "unbacked_bindings")
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(graph_module.graph.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: copies[argument])
+        name = f"v{number}"
+        target = name if node.op == "placeholder" else node.target
+        copies[node] = graph.create_node(node.op, target, args, kwargs, name=name)
+        copies[node].meta = {key: value for key, value in node.meta.items() if key not in left_out}
+    return fx.GraphModule(graph_module, graph)

@@ -1,56 +1,174 @@
-"""Compiles each region structure once, for any number of regions that have it."""
+"""Compiles each region structure once, for any number of regions that have it, into a callable that they share."""
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
-from torch import fx
+import torch
 
-from graphpass.compat import dynamo, symbolic
-from graphpass.compile.compilers import Compiler, compiler_named
-from graphpass.compile.region import CompiledRegion, SizedArtifact, WrittenInputs
-from graphpass.compile.specialize import inputs_within
-from graphpass.compile.structure import Structure, structure_of
-from graphpass.compile.traces import GraphTrace, RegionTrace, TraceFunction, TraceOnce, own_copy, trace_alone
-
-__all__ = ["CompiledRegions", "RegionCompiler", "SizeRanges", "traced_regions"]
+from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compile.compilers import (
+    Compiler,
+    GraphTrace,
+    RegionTrace,
+    TraceFunction,
+    TraceOnce,
+    compiler_named,
+    own_copy,
+    trace_alone,
+)
+from graphpass.compile.structure import Structure, inputs_within, structure_of
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
 """A symbol, and the ranges of its sizes (ends included) that get separate artifacts; the first range that fits wins."""
 
 
-class _Region(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def graph_module(self) -> fx.GraphModule: ...
-    @property
-    def mutated_inputs(self) -> tuple[int, ...]: ...
+@dataclass(frozen=True, slots=True)
+class WrittenInputs:
+    """Finds calls for which a functionalizing compiler's artifact is wrong, for a region that writes to its inputs.
+
+    Such a compiler resolves overlaps between inputs by the offsets at compile time. The artifact is silently wrong for
+    other offsets, and for inputs that overlap only at run time. It is also wrong for writes to an input with gaps (a
+    block of columns) at symbolic sizes, because returned views get other strides. Artifacts therefore run only if no
+    written input has gaps or overlaps another input; all other calls run the traced graph.
+    """
+
+    tensors: tuple[int, ...]  #: positions of the tensor inputs
+    written: frozenset[int]  #: positions of the inputs that are written to
+
+    @classmethod
+    def of(cls, examples: Sequence[Any], written: Sequence[int]) -> WrittenInputs | None:
+        """The record for a region with inputs like ``examples``; None if it writes to no input."""
+        tensors = tuple(p for p, value in enumerate(examples) if isinstance(value, torch.Tensor))
+        return cls(tensors, frozenset(written)) if written else None
+
+    def defeat_compilers(self, args: Sequence[Any]) -> bool:
+        """Whether a written input has gaps or overlaps another input."""
+        with symbolic.quiet_shapes(symbolic.fake_mode_of(args)):
+            dense = all(memory.is_dense(args[position]) for position in self.written)
+        return not dense or self.overlap(args)  # guard: written_inputs_with_gaps
+
+    def overlap(self, args: Sequence[Any]) -> bool:
+        """Whether a written input is in a storage in which inputs overlap."""
+        groups: dict[int, list[int]] = {}
+        for position in self.tensors:
+            groups.setdefault(memory.memory_id(args[position]) or -position, []).append(position)
+        return any(
+            len(group) > 1
+            and not self.written.isdisjoint(group)
+            and _any_overlap([args[position] for position in group])
+            for group in groups.values()
+        )
+
+
+def _any_overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether two of these tensors, all in one storage, may have an element in common.
+
+    AOTAutograd's own test counts, because it acts on it. A second test covers rows of a strided matrix, which the first
+    one takes for disjoint.
+    """
+    with symbolic.quiet_shapes(symbolic.fake_mode_of(tensors)):
+        # guard: rows_of_a_matrix
+        return memory.any_overlap(tensors) or any(itertools.starmap(_may_meet, itertools.combinations(tensors, 2)))
+
+
+def _may_meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """False if the byte ranges are disjoint, or if both are disjoint blocks of columns of one matrix."""
+    if not one.numel() or not other.numel():
+        return False
+    (start, width, pitch), (other_start, other_width, other_pitch) = _columns(one), _columns(other)
+    if start + _reach(one) <= other_start or other_start + _reach(other) <= start:
+        return False
+    if pitch != other_pitch or one.element_size() != other.element_size():
+        return True
+    apart = (other_start - start) % pitch
+    return not (width <= apart and apart + other_width <= pitch)
+
+
+def _columns(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
+    """(first byte, width of a row in bytes, distance of rows in bytes), where the widest stride separates the rows."""
+    size = tensor.element_size()
+    pairs = sorted(((d, s) for s, d in zip(tensor.shape, tensor.stride(), strict=True) if s > 1), reverse=True)
+    inner = sum((s - 1) * d for d, s in pairs[1:])
+    return tensor.storage_offset() * size, (inner + 1) * size, (pairs[0][0] if pairs else 1) * size or size
+
+
+def _reach(tensor: torch.Tensor) -> Any:
+    """Bytes from the first element to the end of the last."""
+    return (sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SizedArtifact:
+    """An artifact for a single size or a range of sizes of one symbol."""
+
+    lowest: int  #: the smallest size that it serves
+    highest: int  #: the largest size that it serves
+    function: Callable[..., Any]
+    symbol: sympy.Symbol  #: the symbol of the size in ``guards``
+    guards: tuple[sympy.Basic, ...]  #: conditions on the size that the compilation added besides the range
+
+    def serves_size(self, size: int) -> bool:
+        """Whether the artifact is valid for this size."""
+        numbers = {self.symbol: sympy.Integer(size)}
+        return self.lowest <= size <= self.highest and all(g.xreplace(numbers) == sympy.true for g in self.guards)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class CompiledRegion:
+    """A region as a callable from flat arguments to a flat tuple. Structurally identical regions share it."""
+
+    function: Callable[..., Any]  #: the artifact that serves every size
+    opaque: bool  #: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op
+    uncompiled: Callable[..., Any]  #: the traced region, for inputs that no artifact serves
+    written_inputs: WrittenInputs | None  #: the check that inputs must pass before an artifact runs
+    size_position: int | None  #: the position of the input whose value selects from ``sized``
+    sized: tuple[SizedArtifact, ...]  #: the first that serves a size is used instead of ``function``
+    guards: tuple[sympy.Basic, ...]  #: conditions that the compilation added, over the symbols of the structural key
+    trace: GraphTrace | None  #: the result of the trace function for the aten graph; None without a trace function
+    _chosen: dict[int, Callable[..., Any]]
+
+    @classmethod
+    def as_traced(cls, function: Callable[..., Any]) -> CompiledRegion:
+        """A region that stays uncompiled because it writes to inputs that have gaps or overlap."""
+        trace = GraphTrace(None, "it writes to inputs that have gaps or share memory")
+        return cls(function, False, function, None, None, (), (), trace, {})
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
+        # guard: written_inputs_overlap
+        if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
+            return self.uncompiled(*args)
+        if self.size_position is None:
+            return self.function(*args)
+        size = args[self.size_position]
+        chosen = self._chosen.get(size)
+        if chosen is None:
+            sized = (artifact.function for artifact in self.sized if artifact.serves_size(size))
+            chosen = self._chosen[size] = next(sized, self.function)
+        return chosen(*args)
+
+    def num_artifacts(self) -> int:
+        """The number of artifacts, hence of compilations."""
+        return 1 + len(self.sized)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRegions:
-    """The compiled regions of one graph.
-
-    Attributes:
-        by_name: region name -> its compiled callable.
-        traces: region name -> the result of the trace function for its aten graph; empty without a trace function.
-        num_new: number of artifacts that were compiled; all others were reused.
-        key_s: seconds spent on structural keys.
-        compile_s: seconds spent in the compiler.
-    """
+    """The compiled regions of one graph."""
 
     by_name: Mapping[str, CompiledRegion]
-    traces: Mapping[str, RegionTrace]
-    num_new: int
-    key_s: float
-    compile_s: float
+    traces: Mapping[str, RegionTrace]  #: region name -> the result of the trace function, if there is one
+    num_new: int  #: number of artifacts that were compiled; all others were reused
+    key_s: float  #: seconds spent on structural keys
+    compile_s: float  #: seconds spent in the compiler
 
 
 class RegionCompiler:
@@ -61,7 +179,7 @@ class RegionCompiler:
 
     def compile(
         self,
-        regions: Sequence[_Region],
+        regions: Sequence[Any],
         compiler: str,
         size_ranges: SizeRanges | None = None,
         *,
@@ -70,7 +188,7 @@ class RegionCompiler:
         """Compile ``regions`` of one graph, structurally identical ones once.
 
         Args:
-            regions: regions whose nodes carry fake tensors and symbolic sizes.
+            regions: each a ``graphpass.regions.Region`` whose nodes carry fake tensors and symbolic sizes.
             compiler: one of :data:`graphpass.compile.COMPILERS`.
             size_ranges: sizes of one symbol that get separate artifacts, in regions with that symbol.
             trace: called with the aten graph of each structure, which has the region's inputs and outputs. It must not
@@ -90,7 +208,9 @@ class RegionCompiler:
         traces: dict[str, RegionTrace] = {}
         num_new = 0
         for region, structure, facts in zip(regions, structures, known, strict=True):
-            wanted = _ranges_of(structure, size_ranges)
+            wanted: tuple[Any, ...] = ()  # (index of the symbol in the key, ranges)
+            if size_ranges is not None and size_ranges[0] in structure.symbols:
+                wanted = (structure.symbols.index(size_ranges[0]), tuple(size_ranges[1]))
             key = (structure.key, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
@@ -107,7 +227,7 @@ class RegionCompiler:
         return CompiledRegions(MappingProxyType(by_name), MappingProxyType(traces), num_new, *seconds)
 
 
-def traced_regions(regions: Sequence[_Region], trace: TraceFunction) -> dict[str, RegionTrace]:
+def traced_regions(regions: Sequence[Any], trace: TraceFunction) -> dict[str, RegionTrace]:
     """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure.
 
     Args:
@@ -129,13 +249,6 @@ def traced_regions(regions: Sequence[_Region], trace: TraceFunction) -> dict[str
     return traces
 
 
-def _ranges_of(structure: Structure, size_ranges: SizeRanges | None) -> tuple[Any, ...]:
-    """(index of the symbol in the key, ranges); empty for a region without the symbol."""
-    if size_ranges is None or size_ranges[0] not in structure.symbols:
-        return ()
-    return (structure.symbols.index(size_ranges[0]), tuple(size_ranges[1]))
-
-
 def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
     """Add the artifact's guards to the graph of ``structure``; False if one of them does not hold there."""
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
@@ -145,7 +258,7 @@ def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
 class _Compilation:
     """The compilation of one region."""
 
-    region: _Region
+    region: Any
     structure: Structure
     known: frozenset[sympy.Basic]  # facts when the key was computed; later facts become guards of the artifact
     wanted: tuple[Any, ...]
@@ -200,5 +313,6 @@ class _Compilation:
                 continue
             with dynamo.tracing_with(inputs.fake_mode):
                 function = self.compiler.compile(own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
-            artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], inputs.guards()))
+            guards = symbolic.facts_of(inputs.fake_mode.shape_env)
+            artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], guards))
         return position, tuple(artifacts)

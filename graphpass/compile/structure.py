@@ -8,6 +8,7 @@ the same facts hold for both symbols.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,43 +19,26 @@ from torch import fx
 
 from graphpass.compat import dynamo, memory, symbolic
 
-__all__ = ["StructuralKey", "Structure", "structure_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StructuralKey:
-    """The parts of a region's structure; equal keys share one artifact.
+    """The parts of a region's structure; equal keys share one artifact."""
 
-    Attributes:
-        compiler: the compiler's name, and every ambient setting that it reads.
-        ops: kind, target and arguments of each node, constants included.
-        inputs: dtype, shape, strides, offset, device and flags of each input.
-        outputs: the same of each output.
-        sharing: for each tensor input the first input whose storage it shares.
-        symbols: for each symbol its range and the guards over it.
-    """
-
-    compiler: tuple[Any, ...]
-    ops: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    sharing: tuple[int | None, ...]
-    symbols: tuple[Any, ...]
+    compiler: tuple[Any, ...]  #: the compiler's name, and every ambient setting that it reads
+    ops: tuple[Any, ...]  #: kind, target and arguments of each node, constants included
+    inputs: tuple[Any, ...]  #: dtype, shape, strides, offset, device and flags of each input
+    outputs: tuple[Any, ...]  #: the same of each output
+    sharing: tuple[int | None, ...]  #: for each tensor input the first input whose storage it shares
+    symbols: tuple[Any, ...]  #: for each symbol its range and the guards over it
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A region's key, and the region's names of the key's symbols.
+    """A region's key, and the region's names of the key's symbols."""
 
-    Attributes:
-        key: equal for regions that can share an artifact.
-        symbols: the region's symbols in the order in which the key numbers them.
-        shape_env: the shape environment of its symbols, None without symbols.
-    """
-
-    key: StructuralKey
-    symbols: tuple[sympy.Symbol, ...]
-    shape_env: Any
+    key: StructuralKey  #: equal for regions that can share an artifact
+    symbols: tuple[sympy.Symbol, ...]  #: the region's symbols in the order in which the key numbers them
+    shape_env: Any  #: the shape environment of its symbols, None without symbols
 
     def canonical(self, expressions: Iterable[sympy.Basic]) -> tuple[sympy.Basic, ...]:
         """``expressions`` over the key's symbols instead of this region's."""
@@ -68,12 +52,7 @@ class Structure:
 
 
 def structure_of(graph_module: fx.GraphModule, compiler: str) -> Structure:
-    """The structure of a region whose nodes carry fake tensors and symbolic sizes.
-
-    Args:
-        graph_module: the region.
-        compiler: the name of the compiler.
-    """
+    """The structure of a region, whose nodes carry fake tensors and symbolic sizes, for one compiler."""
     return _Reader(graph_module).read(compiler)
 
 
@@ -135,9 +114,7 @@ class _Reader:
 
     def _attribute(self, path: str) -> Any:
         """The structure of a higher-order op's subgraph; any other attribute (a constant tensor) by identity."""
-        value: Any = self._owner
-        for name in path.split("."):
-            value = getattr(value, name)
+        value: Any = operator.attrgetter(path)(self._owner)
         if not isinstance(value, fx.GraphModule):
             return _Itself(value)
         inner = _Reader(value)
@@ -223,3 +200,70 @@ def sharing_of(values: Sequence[Any]) -> tuple[int | None, ...]:
 
 def _canonical(symbol: sympy.Symbol, number: int) -> sympy.Symbol:
     return sympy.Symbol(f"z{number}", **symbol.assumptions0)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecializedInputs:
+    """A copy of a region's example inputs, over a new shape environment. See Note [Guards of a compilation]."""
+
+    values: list[Any]  #: one fake tensor or size for each input
+    fake_mode: Any  #: the fake mode of the tensors
+    symbols: Mapping[sympy.Symbol, Any]  #: symbol of the region -> its new symbol, or its fixed value
+
+
+def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> SpecializedInputs | None:
+    """Inputs like ``examples`` with symbols within ``bounds``; None if a layout cannot be reproduced.
+
+    ``bounds`` gives the smallest and the largest size of a symbol; equal bounds fix the symbol.
+    """
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
+        return None
+    fake_mode = symbolic.new_fake_mode()
+    env, traced_env = fake_mode.shape_env, symbolic.shape_env_of(examples)
+    symbols: dict[sympy.Symbol, Any] = {}
+    for symbol in symbols_of(examples):
+        low, high = bounds.get(symbol) or symbolic.bounds_of(traced_env, symbol)
+        like = int(symbolic.hints_of(traced_env)[symbol])
+        symbols[symbol] = symbolic.new_symbol(env, str(symbol), low, high, like)
+    storages: dict[int, torch.Tensor] = {}
+    values = []
+    with fake_mode, torch.no_grad():
+        for value in examples:
+            if isinstance(value, torch.Tensor):
+                values.append(_like(value, env, symbols, storages))
+            else:
+                values.append(symbolic.size_of(env, symbolic.expression_of(value), symbols))
+    return SpecializedInputs(values, fake_mode, symbols)
+
+
+def symbols_of(examples: Iterable[Any]) -> tuple[sympy.Symbol, ...]:
+    """The symbols in sizes, strides, offsets and storage sizes, in the order of the examples."""
+    return tuple(dict.fromkeys(symbol for value in examples for symbol in _symbols_in(value)))
+
+
+def _symbols_in(value: Any) -> list[sympy.Symbol]:
+    numbers = [value]
+    if isinstance(value, torch.Tensor):
+        numbers = [*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()]
+    expressions = [symbolic.expression_of(number) for number in numbers]
+    symbols = {s for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
+    return sorted(symbols, key=str)
+
+
+def _like(
+    tensor: torch.Tensor, env: Any, symbols: Mapping[sympy.Symbol, Any], storages: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """A copy of ``tensor`` over the new symbols; copies of tensors with a common storage have a common storage."""
+
+    def sizes(values: Sequence[Any]) -> list[Any]:
+        return [symbolic.size_of(env, symbolic.expression_of(value), symbols) for value in values]
+
+    shape, strides, (offset,) = sizes(tensor.shape), sizes(tensor.stride()), sizes([tensor.storage_offset()])
+    key = memory.storage_id(tensor)
+    assert key is not None, "strided tensors have a storage"
+    if key not in storages:
+        (num_bytes,) = sizes([tensor.untyped_storage().nbytes()])
+        storages[key] = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(storages[key].untyped_storage(), offset, shape, strides)

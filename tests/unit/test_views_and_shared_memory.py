@@ -10,7 +10,7 @@ import torch
 
 import cgpass
 import graphpass as gp
-from graphpass.compile.region import WrittenInputs
+from graphpass.compile.once import WrittenInputs
 from graphpass.errors import CaptureError, StaticInputError
 
 KEY = gp.BatchDescriptor(4)

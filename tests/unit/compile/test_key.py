@@ -11,7 +11,7 @@ import torch
 import graphpass as gp
 from graphpass.compile import once
 from graphpass.compile.compilers import Compiler
-from graphpass.compile.region import WrittenInputs
+from graphpass.compile.once import WrittenInputs
 
 cut = torch.ops.compiletest.cut
 gain = torch.ops.compiletest.gain
