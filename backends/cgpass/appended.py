@@ -23,7 +23,7 @@ from cgpass.sizes import Expression, symbols_in, value_at
 from graphpass.compat import dynamo, memory, symbolic
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
-from graphpass.regions.opnames import names_of
+from graphpass.regions.names import names_of
 from graphpass.regions.symbols import REAL_SIZE
 
 _Count: TypeAlias = Callable[[fx.Node, Expression], fx.Node]

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import dynamo, nnmodules, operators, symbolic
+from graphpass.compat.nnmodules import where_of
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
     UNDECLARED_WRITES,
@@ -29,56 +30,46 @@ from graphpass.regions.execute import (
     tensors_in,
     value_of,
 )
-from graphpass.regions.keptmemory import KeptMemory, kept_memory
-from graphpass.regions.opnames import display_name, packets_of
-
-__all__ = [
-    "FACTS",
-    "Analysis",
-    "GraphFacts",
-    "annotate",
-    "facts_of",
-    "free_symbols",
-    "is_recomputed",
-    "symbol_placeholders",
-]
+from graphpass.regions.names import display_name, packets_of
 
 FACTS = "graphpass_facts"
 RECOMPUTED = "graphpass_recomputed"
+REBUILT = "graphpass_rebuilt"
 CALLS = ("call_function", "call_method", "call_module")
 
 
 @dataclass(frozen=True, slots=True)
-class GraphFacts:
-    """Facts about the whole graph for the split rules; stored in ``node.meta[FACTS]`` of every node.
+class KeptMemory:
+    """Memory that outlives a call in another tensor than before it: exchanged, or inside a nested result.
 
-    Attributes:
-        main_device: the device of the inputs and parameters; the accelerator if some of them are on the CPU.
-        readers: unbacked symbol -> the node that produces its value at run time.
-        copied_storages: ids of the storages of inputs without a static address. See Note [Copied inputs].
-        kept: storage that outlives the call in another tensor than at its start -> what keeps it. See
-            Note [Exchanged memory].
+    It must not be a graph's own, because a later replay would overwrite it. See Note [Exchanged memory].
     """
 
-    main_device: torch.device | None
-    readers: Mapping[sympy.Symbol, fx.Node]
+    kind: str  #: kind of the reason to run its nodes eagerly
+    detail: str  #: what keeps it
+    where: str  #: the line of the user's code that keeps it; empty if unknown
+    remedy: str  #: what to write instead
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """Facts about the whole graph for the split rules; stored in ``node.meta[FACTS]`` of every node."""
+
+    main_device: torch.device | None  #: of the inputs and parameters; the accelerator if some of them are on the CPU
+    readers: Mapping[sympy.Symbol, fx.Node]  #: unbacked symbol -> the node that produces its value at run time
+    #: Ids of the storages of inputs without a static address. See Note [Copied inputs].
     copied_storages: frozenset[int] = frozenset()
+    #: Storage that outlives the call in another tensor than at its start -> what keeps it.
     kept: Mapping[int, KeptMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """The result of the walk.
+    """The result of the walk."""
 
-    Attributes:
-        writes: call node -> ids of the storages that it writes; nodes that write nothing are absent.
-        guarded: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call.
-        exchanged: the placeholders whose tensor gets another storage; their metadata may be that of afterwards.
-    """
-
-    writes: Mapping[fx.Node, frozenset[int]]
-    guarded: bool
-    exchanged: frozenset[fx.Node]
+    writes: Mapping[fx.Node, frozenset[int]]  #: call node -> ids of the storages that it writes, if any
+    guarded: bool  #: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call
+    exchanged: frozenset[fx.Node]  #: the placeholders whose tensor gets another storage, perhaps that of their metadata
 
 
 def facts_of(node: fx.Node) -> GraphFacts:
@@ -146,6 +137,26 @@ def _can_recompute(node: fx.Node) -> bool:
     )
 
 
+def is_rebuilt_output(node: fx.Node) -> bool:
+    """Whether a node only rebuilds a tuple class (``torch.Size``, the result of ``max``) for the graph's output."""
+    return REBUILT in node.meta
+
+
+def is_tuple(value: Any) -> bool:
+    """Whether a value is a tuple or a list, but no ``torch.Size``."""
+    return isinstance(value, (tuple, list)) and not isinstance(value, torch.Size)
+
+
+def unpacked_from(node: fx.Node) -> fx.Node | None:
+    """The tuple- or list-valued node of which ``node`` is one item; None if ``node`` is no such getitem."""
+    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
+        return None
+    source, index = node.args[:2]
+    if not isinstance(source, fx.Node) or isinstance(index, fx.Node) or source.op == "placeholder":
+        return None
+    return source if isinstance(value_of(source), (tuple, list)) else None
+
+
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
     """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node of ``gm``.
 
@@ -167,7 +178,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
             walk.visit(node, modes)
     moving = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, kept_memory(gm.graph, walk.memory, fake_mode))
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, _kept_memory(gm.graph, walk.memory, fake_mode))
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
     values_exchanged = {id(value_of(node)) for node in walk.exchanged}
@@ -252,8 +263,18 @@ class _Walk:
             node.meta["example_value"] = execution.value
         if execution.exchanged:
             self.exchanged.extend(execution.exchanged)
-            self.memory.update(dict.fromkeys(execution.memory, KeptMemory.by_exchange(node)))
+            self.memory.update(dict.fromkeys(execution.memory, _by_exchange(node)))
         return (execution.written | execution.memory) & argument_storages(node)
+
+
+def _by_exchange(node: fx.Node) -> KeptMemory:
+    """The memory that a node gives to a tensor, or takes from it."""
+    return KeptMemory(
+        kind="exchanged memory",
+        detail=f"{display_name(node)} gives a tensor other memory, as `tensor.data = new` does",
+        where=where_of(node.meta.get("stack_trace")),
+        remedy="write into the tensor instead, `tensor.copy_(new)` under torch.no_grad()",
+    )
 
 
 def _cannot_run(node: fx.Node, why: str) -> PartitionError:
@@ -387,3 +408,43 @@ def _main_device(graph: fx.Graph) -> torch.device | None:
     # A graph without tensor inputs runs on the device of its first accelerator tensor.
     devices = (tensor.device for node in graph.nodes for tensor in tensors_in(value_of(node)))
     return next((device for device in devices if device.type not in ("cpu", "meta")), next(iter(homes), None))
+
+
+def _kept_memory(graph: fx.Graph, exchanged: Mapping[int, KeptMemory], fake_mode: Any) -> dict[int, KeptMemory]:
+    """Storage -> what keeps it: ``exchanged``, and the memory that views of exchanged tensors read."""
+    kept = {**_nested_results(graph), **exchanged}
+    views: dict[fx.Node, bool] = {}
+    grows = bool(exchanged)
+    while grows:
+        grows = False
+        for node in graph.nodes:
+            held, own = argument_storages(node) & kept.keys(), storages_of(value_of(node)) - kept.keys()
+            if held and own and views.setdefault(node, _is_view(node, fake_mode)):
+                kept.update(dict.fromkeys(own, kept[min(held)]))
+                grows = True
+    return kept
+
+
+def _is_view(node: fx.Node, fake_mode: Any) -> bool:
+    """Whether a result shares memory with an argument, by what the node does now: metadata may be older."""
+    if not node.op.startswith("call"):
+        return False
+    try:
+        shared = storages_of(execute(node, value_of, fake_mode).value)
+    except Exception:
+        return True
+    return bool(shared & argument_storages(node))
+
+
+def _nested_results(graph: fx.Graph) -> dict[int, KeptMemory]:
+    """The memory of results that consist of several tensors, which a caller keeps."""
+    outputs: Any = next(node for node in reversed(graph.nodes) if node.op == "output")
+    results = [value_of(node) for node in outputs.all_input_nodes]
+    wrappers = [value for value in results if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value)]
+    nested = KeptMemory(
+        kind="nested tensor",
+        detail="a result consists of several tensors",
+        where="",
+        remedy="return its parts instead, values() and offsets()",
+    )
+    return dict.fromkeys(storages_of(wrappers), nested)

@@ -1,4 +1,7 @@
-"""Group nodes into regions: first the reasons to run eagerly, then uncuttable spans, then runs of one kind in order."""
+"""Group nodes into regions: first the reasons to run eagerly, then uncuttable spans, then runs of one kind in order.
+
+Each group becomes a graph module with flat inputs and outputs.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import sympy
 from torch import fx
 
 from graphpass.compat import memory, operators
 from graphpass.compat.nnmodules import where_of
-from graphpass.regions.analysis import CALLS, Analysis, is_recomputed
+from graphpass.regions.analysis import (
+    CALLS,
+    FACTS,
+    RECOMPUTED,
+    Analysis,
+    free_symbols,
+    is_rebuilt_output,
+    is_recomputed,
+    symbol_placeholders,
+    unpacked_from,
+)
 from graphpass.regions.execute import storages_of, tensors_in, value_of
-from graphpass.regions.opnames import display_name, names_of
-from graphpass.regions.passes import is_rebuilt_output, unpacked_from
-from graphpass.regions.splitrules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
-
-__all__ = ["NodeGroup", "assign"]
+from graphpass.regions.names import CALLED, display_name, names_of
+from graphpass.regions.rules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
 
@@ -43,11 +54,14 @@ ALLOCATIONS = frozenset(
 )
 
 
+Kind = Literal["captured", "eager"]
+
+
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
     """A run of call nodes in program order that becomes one region; ``reasons`` is empty if it is captured."""
 
-    kind: Literal["captured", "eager"]
+    kind: Kind
     nodes: tuple[fx.Node, ...]
     reasons: tuple[SplitReason, ...]
 
@@ -170,13 +184,13 @@ def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     return spans
 
 
-Runs = list[tuple[Literal["captured", "eager"], deque[fx.Node]]]
+Runs = list[tuple[Kind, deque[fx.Node]]]
 
 
 def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, ...]]) -> Runs:
     runs: Runs = []
     for node in body:
-        kind: Literal["captured", "eager"] = "eager" if node in reasons else "captured"
+        kind: Kind = "eager" if node in reasons else "captured"
         if not runs or runs[-1][0] != kind:
             runs.append((kind, deque()))
         runs[-1][1].append(node)
@@ -276,3 +290,116 @@ def _move(node: fx.Node, nodes: deque[fx.Node], *, at_end: bool) -> None:
     else:
         nodes[0].prepend(node)
         nodes.appendleft(node)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A run of nodes, in program order, that is captured or stays eager."""
+
+    name: str  #: ``r0``, ``r1``, ... in program order, over both kinds
+    kind: Kind
+    #: Placeholders in the order of ``inputs``; returns a flat tuple in the order of ``outputs``. Parameters, buffers
+    #: and subgraphs are shared with the graph module that was partitioned.
+    graph_module: fx.GraphModule
+    reasons: tuple[SplitReason, ...]  #: why the region is eager; empty if it is captured
+    inputs: tuple[str, ...]  #: names of the input values, the symbolic sizes of its tensors first
+    outputs: tuple[str, ...]  #: names of the values that later regions or the caller use
+    mutated_inputs: tuple[int, ...]  #: positions in ``inputs`` of tensors that it writes to, also through views
+
+    @property
+    def why(self) -> str | None:
+        """The reasons as one line, for dumps and reports; None for captured regions."""
+        return "; ".join(dict.fromkeys(map(str, self.reasons))) if self.kind == "eager" else None
+
+
+def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
+    """One region for each group, in order, in time linear in the graph."""
+    sizes = _Sizes(symbol_placeholders(gm.graph))
+    return tuple(_region(f"r{i}", gm, group, analysis, sizes) for i, group in enumerate(groups))
+
+
+class _Sizes:
+    """The graph's symbolic sizes, in the order of its placeholders."""
+
+    def __init__(self, placeholders: Mapping[sympy.Symbol, fx.Node]) -> None:
+        self._placeholders = placeholders
+        self._positions = {node: position for position, node in enumerate(placeholders.values())}
+
+    def among(self, symbols: Iterable[sympy.Symbol], values: Iterable[fx.Node]) -> list[fx.Node]:
+        """The placeholders of ``symbols`` and the sizes among ``values``, in the order of the graph's placeholders."""
+        nodes = {self._placeholders[symbol] for symbol in symbols if symbol in self._placeholders}
+        nodes.update(value for value in values if value in self._positions)
+        return sorted(nodes, key=self._positions.__getitem__)
+
+
+def _region(
+    name: str,
+    gm: fx.GraphModule,
+    group: NodeGroup,
+    analysis: Analysis,
+    sizes: _Sizes,
+) -> Region:
+    inside = set(group.nodes)
+    made_here = _with_recomputed(group.nodes, inside)
+    inputs = _inputs(made_here, set(made_here), sizes)
+    outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
+    written = frozenset[int]().union(*(analysis.writes.get(node, frozenset()) for node in group.nodes))
+    return Region(
+        name=name,
+        kind=group.kind,
+        graph_module=_graph_module(name, gm, made_here, inputs, outputs),
+        reasons=group.reasons if group.kind == "eager" else (),
+        inputs=tuple(node.name for node in inputs),
+        outputs=tuple(node.name for node in outputs),
+        mutated_inputs=written_positions(inputs, written),
+    )
+
+
+def _takes_over(user: fx.Node, inside: set[fx.Node], node: fx.Node) -> bool:
+    """Whether ``user`` needs ``node`` as an output of the region. Other regions compute recomputed numbers again."""
+    return user.op == "output" or is_rebuilt_output(user) or (user not in inside and not is_recomputed(node))
+
+
+def _with_recomputed(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    """The nodes in order, each after the attributes and the recomputed numbers that it uses."""
+    placed: dict[fx.Node, None] = {}
+
+    def place(node: fx.Node) -> None:
+        for argument in node.all_input_nodes:
+            if (
+                argument not in placed
+                and argument not in inside
+                and (argument.op == "get_attr" or is_recomputed(argument))
+            ):
+                place(argument)
+        placed[node] = None
+
+    for node in nodes:
+        place(node)
+    return list(placed)
+
+
+def written_positions(inputs: Iterable[fx.Node], written: frozenset[int]) -> tuple[int, ...]:
+    """Positions of the inputs whose storage is among ``written``."""
+    return tuple(i for i, node in enumerate(inputs) if storages_of(value_of(node)) & written)
+
+
+def _inputs(nodes: Sequence[fx.Node], inside: set[fx.Node], sizes: _Sizes) -> list[fx.Node]:
+    """The region's inputs: the symbolic sizes of its tensors, then the other values in order of first use."""
+    outer = dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
+    used = free_symbols([value_of(node) for node in (*outer, *nodes)])
+    return list(dict.fromkeys((*sizes.among(used, outer), *outer)))
+
+
+def _graph_module(
+    name: str, gm: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    for node, copy in copies.items():
+        copy.meta = {key: value for key, value in node.meta.items() if key not in (FACTS, RECOMPUTED, CALLED)}
+    graph.output(tuple(copies[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(gm, graph, class_name=name)

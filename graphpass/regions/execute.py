@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from graphpass.compat import memory, nnmodules, operators, symbolic, trees
 
-__all__ = ["Execution", "argument_storages", "execute", "owner_of", "storages_of", "tensors_in", "value_of"]
-
 # Operators that write to arguments without a mark in the schema: {operator: (written arguments, flag that enables it)}.
 UNDECLARED_WRITES = {
     "aten::batch_norm": (("running_mean", "running_var"), "training"),
@@ -31,23 +29,14 @@ UNDECLARED_WRITES = {
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The record of one run of a node.
+    """The record of one run of a node."""
 
-    Attributes:
-        value: its result on fake tensors.
-        overloads: the operator overloads that the dispatcher saw, in order.
-        functions: the torch functions that were called, in order.
-        written: ids of the storages that the node wrote to.
-        exchanged: the arguments that have another storage afterwards. See Note [Exchanged memory].
-        memory: ids of the storages of these arguments, before and after.
-    """
-
-    value: Any
-    overloads: tuple[Any, ...]
-    functions: tuple[Any, ...]
-    written: frozenset[int]
-    exchanged: tuple[fx.Node, ...]
-    memory: frozenset[int]
+    value: Any  #: its result on fake tensors
+    overloads: tuple[Any, ...]  #: the operator overloads that the dispatcher saw, in order
+    functions: tuple[Any, ...]  #: the torch functions that were called, in order
+    written: frozenset[int]  #: ids of the storages that the node wrote to
+    exchanged: tuple[fx.Node, ...]  #: the arguments that have another storage afterwards, see Note [Exchanged memory]
+    memory: frozenset[int]  #: ids of the storages of these arguments, before and after
 
 
 def value_of(node: fx.Node) -> Any:

@@ -21,9 +21,7 @@ from torch import fx
 from graphpass.compat import dynamo, symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.regions.execute import execute, tensors_in, value_of
-from graphpass.regions.opnames import display_name, names_of
-
-__all__ = ["FloatInputs", "floats_as_tensors"]
+from graphpass.regions.names import display_name, names_of
 
 # Torch computes these for 16-bit tensors in float32, with a number that is not rounded to 16 bits.
 _ARITHMETIC = frozenset(f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "div", "pow"))
@@ -50,17 +48,12 @@ _NOT_IN_PLACE: Mapping[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class FloatInputs:
-    """The Python floats among the inputs of a graph.
+    """The Python floats among the inputs of a graph."""
 
-    Attributes:
-        positions: the inputs that are floats.
-        device: where the graph reads them; Dynamo passes them on the CPU.
-        constants: (name of the float, operator that takes numbers only, line of the user's code) of each float that
-            varies and is a constant all the same.
-    """
-
-    positions: tuple[int, ...]
-    device: torch.device
+    positions: tuple[int, ...]  #: the inputs that are floats
+    device: torch.device  #: where the graph reads them; Dynamo passes them on the CPU
+    #: (name of the float, operator that takes numbers only, line of the user's code) of each float that varies and is a
+    #: constant all the same.
     constants: tuple[tuple[str, str, str], ...]
 
     def moved_before(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,15 +89,10 @@ def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
 
 
 class _Rewriting:
-    """One pass over a graph.
-
-    Attributes:
-        numbers: node whose value is a number computed from floats -> node with the same value as a float64 tensor.
-        device: the graph's device.
-        constants: see :class:`FloatInputs`.
-    """
+    """One pass over a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        #: Node whose value is a number computed from floats -> node with the same value as a float64 tensor.
         self.numbers: dict[fx.Node, fx.Node] = {}
         self.constants: list[tuple[str, str, str]] = []
         devices = [tensor.device for node in graph.nodes for tensor in tensors_in(value_of(node))]

@@ -16,16 +16,6 @@ from graphpass.compat import dynamo, symbolic
 from graphpass.errors import PartitionError
 from graphpass.regions.execute import tensors_in, value_of
 
-__all__ = [
-    "REAL_SIZE",
-    "GraphInput",
-    "GuardedSymbols",
-    "graph_inputs",
-    "key_symbols",
-    "layout_inputs",
-    "symbol_of_dim",
-]
-
 REAL_SIZE = "graphpass_real_size"
 """Key in the metadata of a placeholder that holds the real size of a dimension."""
 
@@ -38,27 +28,19 @@ _NTH_KEY = re.compile(r"list\(dict\.keys\((?:(?!list\().)*?\)\)\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInput:
-    """One input of a graph.
+    """One input of a graph."""
 
-    Attributes:
-        name: its name in the graph.
-        source_name: the model's argument (``x`` for Dynamo's ``L['x']`` and ``L['kwargs']['x']``), None for others.
-        is_static: a parameter, a buffer, or marked with ``mark_static_address``: a graph may record its address.
-        value: its metadata: a fake tensor, a symbolic size, or a constant.
-        marked_dims: dimensions that the user marked as dynamic.
-        label: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown.
-        is_real_size: the backend appended it: the real size of a dimension, also in a padded call.
-        is_exchanged: the graph gives the tensor another storage (``x.data = new``), which ``value`` may describe.
-    """
-
-    name: str
+    name: str  #: its name in the graph
+    #: The model's argument (``x`` for Dynamo's ``L['x']`` and ``L['kwargs']['x']``), None for others.
     source_name: str | None
-    is_static: bool
-    value: Any
-    marked_dims: frozenset[int] = frozenset()
-    label: str = ""
-    is_real_size: bool = False
-    is_exchanged: bool = False
+    is_static: bool  #: a parameter, a buffer, or marked with ``mark_static_address``: a graph may record its address
+    value: Any  #: its metadata: a fake tensor, a symbolic size, or a constant
+    marked_dims: frozenset[int] = frozenset()  #: dimensions that the user marked as dynamic
+    label: str = ""  #: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown
+    is_real_size: bool = False  #: the backend appended it: the real size of a dimension, also in a padded call
+    is_exchanged: bool = (
+        False  #: the graph gives the tensor another storage (``x.data = new``), perhaps that of ``value``
+    )
 
     @property
     def is_of_tensor(self) -> bool:
@@ -72,12 +54,7 @@ class GraphInput:
 
 
 def graph_inputs(graph: fx.Graph, exchanged: Collection[fx.Node] = ()) -> tuple[GraphInput, ...]:
-    """The inputs of a graph, in order.
-
-    Args:
-        graph: the graph.
-        exchanged: the placeholders whose tensor gets another storage. Its address changes, so it is not static.
-    """
+    """The inputs of a graph, in order. An ``exchanged`` one gets another storage, so its address is not static."""
     return tuple(
         GraphInput(
             node.name,
@@ -204,15 +181,11 @@ def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class GuardedSymbols:
-    """The sizes that the guards of one graph admit; independent of the shape environment, which it may outlive.
+    """The sizes that the guards of one graph admit; independent of the shape environment, which it may outlive."""
 
-    Attributes:
-        ranges: symbol -> (least, greatest) admitted value, None where it is unbounded.
-        guards: boolean expressions over the symbols; all of them hold.
-    """
-
+    #: Symbol -> (least, greatest) admitted value, None where it is unbounded.
     ranges: Mapping[sympy.Symbol, tuple[int | None, int | None]]
-    guards: tuple[sympy.Basic, ...]
+    guards: tuple[sympy.Basic, ...]  #: boolean expressions over the symbols; all of them hold
 
     @classmethod
     def from_graph(cls, gm: fx.GraphModule) -> GuardedSymbols:

@@ -15,15 +15,15 @@ import torch
 
 from graphpass.compat import symbolic
 from graphpass.compat.nnmodules import where_of
+from graphpass.regions.assign import Region
 from graphpass.regions.execute import storages_of, value_of
-from graphpass.regions.opnames import display_name
+from graphpass.regions.names import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
 from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import PaddingProof, decided, findings_of_results
 from graphpass.regions.padding.sizes import Sizes, as_size
 from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size
-from graphpass.regions.regions import Region
 from graphpass.regions.split import Partition
 
 __all__ = ["PartitionRun", "RegionGraph", "prove_partition"]

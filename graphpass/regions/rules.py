@@ -1,40 +1,33 @@
-"""Split rules: each takes one node and returns why it cannot be captured, or None."""
+"""Split rules: each takes one node and returns why it cannot be captured, or None. And what a listed op matches."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpass.compat import nnmodules, operators
-from graphpass.errors import PartitionError
+from graphpass.compat import nnmodules, operators, symbolic
+from graphpass.errors import PartitionError, did_you_mean
 from graphpass.regions.analysis import facts_of, free_symbols
-from graphpass.regions.execute import storages_of, tensors_in, value_of
-from graphpass.regions.opmatch import matcher_of
-from graphpass.regions.opnames import display_name, names_of, packets_of
-
-__all__ = [
-    "DEFAULT_RULES",
-    "SplitReason",
-    "SplitRule",
-    "beyond_input",
-    "control_flow",
-    "data_dependent_shape",
-    "foreign_device",
-    "host_read",
-    "host_scalar",
-    "kept_memory",
-    "nested_tensor",
-    "read_by_storage",
-    "reshapes_in_place",
-    "splits_at",
-    "unsafe_tag",
-]
-
+from graphpass.regions.execute import execute, storages_of, tensors_in, value_of
+from graphpass.regions.names import (
+    callable_names,
+    canonical,
+    display_name,
+    dotted_names,
+    module_of,
+    names_of,
+    overload_name,
+    packets_of,
+    qualified,
+)
 
 _CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
 
@@ -58,22 +51,16 @@ _BRANCHES = {
 
 @dataclass(frozen=True, slots=True)
 class SplitReason:
-    """Why a node runs eagerly.
+    """Why a node runs eagerly."""
 
-    Attributes:
-        kind: short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
-            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory",
-            "nested tensor", "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's
-            rule.
-        detail: one sentence that names the op or the node.
-        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown. Not part of the text.
-        remedy: a change of the model after which the node can be captured; empty if another node causes it, or the user
-            asked for it.
-    """
-
+    #: Short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
+    #: "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory", "nested tensor",
+    #: "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's rule.
     kind: str
-    detail: str
-    where: str = ""
+    detail: str  #: one sentence that names the op or the node
+    where: str = ""  #: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown
+    #: A change of the model after which the node can be captured; empty if another node causes it, or the user asked
+    #: for it.
     remedy: str = ""
 
     @property
@@ -92,7 +79,7 @@ class SplitReason:
 
 SplitRule = Callable[[fx.Node], SplitReason | None]
 
-# Ops that read a tensor's value into Python, on any device; named as in opnames.
+# Ops that read a tensor's value into Python, on any device; named as in ``names``.
 READS = frozenset(
     {
         "aten::item",
@@ -331,3 +318,142 @@ DEFAULT_RULES: tuple[SplitRule, ...] = (
     nested_tensor,
     foreign_device,
 )
+
+
+OpMatcher = Callable[[fx.Node], bool]
+
+
+def matcher_of(op: object) -> OpMatcher:
+    """A predicate on nodes for one listed splitting op: a name, an op object or a Python callable.
+
+    Raises:
+        PartitionError: nothing of that name is registered or importable.
+    """
+    if isinstance(op, str):
+        return _matcher_of_name(op)
+    if not callable(op):
+        raise PartitionError(
+            "a splitting op cannot be told from its value",
+            expected="a name, an op object or a callable",
+            found=repr(op),
+            remedy="pass a name such as 'mylib::attention' or the function itself",
+        )
+    return _matcher_of_callable(op)
+
+
+def _matcher_of_name(name: str) -> OpMatcher:
+    if "::" not in name:
+        function = _function_of(name)
+        if function is not None:
+            return _matcher_of_callable(function)
+        namespace, _, rest = name.partition(".")
+        if operators.operator_packet(namespace, rest.partition(".")[0]) is None:
+            raise _unknown(name, dotted_names())
+        name = f"{namespace}::{rest}"  # as graphs print it: mylib.attention.default
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = operators.operator_packet(namespace, base)
+    if packet is None and namespace == "higher_order" and operators.higher_order_operator(base) is not None:
+        return _by_names(frozenset({name}))
+    if packet is None:
+        raise _unknown(name, operators.registered_operator_names())
+    if not overload:
+        return _by_names(frozenset({canonical(f"{namespace}::{base}")}))
+    if overload not in packet.overloads():
+        raise _unknown(name, [f"{namespace}::{base}.{known}" for known in packet.overloads()])
+    return functools.partial(_calls_overload, overload=getattr(packet, overload))
+
+
+def _matcher_of_callable(op: Any) -> OpMatcher:
+    op = operators.custom_op_overload(op) or op
+    if isinstance(op, type) and issubclass(op, torch.nn.Module):
+        return functools.partial(_in_module, kind=op)
+    if hasattr(op, "overloadpacket"):
+        if len(op.overloadpacket.overloads()) > 1:
+            return functools.partial(_calls_overload, overload=op)
+        return _by_names(frozenset({canonical(qualified(op.overloadpacket))}))
+    names = callable_names(op)
+    if not names:
+        return functools.partial(_in_function, function=op, code=getattr(inspect.unwrap(op), "__code__", None))
+    in_place = frozenset(name for name in names if name.endswith("_"))
+    wanted = in_place or names
+    return lambda node: node.target is op or bool(wanted & names_of(node))
+
+
+def _in_module(node: fx.Node, *, kind: type[torch.nn.Module]) -> bool:
+    """Whether a node calls a module of this class, or was traced inside the forward of one."""
+    if node.op == "call_module" and isinstance(module_of(node), kind):
+        return True
+    return any(outer is kind for _, outer in node.meta.get("nn_module_stack", {}).values())
+
+
+def _in_function(node: fx.Node, *, function: Any, code: CodeType | None) -> bool:
+    """Whether a node calls this Python function, or was traced inside it: Dynamo inlines what it can."""
+    if node.op == "call_function" and node.target is function:
+        return True
+    trace = node.meta.get("stack_trace") or ""
+    if code is None or code.co_filename not in trace:
+        return False
+    last_line = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return any(
+        frame.file == code.co_filename
+        and frame.function == code.co_name
+        and code.co_firstlineno <= frame.line <= last_line
+        for frame in nnmodules.frames_of(trace)
+    )
+
+
+def _by_names(wanted: frozenset[str]) -> OpMatcher:
+    return lambda node: bool(wanted & names_of(node))
+
+
+def _calls_overload(node: fx.Node, *, overload: Any) -> bool:
+    """Whether a node calls ``overload``: by its target, or by what the call resolves to with its fake arguments."""
+    target = node.target
+    if hasattr(target, "overloadpacket"):
+        return target is overload
+    packet = overload.overloadpacket
+    if canonical(qualified(packet)) not in names_of(node):
+        return False
+    candidates = [known for known in packet.overloads() if "out" not in known or "out" in node.kwargs]
+    return candidates == [overload_name(overload)] or _reaches(node, overload)
+
+
+def _reaches(node: fx.Node, overload: Any) -> bool:
+    """Whether the call, run on its fake arguments, reaches ``overload``; a composite op is matched by its schema."""
+    packet = overload.overloadpacket
+    arguments = [value_of(argument) for argument in node.all_input_nodes]
+    try:
+        execution = execute(node, value_of, symbolic.fake_mode_of(tensors_in(arguments)) or symbolic.new_fake_mode())
+    except Exception:
+        return False
+    reached = [known for known in execution.overloads if known.overloadpacket is packet]
+    if reached:
+        return overload in reached
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    return operators.resolved_overload(packet, args, kwargs) is overload
+
+
+def _function_of(name: str) -> Any | None:
+    """The callable that a dotted name of an imported module stands for; None if no imported module has it."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is None:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+            if found is None:
+                break
+        if callable(found):
+            return found
+    return None
+
+
+def _unknown(name: str, known: Iterable[str]) -> PartitionError:
+    return PartitionError(
+        f"unknown splitting op {name!r}",
+        expected="a registered operator ('aten::add', 'mylib::attention') or an imported function's dotted name",
+        found=f"{name!r}",
+        remedy=did_you_mean(name, known, otherwise="register or import it before compiling"),
+    )

@@ -37,22 +37,106 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.regions.execute import execute, owner_of, tensors_in, value_of
-from graphpass.regions.opaliases import ALIASES, CALLABLE_NAMES, OPERATOR_NAMES
-
-__all__ = [
-    "callable_names",
-    "canonical",
-    "display_name",
-    "dotted_names",
-    "module_of",
-    "names_of",
-    "overload_name",
-    "packets_of",
-    "qualified",
-]
-
 
 CALLED = "graphpass_called"
+
+# Operators whose aten name is another one; an in-place operator is its plain name with an "i" in front.
+OPERATOR_NAMES: Mapping[str, str] = {
+    "add": "add",
+    "sub": "sub",
+    "mul": "mul",
+    "truediv": "div",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+    "neg": "neg",
+    "pos": "positive",
+    "abs": "abs",
+    "and_": "bitwise_and",
+    "or_": "bitwise_or",
+    "xor": "bitwise_xor",
+    "invert": "bitwise_not",
+    "inv": "bitwise_not",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+}
+
+# Two aten names for one op, the one that graphs usually hold on the right.
+ALIASES: Mapping[str, str] = {
+    "absolute": "abs",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "conv2d_padding": "conv2d",
+    "det": "linalg_det",
+    "divide": "div",
+    "fix": "trunc",
+    "ger": "outer",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "inverse": "linalg_inv",
+    "less": "lt",
+    "less_equal": "le",
+    "linalg_matmul": "matmul",
+    "matrix_power": "linalg_matrix_power",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "orgqr": "linalg_householder_product",
+    "row_stack": "vstack",
+    "special_digamma": "digamma",
+    "special_erf": "erf",
+    "special_erfc": "erfc",
+    "special_exp2": "exp2",
+    "special_expit": "sigmoid",
+    "special_expm1": "expm1",
+    "special_gammaln": "lgamma",
+    "special_log1p": "log1p",
+    "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+    "special_round": "round",
+    "special_sinc": "sinc",
+    "special_softmax": "softmax",
+    "special_xlogy": "xlogy",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+
+# Python methods and functions that stand for an aten op of another name.
+CALLABLE_NAMES: Mapping[str, str] = {
+    "type_as": "to",
+    "type": "to",
+    "float": "to",
+    "double": "to",
+    "half": "to",
+    "bfloat16": "to",
+    "int": "to",
+    "long": "to",
+    "short": "to",
+    "char": "to",
+    "byte": "to",
+    "bool": "to",
+    "cpu": "to",
+    "cuda": "to",
+    "unique": "_unique2",
+}
 
 
 def names_of(node: fx.Node) -> frozenset[str]:
