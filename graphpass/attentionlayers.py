@@ -17,11 +17,9 @@ _TOLERANCE = 2e-2
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Register an attention function with transformers as ``attn_implementation=name``. It may be repeated.
 
-    Args:
-        name: value of ``attn_implementation``.
-        function: called as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)``
-            with tensors [batch, heads, tokens, head_dim]. It returns a tensor [batch, tokens, heads, head_dim], and the
-            attention weights or None.
+    The function is called as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)``
+    with tensors [batch, heads, tokens, head_dim]. It returns a tensor [batch, tokens, heads, head_dim], and the
+    attention weights or None.
     """
     importlib.import_module("transformers").AttentionInterface.register(name, function)
 
@@ -29,16 +27,9 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def by_token(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scaling: float | None, *, what: str, remedy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Views of query, key and value as [tokens, heads, head_dim], and the scale of the scores.
+    """Views of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim], and the scale.
 
-    Args:
-        tensors: query, key and value, each [1, heads, tokens, head_dim].
-        scaling: scale of the scores; None: ``head_dim ** -0.5``.
-        what: the problem, as the error states it.
-        remedy: the remedy, as the error states it.
-
-    Raises:
-        ShapeError: the batch does not have exactly one row.
+    The scale of the scores is ``head_dim ** -0.5`` if ``scaling`` is None. ``what`` and ``remedy`` are the error's.
     """
     query, key, value = tensors
     if query.shape[0] != 1:
@@ -48,18 +39,7 @@ def by_token(
 
 
 def refuse_unserved(module: Any, used: Mapping[str, bool], *, what: str, expected: str, remedy: str) -> None:
-    """Refuse a layer that uses an argument that the attention function does not support.
-
-    Args:
-        module: the layer.
-        used: {unsupported argument: whether the layer uses it}.
-        what: name of the attention, the first words of the error.
-        expected: the attention that is supported, as the error states it.
-        remedy: the remedy, as the error states it.
-
-    Raises:
-        OptionError: the layer uses an unsupported argument.
-    """
+    """Refuse a layer that uses an argument that the attention function does not support, by {argument: is used}."""
     unserved = [name for name, is_used in used.items() if is_used]
     if unserved:
         raise OptionError(

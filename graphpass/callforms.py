@@ -21,46 +21,31 @@ from graphpass.errors import CaptureError, GraphpassError, compiles_late
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
 
-__all__ = ["CompiledModel"]
-
-
 _AT_LIMIT = Reason("Dynamo is at its recompile limit and runs the model as it is", SEE_WHAT_DIFFERS)
 
 
-class CompiledModel:
+class CallForms:
     """A model compiled by :func:`graphpass.graphed`.
 
     The form of a call is the number of positional arguments and the names of the keyword arguments, in order. An
     argument that a plain function accepts both ways counts as positional. Each form has its own generated function,
     whose parameters have the names of the model's parameters, because Dynamo passes the backend these names as the
     sources of inputs. Dynamo counts recompiles by code object, so models of one class have separate limits.
-
-    Args:
-        model: the module or function to compile.
-        backend: the name under which torch.compile knows the backend.
-        user_options: the options of the backend, as the user passed them.
-
-    Attributes:
-        model: the module or function.
-        user_options: the same.
-        runtime: the runtime from the options, else a new one.
-        forward: calls the model with graphs, without the module's own hooks.
-        is_captured_ahead: whether graphs were captured for calls to come.
     """
 
     def __init__(self, model: Callable[..., Any], backend: str, user_options: Mapping[str, Any]) -> None:
-        self.model, self.user_options = model, user_options
-        self.runtime: GraphRuntime = user_options.get("runtime") or GraphRuntime()
+        self.model, self.user_options = model, user_options  #: as the user passed them
+        self.runtime: GraphRuntime = user_options.get("runtime") or GraphRuntime()  #: from the options, else a new one
         self._backend = backend
         self._options = {"dispatch": "auto", **user_options, "runtime": self.runtime}
         self._is_dynamic = True if {"capture_sizes", "dynamic_dims"} & user_options.keys() else None
         self._fallbacks = Fallbacks(self.runtime, user_options.get("on_fallback", "warn"))
-        self.is_captured_ahead = False
+        self.is_captured_ahead = False  #: whether graphs were captured for calls to come
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
         self._is_of_inference_mode = any(map(torch.is_inference, tensors))
         self._forms: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._names: tuple[str, ...]
-        self.forward: Callable[..., Any]
+        self.forward: Callable[..., Any]  #: calls the model with graphs, without the module's own hooks
         self.forget_forms()
 
     def forget_forms(self) -> None:
@@ -74,7 +59,9 @@ class CompiledModel:
 
         self.forward = forward
 
-    def serving(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    def without_autograd(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[Any]:
         """A context manager for the grad and inference modes in which the model runs.
 
         A graph captured in one mode cannot be replayed in another. So inference mode is switched off for the call,

@@ -8,8 +8,6 @@ from typing import Any
 
 from graphpass.errors import GraphpassError, OptionError, did_you_mean
 
-__all__ = ["is_integer", "one_of", "positive"]
-
 
 def is_integer(value: object, *, at_least: int) -> bool:
     """Whether ``value`` is a Python int of at least ``at_least``; False for bools and numpy integers."""
@@ -24,19 +22,9 @@ def positive(
     remedy: str | None = None,
     error: type[GraphpassError] = OptionError,
 ) -> int:
-    """Convert ``value`` to an int of at least ``at_least``.
+    """``value`` as an int of at least ``at_least``; accepts every type with ``__index__`` except bool.
 
-    Accepts every type with ``__index__``, such as numpy integers, except bool.
-
-    Args:
-        value: the user's value.
-        name: the value's name in the error message.
-        at_least: the smallest valid integer.
-        remedy: the error's remedy; None for "pass <at_least> or more".
-        error: the class of the error.
-
-    Raises:
-        error: ``value`` is not an integer, or is below ``at_least``.
+    The error names the value by ``name``. Its remedy is "pass <at_least> or more" if ``remedy`` is None.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -60,18 +48,7 @@ def one_of(
     remedy: str,
     error: type[GraphpassError] = OptionError,
 ) -> None:
-    """Raise ``error`` unless ``value`` is in ``known``.
-
-    Args:
-        value: the user's value.
-        known: the valid values, at least one; the error lists them in this order.
-        problem: the error's problem.
-        remedy: the error's remedy where no known name resembles ``value``.
-        error: the class of the error.
-
-    Raises:
-        error: ``value`` is not in ``known``; the remedy suggests known names that resemble it.
-    """
+    """Raise ``error`` unless ``value`` is in ``known``; its remedy suggests known names that resemble the value."""
     if value in known:
         return
     *others, last = map(repr, known)

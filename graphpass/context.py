@@ -16,48 +16,27 @@ from graphpass.errors import ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = [
-    "ForwardContext",
-    "current_context",
-    "entered",
-    "get_forward_context",
-    "is_forward_context_available",
-    "set_forward_context",
-    "without_context",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ForwardContext:
-    """The state of one forward besides its inputs. Contexts are compared by identity.
+    """The state of one forward besides its inputs. Contexts are compared by identity."""
 
-    Attributes:
-        attn_metadata: metadata that the model's attention reads; None inside captured regions of a PIECEWISE capture.
-        runtime_mode: NONE, PIECEWISE or FULL: which wrappers capture or replay.
-        batch_descriptor: the padded shape of the batch; may be None in mode NONE only.
-        num_tokens: number of tokens of this rank, before padding.
-        num_tokens_across_dp: token counts of all data-parallel ranks.
-        slot_mapping: the cache slot that attention writes for each token.
-        is_padding: True for rows that are padding, shape (num_tokens,).
-        extra: further values for the caller's ops.
-        capture: the recorder of the capture in progress, None outside of a capture. Wrappers set it. A wrapper does not
-            capture if it is set already, so of nested wrappers only the outermost captures.
-        owner: name of the callable whose auto dispatcher created this context, None for a context that a user set. Only
-            that callable, its wrappers and graphpass's own ops see a context with an owner.
-        observer: a ``graphpass.capture.scope.CallObserver`` of the calls of graphs in this forward, or None.
-    """
-
+    #: metadata that the model's attention reads; None inside captured regions of a PIECEWISE capture
     attn_metadata: Any
-    runtime_mode: CUDAGraphMode
-    batch_descriptor: BatchDescriptor | None
-    num_tokens: int | None
-    num_tokens_across_dp: Any
-    slot_mapping: Any
-    is_padding: Any
-    extra: Any
+    runtime_mode: CUDAGraphMode  #: NONE, PIECEWISE or FULL: which wrappers capture or replay
+    batch_descriptor: BatchDescriptor | None  #: the padded shape of the batch; may be None in mode NONE only
+    num_tokens: int | None  #: number of tokens of this rank, before padding
+    num_tokens_across_dp: Any  #: token counts of all data-parallel ranks
+    slot_mapping: Any  #: the cache slot that attention writes for each token
+    is_padding: Any  #: True for rows that are padding, shape (num_tokens,)
+    extra: Any  #: further values for the caller's ops
+    #: the recorder of the capture in progress, None outside of a capture. Wrappers set it. A wrapper does not capture
+    #: if it is set already, so of nested wrappers only the outermost captures.
     capture: Any = None
+    #: name of the callable whose auto dispatcher created this context, None for a context that a user set. Only that
+    #: callable, its wrappers and graphpass's own ops see a context with an owner.
     owner: Any = None
-    observer: Any = None
+    observer: Any = None  #: a ``graphpass.capture.scope.CallObserver`` of the calls of graphs in this forward, or None
 
 
 _forward_context: ContextVar[ForwardContext | None] = ContextVar("graphpass_forward_context", default=None)

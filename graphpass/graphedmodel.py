@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from graphpass.callforms import CompiledModel
+from graphpass.callforms import CallForms
 from graphpass.capture.runtime import GraphRuntime, runtime_of, runtime_of_compiler
 from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import dynamo, symbolic, trees
@@ -23,8 +23,6 @@ from graphpass.ladder.progress import capture_progress
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.symbols import key_symbols
 from graphpass.report import Report
-
-__all__ = ["GraphedModel", "graphed", "precapture"]
 
 _BACKEND = "cgpass"
 
@@ -71,7 +69,7 @@ class GraphedModel:
     """
 
     __slots__ = ()
-    _graphed: CompiledModel
+    _graphed: CallForms
 
     def __init_subclass__(cls) -> None:
         """Skip the ``__init_subclass__`` of the model's class, which is meant for subclasses that users write."""
@@ -82,7 +80,7 @@ class GraphedModel:
         """Call the model; a graph runs it where one fits."""
         if torch.compiler.is_compiling():  # inside another compiled model: let that model trace it
             return self._graphed.model(*args, **kwargs)
-        with self._graphed.serving(args, kwargs):
+        with self._graphed.without_autograd(args, kwargs):
             # `nn.Module.__call__` runs the module's hooks around `forward`.
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
@@ -96,7 +94,7 @@ class GraphedModel:
         Raises:
             CaptureError: there is nothing to capture, or a capture fails; the error names the key.
         """
-        with self._graphed.serving(args, kwargs):
+        with self._graphed.without_autograd(args, kwargs):
             precapture(self, *args, **kwargs)
 
     def report(self) -> Report:
@@ -155,7 +153,7 @@ class _GraphedFunction(GraphedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._graphed.model(*args, **kwargs)
-        with self._graphed.serving(args, kwargs):
+        with self._graphed.without_autograd(args, kwargs):
             return self._graphed.forward(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -163,11 +161,7 @@ class _GraphedFunction(GraphedModel):
 
 
 def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedModel:
-    """Create a graphed model; ``options`` are the backend's options.
-
-    Raises:
-        OptionError: an option is invalid, the backend is not registered, or a parameter of the model is uninitialized.
-    """
+    """Create a graphed model; ``options`` are the backend's options."""
     if isinstance(model, GraphedModel):
         model = model._graphed.model
     _check_options(options)
@@ -178,7 +172,7 @@ def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedMo
             found="a lazy module that has not been called",
             remedy="call the model once before it is graphed",
         )
-    compiled = CompiledModel(model, _BACKEND, options)
+    compiled = CallForms(model, _BACKEND, options)
     if not isinstance(model, torch.nn.Module):
         function = _GraphedFunction()
         function._graphed = compiled
@@ -192,11 +186,7 @@ def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedMo
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Validate the options now instead of at the first call.
-
-    Raises:
-        OptionError: an option is invalid, or the backend is not registered.
-    """
+    """Validate the options now instead of at the first call."""
     backend = dynamo.registered_backend(_BACKEND)
     if backend is None:
         raise OptionError(

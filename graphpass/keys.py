@@ -5,29 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 
-__all__ = ["BatchDescriptor"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchDescriptor:
     """The padded shape that names one captured graph.
 
-    Attributes:
-        num_tokens: padded token count.
-        num_reqs: padded request count; None if the graph serves any count (PIECEWISE keys).
-        uniform: every request has the same query length.
-        has_lora: some request uses an adapter.
-        num_active_loras: number of active adapters for which the graph was captured.
-        extra: pairs (name, value) for other fixed values of the graph, such as a sequence length; their order counts.
-
     Descriptors are dictionary keys on the hot path, so the constructor computes the hash once.
     """
 
-    num_tokens: int
-    num_reqs: int | None = None
-    uniform: bool = False
-    has_lora: bool = False
-    num_active_loras: int = 0
+    num_tokens: int  #: padded token count
+    num_reqs: int | None = None  #: padded request count; None if the graph serves any count (PIECEWISE keys)
+    uniform: bool = False  #: every request has the same query length
+    has_lora: bool = False  #: some request uses an adapter
+    num_active_loras: int = 0  #: number of active adapters for which the graph was captured
+    #: pairs (name, value) for other fixed values of the graph, such as a sequence length; their order counts
     extra: tuple[tuple[str, Hashable], ...] = ()
     _hash: int = field(init=False, repr=False)
 

@@ -7,8 +7,6 @@ import enum
 from graphpass.checks import positive
 from graphpass.errors import OptionError
 
-__all__ = ["AttentionSupport", "CUDAGraphMode", "resolve_mode"]
-
 
 class CUDAGraphMode(enum.Enum):
     """Which graphs a forward may replay: none, one for each region, or one for the whole model.

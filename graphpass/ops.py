@@ -7,8 +7,6 @@ import torch
 from graphpass.context import current_context
 from graphpass.errors import ShapeError
 
-__all__ = ["zero_padding"]
-
 
 @torch.library.custom_op("graphpass::zero_padding", mutates_args=())
 def _zero_padding(x: torch.Tensor, num_dims: int) -> torch.Tensor:

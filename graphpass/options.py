@@ -18,54 +18,45 @@ from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.padrules import PadRule, checked_rule
 
-__all__ = ["Fallbacks", "Settings", "options"]
-
 DynamicDims = Mapping[str, Mapping[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of ``torch.compile(model, backend="cgpass", options=...)``.
+    """The options of ``torch.compile(model, backend="cgpass", options=...)``."""
 
-    Attributes:
-        mode: the mode of the callable, a runtime mode or a pair. None means ``FULL_AND_PIECEWISE``; where
-            ``splitting_ops`` are passed, calls without a forward context then use ``PIECEWISE`` alone.
-        splitting_ops: ops that run eagerly between captured regions, by name, op object or callable.
-        capture_sizes: padded sizes to capture, {key field: sizes}; empty if unknown.
-        dynamic_dims: {input: {dimension: key field}}.
-        compiler: the compiler for captured regions.
-        compile_sizes: sizes that get an artifact each, {key field: sizes}; at most one field.
-        compile_ranges: ranges of sizes that get an artifact each, {key field: ((least, greatest), ...)}; same field.
-        policy: how wrappers return outputs, when they capture, and how they treat moved inputs.
-        on_fallback: the reaction if a call should replay a graph but cannot.
-        dispatch: the choice of a graph for calls without a forward context. ``auto``: the callable chooses.
-            ``context``: such calls run without graphs. None means ``context`` if ``runtime`` is set, else ``auto``.
-        padding: {input: rule that fills its padding}; other inputs repeat their last real slice.
-        padding_check: the proof that a declared size needs before it is padded. ``prove``: sizes with the verdict
-            RUNTIME are padded and checked at run time, UNPROVED sizes run unpadded. ``strict``: an UNPROVED size or a
-            call without a graph is an error. ``declared``: declared sizes are padded and checked at run time. ``off``:
-            declared sizes are padded without a check.
-        max_graphs: the maximum number of keys that a callable captures besides those of ``capture_sizes``.
-        progress: whether captures show a progress bar; None: where stderr is a terminal and TQDM_DISABLE is not set.
-        dump_dir: a directory for the text of partitions, one file for each graph.
-        runtime: the owner of the memory pool and statistics; None creates one for each ``torch.compile``.
-    """
-
+    #: the mode of the callable, a runtime mode or a pair. None means ``FULL_AND_PIECEWISE``; where ``splitting_ops``
+    #: are passed, calls without a forward context then use ``PIECEWISE`` alone.
     mode: CUDAGraphMode | None = None
+    #: ops that run eagerly between captured regions, by name, op object or callable
     splitting_ops: tuple[str | Callable[..., Any], ...] = ()
+    #: padded sizes to capture, {key field: sizes}; empty if unknown
     capture_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dynamic_dims: DynamicDims = field(default_factory=dict)
-    compiler: str = "inductor"
+    dynamic_dims: DynamicDims = field(default_factory=dict)  #: {input: {dimension: key field}}
+    compiler: str = "inductor"  #: the compiler for captured regions
+    #: sizes that get an artifact each, {key field: sizes}; at most one field
     compile_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: ranges of sizes that get an artifact each, {key field: ((least, greatest), ...)}; same field
     compile_ranges: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    #: how wrappers return outputs, when they capture, and how they treat moved inputs
     policy: CapturePolicy = field(default_factory=CapturePolicy)
+    #: the reaction if a call should replay a graph but cannot
     on_fallback: Literal["warn", "error", "silent"] = "warn"
+    #: the choice of a graph for calls without a forward context. ``auto``: the callable chooses. ``context``: such
+    #: calls run without graphs. None means ``context`` if ``runtime`` is set, else ``auto``.
     dispatch: Literal["auto", "context"] | None = None
+    #: {input: rule that fills its padding}; other inputs repeat their last real slice
     padding: Mapping[str, PadRule] = field(default_factory=dict)
+    #: the proof that a declared size needs before it is padded. ``prove``: sizes with the verdict RUNTIME are padded
+    #: and checked at run time, UNPROVED sizes run unpadded. ``strict``: an UNPROVED size or a call without a graph is
+    #: an error. ``declared``: declared sizes are padded and checked at run time. ``off``: declared sizes are padded
+    #: without a check.
     padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
-    max_graphs: int = 64
+    max_graphs: int = 64  #: the maximum number of keys that a callable captures besides those of ``capture_sizes``
+    #: whether captures show a progress bar; None: where stderr is a terminal and TQDM_DISABLE is not set
     progress: bool | None = None
-    dump_dir: Path | None = None
+    dump_dir: Path | None = None  #: a directory for the text of partitions, one file for each graph
+    #: the owner of the memory pool and statistics; None creates one for each ``torch.compile``
     runtime: GraphRuntime | None = None
 
     @classmethod
@@ -151,43 +142,21 @@ def options(**values: Any) -> dict[str, Any]:
 
 
 class Fallbacks:
-    """Reports fallbacks as ``on_fallback`` says: each in the report, the first of each reason as a WARNING.
-
-    Args:
-        runtime: owner of the notes.
-        on_fallback: the backend's option.
-    """
+    """Reports fallbacks as ``on_fallback`` says: each in the report, the first of each reason as a WARNING."""
 
     def __init__(self, runtime: GraphRuntime, on_fallback: Literal["warn", "error", "silent"]) -> None:
         self._runtime = runtime
         self._on_fallback = on_fallback
 
     def report(self, text: str, error: CaptureError, *, at: str = "", is_recorded: bool = False) -> None:
-        """Report one fallback as the option says.
-
-        Args:
-            text: the warning and the line of the report, as for ``runtime.warn``, with the remedy of ``error``.
-            error: the error to raise.
-            at: the key or sizes that it happened to.
-            is_recorded: whether counts or records of the report say it, too.
-
-        Raises:
-            CaptureError: ``error``, if the option is ``error``.
-        """
+        """Report one fallback as the option says."""
         if self._on_fallback == "error":
             raise error
         is_silent = self._on_fallback == "silent"
         self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
 
     def report_never_full(self, reason: Reason) -> None:
-        """Report that ``FULL`` was requested for a model that cannot be captured as a whole.
-
-        Args:
-            reason: the region that cannot be captured, and why.
-
-        Raises:
-            CaptureError: the option is ``error``.
-        """
+        """Report that ``FULL`` was requested for a model that cannot be captured as a whole."""
         self.report(
             f"FULL is not possible, PIECEWISE instead: {reason}",
             CaptureError(

@@ -19,11 +19,7 @@ def is_rule(rule: Any) -> bool:
 
 
 def checked_rule(name: str, rule: Any) -> PadRule:
-    """``rule``, if it is valid for input ``name``.
-
-    Raises:
-        OptionError: it is not a :data:`PadRule`.
-    """
+    """``rule``, if it is valid for input ``name``."""
     if is_rule(rule):
         return rule  # type: ignore[no-any-return]
     raise OptionError(

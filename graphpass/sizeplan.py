@@ -25,22 +25,15 @@ from numpy.typing import NDArray
 from graphpass.checks import positive
 from graphpass.errors import OptionError
 
-__all__ = ["SizePlan", "plan_sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """Sizes to capture, and the cost of observed traffic with them.
+    """Sizes to capture, and the cost of observed traffic with them."""
 
-    Attributes:
-        sizes: ascending; for use as ``capture_sizes``, or as ``token_budgets`` of an encoder.
-        expected_cost: the mean cost of a batch over the traffic, in the unit of the cost function.
-        waste: the share of ``expected_cost`` that graphs for all observed sizes would save, 0 to 1. A batch that is
-            cheapest at an observed size above its own wastes nothing there.
-    """
-
-    sizes: tuple[int, ...]
-    expected_cost: float
+    sizes: tuple[int, ...]  #: ascending; for use as ``capture_sizes``, or as ``token_budgets`` of an encoder
+    expected_cost: float  #: the mean cost of a batch over the traffic, in the unit of the cost function
+    #: the share of ``expected_cost`` that graphs for all observed sizes would save, 0 to 1. A batch that is cheapest at
+    #: an observed size above its own wastes nothing there.
     waste: float
 
 
@@ -119,11 +112,7 @@ def _costs(sizes: Iterable[int], cost: Callable[[int], float]) -> NDArray[np.flo
 
 
 def _finite(named: Iterable[tuple[str, object]], remedy: str) -> NDArray[np.float64]:
-    """The values as a float64 array.
-
-    Raises:
-        OptionError: a value is no number, negative, infinite or NaN.
-    """
+    """The values as a float64 array."""
     numbers = []
     for name, value in named:
         try:
@@ -173,10 +162,7 @@ def _with_last(ends: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.i
 def _cheapest_ends(weights: NDArray[np.float64], costs: NDArray[np.float64], num_rungs: int) -> NDArray[np.int64]:
     """The ends, ascending, of the ``num_rungs`` segments that cover all sizes with the least work.
 
-    Args:
-        weights: the weight of each size; all but the last are positive.
-        costs: the cost of each size, ascending.
-        num_rungs: at most the number of sizes.
+    Costs ascend, and all weights but the last are positive.
     """
     num_sizes = len(weights)
     if num_rungs == num_sizes:
@@ -203,12 +189,8 @@ def _with_another_rung(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The least work of each prefix with one more rung, and the number of sizes before its last segment.
 
-    Args:
-        before: the least work of each prefix, by its number of sizes, with ``fewest - 1`` rungs.
-        cuts_before: the number of sizes before its last segment, with ``fewest - 1`` rungs.
-        up_to: the weight of each prefix.
-        costs: the cost of each size, ascending.
-        fewest: the number of rungs of the result; entries of shorter prefixes are undefined and never read.
+    ``before`` and ``cuts_before`` are the same with ``fewest - 1`` rungs, by the number of sizes of the prefix, and
+    ``up_to`` is the weight of each prefix. Results for prefixes shorter than ``fewest`` are undefined and never read.
     """
     num_sizes, num_rows = len(costs), len(costs) - fewest + 1
     least, cuts = np.zeros_like(before), np.zeros(num_sizes + 1, dtype=np.int64)

@@ -109,7 +109,11 @@ def packed_attention(
     scale: float,
     is_flash: bool = False,
 ) -> torch.Tensor:
-    """Attention within each of several concatenated sequences."""
+    """Attention within each of several concatenated sequences; all tensors are [tokens, heads, head_dim].
+
+    Rows after the last sequence are zero, and no sequence attends to them. Torch's flash attention, ``is_flash``, is
+    allowed only if :func:`why_not_flash` returns None.
+    """
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     is_packed = (rows < pieces.query_bounds[-1]).view(-1, 1, 1)
     if is_flash:
@@ -128,9 +132,10 @@ def packed_attention(
 def equal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, *, scale: float
 ) -> torch.Tensor:
-    """Attention within each of several concatenated sequences of equal length.
+    """Attention within each of several concatenated sequences of ``seq_len`` tokens.
 
-    It is an opaque op, because a traced version would be compiled separately for a single sequence.
+    All tensors are [tokens, heads, head_dim], where ``tokens`` is a multiple of ``seq_len``. It is an opaque op,
+    because a traced version would be compiled separately for a single sequence.
     """
     attended: torch.Tensor = torch.ops.graphpass.equal_attention(query, key, value, seq_len, scale)
     return attended

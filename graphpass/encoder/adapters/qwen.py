@@ -411,14 +411,14 @@ class Qwen25VLAdapter(GridAdapter):
         super().__init__(tower, **options)
 
     def _frame_tables(self, height: int, width: int) -> Tables:
-        cut = windows(height, width, self._merge, self._tokens_a_side)
+        order, tokens = windows(height, width, self._merge, self._tokens_a_side)
         by_token = position_ids(height, width, self._merge).reshape(-1, self._unit, 2)
         return {
-            "position_ids": by_token[cut.order].reshape(-1, 2),
-            "window_index": cut.order,
-            "reverse_index": np.argsort(cut.order).astype(np.int32),
+            "position_ids": by_token[order].reshape(-1, 2),
+            "window_index": order,
+            "reverse_index": np.argsort(order).astype(np.int32),
             "frame": np.array([height * width], dtype=np.int32),
-            "window": cut.tokens * np.int32(self._unit),
+            "window": tokens * np.int32(self._unit),
         }
 
     def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
@@ -467,13 +467,13 @@ class Qwen3VLAdapter(GridAdapter):
 
     def _frame_tables(self, height: int, width: int) -> Tables:
         tower = self.tower
-        resampled = interpolation(
+        indices, weights = interpolation(
             height, width, self._merge, tower.num_grid_per_side, align_corners=tower.interpolation_align_corners
         )
         return {
             "position_ids": position_ids(height, width, self._merge),
-            "interp_indices": resampled.indices,
-            "interp_weights": resampled.weights,
+            "interp_indices": indices,
+            "interp_weights": weights,
             "frame": np.array([height * width], dtype=np.int32),
         }
 

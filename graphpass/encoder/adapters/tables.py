@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,46 +18,38 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Interpolation:
-    """Resampling of the square table of position embeddings to a frame."""
-
-    indices: IntArray  #: four rows of the table for each patch, [patches, 4]
-    weights: FloatArray  #: weights of these rows, [patches, 4]
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """The output tokens of a frame, ordered by windows."""
-
-    order: IntArray  #: index of the token at each position, [tokens]
-    tokens: IntArray  #: number of tokens of each window, at least 1, [windows]
-
-
 def position_ids(height: int, width: int, merge: int) -> IntArray:
     """Row and column of each patch, [patches, 2]."""
     rows, columns = np.indices((height, width), dtype=np.int32)
     return np.stack([_by_block(rows, merge), _by_block(columns, merge)], axis=-1)
 
 
-def interpolation(height: int, width: int, merge: int, side: int, *, align_corners: bool) -> Interpolation:
-    """Bilinear resampling of a table of ``side`` x ``side`` rows, in float32 like transformers."""
+def interpolation(
+    height: int, width: int, merge: int, side: int, *, align_corners: bool
+) -> tuple[IntArray, FloatArray]:
+    """Four rows of the table of position embeddings for each patch, and the weights of these rows, [patches, 4] each.
+
+    The table has ``side`` x ``side`` rows. The resampling is bilinear, in float32 like transformers.
+    """
     row_taps, row_weights = _taps(height, side, align_corners)
     column_taps, column_weights = _taps(width, side, align_corners)
     at = position_ids(height, width, merge)
     rows, columns = at[:, 0], at[:, 1]
     indices = row_taps[rows][:, :, None] * side + column_taps[columns][:, None, :]
     weights = row_weights[rows][:, :, None] * column_weights[columns][:, None, :]
-    return Interpolation(indices.reshape(-1, 4).astype(np.int32), weights.reshape(-1, 4).astype(np.float32))
+    return indices.reshape(-1, 4).astype(np.int32), weights.reshape(-1, 4).astype(np.float32)
 
 
-def windows(height: int, width: int, merge: int, tokens_a_side: int) -> Windows:
-    """Windows of ``tokens_a_side`` x ``tokens_a_side`` output tokens, cut at the frame's lower and right edge."""
+def windows(height: int, width: int, merge: int, tokens_a_side: int) -> tuple[IntArray, IntArray]:
+    """The output tokens of a frame in the order of their windows, and the number of tokens of each window, at least 1.
+
+    A window has ``tokens_a_side`` x ``tokens_a_side`` tokens, and is cut at the frame's lower and right edge.
+    """
     rows, columns = np.indices((height // merge, width // merge), dtype=np.int32)
     num_across = -(-(width // merge) // tokens_a_side)
     window = ((rows // tokens_a_side) * num_across + columns // tokens_a_side).ravel()
     order = np.argsort(window, kind="stable").astype(np.int32)
-    return Windows(order, np.bincount(window).astype(np.int32))
+    return order, np.bincount(window).astype(np.int32)
 
 
 def _by_block(values: IntArray, merge: int) -> IntArray:
@@ -95,6 +86,11 @@ class BatchTables:
     """Computes the tables of a batch: the concatenated tables of its frames, and the pieces of its sequences.
 
     All values have 32 bits. They are concatenated and padded in pinned memory, and copied to the device at once.
+
+    Tables of ``patch_keys`` have a row for each patch. Those of ``token_keys`` have the index of a token for each
+    token, from 0 in each frame. Each of ``sequence_kinds`` has the three tables of :func:`piece_keys`. The function
+    ``of_frame(height, width)`` returns the tables of a frame, and the lengths of its sequences under the name of each
+    kind. The ``smallest`` frame determines dtypes and columns.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class BatchTables:
         self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
         self._columns = {name: tables[name].shape[1:] for name in patch_keys}
         #: Tables that are padded with their last value. The others are padded with zero, which is a valid index.
-        self._going_on = frozenset(
+        self._repeat_last = frozenset(
             name for keys in map(piece_keys, sequence_kinds) for name in (keys.query_bounds, keys.key_starts)
         )
 
@@ -125,7 +121,10 @@ class BatchTables:
     def on_device(
         self, frames: Sequence[Frame], device: torch.device, rows: Mapping[str, int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """{name: table of a batch on the device}."""
+        """{name: table of a batch on the device}, with at least ``rows`` of each; None: without padding.
+
+        The frames are in the order of their patches; there are no empty frames, but there may be none at all.
+        """
         words = self._words(tuple(frames))
         found = {name: sum(map(len, parts)) for name, parts in words.items()}
         sizes = found
@@ -136,7 +135,8 @@ class BatchTables:
         for name, parts in words.items():
             end, following = start + found[name], start + sizes[name]
             np.concatenate(parts, out=on_host[start:end])
-            on_host[end:following] = on_host[end - 1] if name in self._going_on else 0  # guard: encoder_padded_tables
+            # guard: encoder_padded_tables
+            on_host[end:following] = on_host[end - 1] if name in self._repeat_last else 0
             start = following
         on_device = flat.to(device, non_blocking=True).split(list(sizes.values()))
         return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}
