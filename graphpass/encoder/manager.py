@@ -18,7 +18,6 @@ import torch.distributed as dist
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.staging import storage_id
-from graphpass.encoder import reported
 from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, PackedBatch
@@ -28,6 +27,7 @@ from graphpass.encoder.protocol import (
     EncoderOutput,
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
+    SupportsEncoderKernels,
     checked_specs,
 )
 from graphpass.encoder.sharding import encoded_by_all
@@ -40,6 +40,9 @@ from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 
 _log = logging.getLogger("graphpass")
+_LARGER = (
+    "pass token_budgets that hold them (and max_tokens, if the largest batch is smaller), or scale the images down"
+)
 
 
 class EncoderCudaGraphManager:
@@ -76,7 +79,10 @@ class EncoderCudaGraphManager:
         self._config = checked_config(model.get_encoder_cudagraph_config())
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
         self.runtime = GraphRuntime(device=self._device)
-        self._kernels = reported.attention_kernels(self.runtime, model)
+        self._kernels = (model.encoder_attention_kernel(),) if isinstance(model, SupportsEncoderKernels) else ()
+        for use in self._kernels:
+            if use.remedy:
+                self.runtime.warn(f"attention runs a slower kernel, {use.kernel}: {use.why}", use.remedy)
         self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype, self.runtime)
         self._captured: CapturedEncoder | None = None
         self._is_to_recapture, self._graph_pool = False, None
@@ -297,7 +303,11 @@ class EncoderCudaGraphManager:
         captured = self._captured
         # guard: encoder_recapture_setting, encoder_weights
         if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
-            reported.new_weights(self.runtime)
+            self.runtime.warn(
+                "weights of the encoder were replaced or moved: its graphs are captured again",
+                "copy new weights into the old parameters (`parameter.copy_(new)`), or call clear() and capture() "
+                "yourself",
+            )
             self._drop_graphs()
             self._is_to_recapture, self._graph_pool = True, captured.graph_pool
         if self._is_to_recapture:  # by this request, or an earlier one in which that failed
@@ -314,7 +324,11 @@ class EncoderCudaGraphManager:
         if setting is None:  # guard: encoder_settings
             return self._captured.planner
         self._ledger.rows("encoder", OTHER_SETTING)[setting].n += 1
-        reported.another_setting(self.runtime, setting)
+        self.runtime.warn(
+            f"{setting} changed since the encoder was captured: it runs eagerly",
+            "call clear() and capture() under the new setting to use graphs",
+            is_recorded=True,
+        )
         return self._eager_planner
 
     def _outputs(self, items: EncoderItems, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
@@ -326,7 +340,7 @@ class EncoderCudaGraphManager:
             self._eager.items += len(batch.items)
             self._eager.real += batch.tokens
             if self._options.enable:
-                reported.why_eager(self.runtime, self._captured, batch.tokens)
+                self._report_eager(batch.tokens)
             return outputs
         assert self._captured is not None
         outputs = self._captured.graphs.replay(batch.budget, items)
@@ -336,6 +350,22 @@ class EncoderCudaGraphManager:
         row.real += batch.tokens
         self._ledger.sizes["tokens"][batch.tokens] += 1
         return tuple(output[: batch.tokens] for output in outputs)
+
+    def _report_eager(self, num_tokens: int) -> None:
+        """Warn of an eager call before the capture or above the largest budget; others are cheaper than a replay."""
+        captured = self._captured
+        if captured is None:
+            what = "the encoder runs eagerly: it has not been captured"
+            self.runtime.warn(what, "call capture() first", is_recorded=True)
+            return
+        largest = max((key.tokens for key in captured.budgets), default=0)
+        if num_tokens > largest and captured.state.setting_changed() is None:
+            failed = next((reason for key, reason in captured.failed if key.tokens >= num_tokens), None)
+            self.runtime.warn(
+                f"items have more output tokens than the largest captured budget, {largest}: they run eagerly",
+                _LARGER if failed is None else failed.remedy,
+                at=f"{num_tokens} tokens",
+            )
 
     def _postprocessed(
         self, outputs: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
