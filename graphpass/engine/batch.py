@@ -14,34 +14,25 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import AttentionSupport
 from graphpass.padrules import PadRule, checked_rule
 
-__all__ = ["AttentionMetadataBuilder", "Batch", "InputSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
     """One input of the model, at the largest batch.
-
-    Attributes:
-        name: name of the model's argument.
-        shape: shape of the buffer; the token dimension has the size of the largest batch.
-        dtype: dtype of the buffer.
-        token_dim: the dimension that has one entry per token; None for an input without one.
-        request_dim: the dimension that has one entry per request; None for an input without one. A key without a
-            request count uses the whole dimension.
-        padding: the values of padded entries, see :data:`graphpass.padrules.PadRule`.
 
     Raises:
         OptionError: a size is below 1, a dimension is out of range, both dimensions are the same, or the padding is
             not a valid rule for the dtype.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str  #: name of the model's argument
+    shape: tuple[int, ...]  #: shape of the buffer; the token dimension has the size of the largest batch
+    dtype: torch.dtype  #: dtype of the buffer
     _: KW_ONLY
-    token_dim: int | None = 0
+    token_dim: int | None = 0  #: the dimension that has one entry per token; None for an input without one
+    #: the dimension that has one entry per request; None for an input without one. A key without a request count uses
+    #: the whole dimension.
     request_dim: int | None = None
-    padding: PadRule = 0
+    padding: PadRule = 0  #: the values of padded entries, see :data:`graphpass.padrules.PadRule`
 
     def __post_init__(self) -> None:
         rule = checked_rule(self.name, self.padding)
@@ -67,17 +58,13 @@ class InputSpec:
                     found=str(dim),
                     remedy=f"pass the dimension of {self.shape} that grows with the batch",
                 )
-        if self.token_dim is not None and self.request_dim is not None and not self.dims_differ():
+        if self.token_dim is not None and self.request_dim is not None and len(self.dims()) == 1:
             raise OptionError(
                 f"input {self.name!r} has the same dimension for tokens and requests",
                 expected="two different dimensions, or None for one of them",
                 found=f"token_dim={self.token_dim}, request_dim={self.request_dim}",
                 remedy="leave out token_dim or request_dim",
             )
-
-    def dims_differ(self) -> bool:
-        """Whether tokens and requests have different dimensions."""
-        return len(self.dims()) > 1
 
     def dims(self) -> dict[int, str]:
         """{dimension: key field} of the dimensions that grow with the batch."""
@@ -97,26 +84,18 @@ def _fits(value: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs and sizes of one step, without padding.
+    """The inputs and sizes of one step, without padding."""
 
-    Attributes:
-        num_tokens: total number of tokens of all requests.
-        inputs: a tensor for each declared input, without padding; None if the caller has written them to the
-            manager's buffers (the first ``num_tokens`` entries of each).
-        num_reqs: number of requests; None for a model that has no input with a request dimension.
-        uniform_decode: every request has ``uniform_decode_query_len`` tokens.
-        num_active_loras: number of LoRA adapters that the batch uses.
-        attention: argument of :meth:`AttentionMetadataBuilder.build`.
-        extra: other key fields, see :meth:`CudagraphDispatcher.dispatch <graphpass.CudagraphDispatcher.dispatch>`.
-    """
-
-    num_tokens: int
+    num_tokens: int  #: total number of tokens of all requests
     _: KW_ONLY
+    #: a tensor for each declared input, without padding; None if the caller has written them to the manager's buffers
+    #: (the first ``num_tokens`` entries of each)
     inputs: Mapping[str, torch.Tensor] | None = None
-    num_reqs: int | None = None
-    uniform_decode: bool = False
-    num_active_loras: int = 0
-    attention: Any = None
+    num_reqs: int | None = None  #: number of requests; None for a model that has no input with a request dimension
+    uniform_decode: bool = False  #: every request has ``uniform_decode_query_len`` tokens
+    num_active_loras: int = 0  #: number of LoRA adapters that the batch uses
+    attention: Any = None  #: argument of :meth:`AttentionMetadataBuilder.build`
+    #: other key fields, see :meth:`CudagraphDispatcher.dispatch <graphpass.CudagraphDispatcher.dispatch>`
     extra: tuple[tuple[str, Any], ...] = field(default=())
 
 

@@ -1,54 +1,67 @@
-"""The captured keys of a manager: captures all keys in order within a memory limit, or one key in a step."""
+"""The captured keys of a manager: captures all keys in order within a memory limit, or one key in a step.
+
+A captured key has its replay plan and arguments, see Note [Steps without Dynamo].
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+from graphpass.capture.replay import ReplayPlan
+from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
-from graphpass.engine.capture import CapturedStep, KeyCapturer
-from graphpass.engine.learn import ModelLearner
-from graphpass.engine.model import CompiledModel
-from graphpass.engine.refusals import moved_weights, nothing_captured, nothing_to_capture
+from graphpass.compat import trees
+from graphpass.engine.buffers import PaddedInputs
+from graphpass.engine.forward import fields_named
+from graphpass.engine.model import Model, nothing_reached
+from graphpass.engine.recipe import Recipe, leaf_sources
 from graphpass.engine.stats import keys_by_group
-from graphpass.ladder.estimate import Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.errors import CaptureError, StaticInputError
+from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
+from graphpass.paddedmemory import by_tensor
 from graphpass.ranks.conversation import AgreedSteps
 
-__all__ = ["CapturedLadder"]
+
+@dataclass(frozen=True, slots=True)
+class CapturedKey:
+    """One captured key, ready to replay."""
+
+    inputs: PaddedInputs
+    recipe: Recipe  #: how results are cut and built
+    cost: CapturedGraph  #: seconds and memory of the capture
+    plan: ReplayPlan | None = None  #: replays the graph; None if steps of this key go through Dynamo
+    #: flat arguments of the graph: the padded inputs, their sizes, the model's parameters and buffers; a list, as the
+    #: native comparison of addresses requires, and never changed
+    args: list[Any] = field(default_factory=list)
+    model: ModelState | None = None  #: of the capture, compared before a step without Dynamo; None through Dynamo
+    generation: int = 0  #: the pool's generation at capture
+    returns_flat: bool = False  #: the plan returns a flat tuple or list
 
 
-class CapturedLadder:
-    """The captured keys of a manager; captures missing ones and drops all of them on :meth:`close`.
+class CapturedKeys:
+    """The captured keys of a manager; captures missing ones and drops all of them on :meth:`close`."""
 
-    Args:
-        model: the model over its buffers. Its dispatcher lists the keys; each captured key is marked there.
-        learner: describes the model's results and the state that it writes to.
-        ranks: data-parallel ranks that capture the same keys together; None without an agreement.
-
-    Attributes:
-        steps: {key: its captured step}.
-        records: {key: seconds and memory of its capture}, in the order of capture.
-        left_out: keys that were not captured because of ``max_bytes``.
-    """
-
-    def __init__(
-        self,
-        model: CompiledModel,
-        learner: ModelLearner,
-        ranks: AgreedSteps | None,
-    ) -> None:
-        self._model, self._learner, self._ranks = model, learner, ranks
+    def __init__(self, model: Model, ranks: AgreedSteps | None) -> None:
+        self._model, self._ranks = model, ranks
         self._dispatcher, self._inputs, self._runtime = model.dispatcher, model.inputs, model.runtime
-        self._capturer = KeyCapturer(model, learner)
+        self._memory = DeviceMemory(model.inputs.device, model.runtime)
         self._estimate: MemoryEstimate | None = None
-        self.steps: dict[Key, CapturedStep] = {}
-        self.records: dict[Key, CapturedGraph] = {}
-        self.left_out: tuple[Key, ...] = ()
+        self._states: dict[Any, ModelState] = {}  # {callable: state of the model}, shared by its keys
+        self._by_key: dict[Key, CapturedKey] = {}
+        self.costs: dict[Key, CapturedGraph] = {}  #: in the order of capture; steps of replaced weights included
+        self.left_out: tuple[Key, ...] = ()  #: keys that were not captured because of ``max_bytes``
 
     def missing(self) -> list[Key]:
         """The keys without a graph, in the order of capture."""
-        return [key for key in self._all() if key not in self.steps]
+        return [key for key in self._all() if key not in self._by_key]
 
     def _all(self) -> list[Key]:
         """All keys in the order of capture: mixed batches before uniform ones."""
@@ -68,17 +81,23 @@ class CapturedLadder:
     def capture_missing(self, max_bytes: int | None) -> None:
         """Capture every key that has no graph, see :meth:`CudaGraphManager.capture`."""
         if not self.missing():
-            raise nothing_to_capture(len(self.records))
+            again, none = "call recapture() to capture them again", "create the dispatcher with a mode and sizes"
+            raise CaptureError(
+                "there is nothing to capture",
+                expected="a key without a graph (needs_capture())",
+                found=f"{len(self.costs)} keys, all captured" if self.costs else "a dispatcher without keys",
+                remedy=again if self.costs else none,
+            )
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else None
         with (
             replay_settings(),
             self._inputs.restoring(),
-            self._learner.restoring_state(),  # guard: manager_state
+            self._model.restoring_state(),  # guard: manager_state
             self._runtime.capturing(by_calls=False),
         ):
             self.left_out = self._capture_in_order(max_bytes, fits)
-        self._capturer.meter.settle()  # release the memory that warm-ups have left in the allocator's cache
+        self._memory.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:
             mode, descriptor = self.left_out[0]
             self._runtime.warn(
@@ -104,93 +123,154 @@ class CapturedLadder:
                     captured(key)
                 return ()
             pool = KeyPool(self._runtime.pool_bytes, captured, self._drop_graphs, self._on_some_rank)
-            return capture_within(max_bytes, pool, list(self.records), missing, fits)
+            return capture_within(max_bytes, pool, list(self.costs), missing, fits)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory of all keys, see :meth:`CudaGraphManager.estimate`."""
         with replay_settings():
-            self._learner.results()
+            self._model.recipe()
             keys, known = self._all(), self._estimate
             if self._on_some_rank(known is None or known.keys != tuple(keys)):  # guard: estimates_of_the_ladder
                 with self._inputs.restoring():  # guard: throwaway_buffers_kept
                     known = estimated(
                         keys_by_group(keys),
                         self._runtime,
-                        self._capturer.meter,
-                        lambda key: self._capturer.capture(key)[1].memory,
-                        self._learner.restoring_state,
-                        buffer_bytes=self._learner.buffer_bytes(),
+                        self._memory,
+                        lambda key: self._captured(key).cost.memory,
+                        self._model.restoring_state,
+                        buffer_bytes=self._model.buffer_bytes(),
                     )
-            assert known is not None
+            assert known is not None, "an estimate without keys"
             self._estimate = known
             return known
 
     def refuse_unready(self) -> None:
-        """Check that this rank can replay its graphs, before the other ranks rely on it.
-
-        Raises:
-            CaptureError: nothing has been captured yet.
-            StaticInputError: weights of the model were replaced.
-        """
+        """Check that this rank can replay its graphs, before the other ranks rely on it."""
         self.refuse_none_captured()
-        for key, step in {id(step.model): (key, step) for key, step in self.steps.items()}.values():
-            if not step.holds(self._model.modules, self._runtime.lease.generation):
-                raise moved_weights(key, "call recapture() on every rank")
+        for key, captured in {id(captured.model): (key, captured) for key, captured in self._by_key.items()}.values():
+            if not self._is_valid(captured):
+                raise _moved_weights(key, "call recapture() on every rank")
 
     def refuse_none_captured(self) -> None:
-        """Refuse to run if the dispatcher has keys and none of them is captured.
-
-        Raises:
-            CaptureError: nothing has been captured yet.
-        """
-        if not (self.steps or self.left_out) and self.missing():
-            raise nothing_captured(len(self.missing()))
+        """Raise a CaptureError if the dispatcher has keys and none of them is captured."""
+        if not (self._by_key or self.left_out) and self.missing():
+            raise CaptureError(
+                "nothing has been captured yet",
+                expected="capture() before the first run",
+                found=f"{len(self.missing())} keys without a graph",
+                remedy="call capture(), or create the dispatcher with lazy=True to capture each key at its first use",
+            )
 
     # -- one of them --------------------------------------------------------------------------------------------------
 
-    def step_of(self, key: Key) -> CapturedStep:
-        """The captured step of a key; captures the key if it has no graph or its graph reads replaced weights.
-
-        Raises:
-            StaticInputError: the key would have to be captured, but ``on_moved_input`` is ``"error"`` or ranks agree
-                on each step.
-            CaptureError: the key cannot be captured.
-        """
-        step = self.steps.get(key)
-        if step is not None and step.holds(self._model.modules, self._runtime.lease.generation):
-            return step
-        return self._recaptured(key, step)
-
-    def _recaptured(self, key: Key, stale: CapturedStep | None) -> CapturedStep:
+    def of(self, key: Key) -> CapturedKey:
+        """A captured key; captures it if it has no graph or its graph reads replaced weights, where that is allowed."""
+        captured = self._by_key.get(key)
+        if captured is not None and self._is_valid(captured):
+            return captured
         mode, descriptor = key
-        is_known = key in self.records
         # A rank that captures during a step would keep the other ranks waiting.
-        if self._ranks is not None or (is_known and self._model.settings.policy.on_moved_input == "error"):
-            everywhere = self._ranks is not None
-            remedy = "call recapture()" + (" on every rank" if everywhere else ", or set on_moved_input='copy'")
-            raise moved_weights(key, remedy)
-        if is_known:
+        if self._ranks is not None or (key in self.costs and self._model.settings.policy.on_moved_input == "error"):
+            remedy = " on every rank" if self._ranks is not None else ", or set on_moved_input='copy'"
+            raise _moved_weights(key, "call recapture()" + remedy)
+        if key in self.costs:
             self._runtime.warn(
                 "captured again, because weights were replaced or a graph was dropped",
                 "call recapture() after a change of weights, or copy the new weights into the old parameters",
                 at=f"{mode} {descriptor}",
             )
-        if stale is not None:  # drop all steps of the old weights, which would stay allocated until each key's next use
-            self.steps = {other: step for other, step in self.steps.items() if step.model is not stale.model}
-            del stale
+        if captured is not None:  # drop all keys of the old weights, which would stay allocated until their next use
+            stale = captured.model
+            self._by_key = {other: one for other, one in self._by_key.items() if one.model is not stale}
+            del captured, stale
         self._runtime.lease.order_after_last_forward()
         with (
             replay_settings(),
             self._inputs.restoring(),
-            self._learner.restoring_state(),
+            self._model.restoring_state(),
             self._runtime.scopes.opened(),
         ):
             return self._capture(key)
 
-    def _capture(self, key: Key) -> CapturedStep:
-        self.steps[key], self.records[key] = self._capturer.capture(key)
+    def _is_valid(self, captured: CapturedKey) -> bool:
+        """Whether the graph can be replayed: weights and plan are those of the capture, and the pool still has it."""
+        if captured.plan is None or captured.model is None:
+            return True
+        if not captured.model.matches_modules(self._model.modules):
+            return False
+        generation = self._runtime.lease.generation
+        return generation == captured.generation and captured.plan.serves(captured.args)  # guard: manager_dead_graphs
+
+    def _capture(self, key: Key) -> CapturedKey:
+        captured = self._by_key[key] = self._captured(key)
+        self.costs[key] = captured.cost
         self._dispatcher.mark_captured(*key)
-        return self.steps[key]
+        return captured
+
+    def _captured(self, key: Key) -> CapturedKey:
+        """Capture one key inside an open capture scope."""
+        mode, descriptor = key
+        model, parts, recipe = self._model, self._model.parts, self._model.recipe()
+        inputs = self._inputs.at(model.sizes_of(descriptor))
+        before, started = self._memory.reading(), time.perf_counter()
+        with self._scope_of(key, recipe, inputs) as scope:
+            assert scope.prepare is not None
+            metadata = scope.prepare()
+            context = parts.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
+            with context, parts.hooked(mode), fields_named(parts.attention, metadata):
+                result = model.compiled(**inputs.arguments)
+        if not scope.reached:
+            raise nothing_reached(f"{mode} {descriptor}")
+        model.check_graphs(scope.reached, inputs)  # guard: manager_mixing_of_sizes
+        # The graph for this size may have side effects in Python that the graph of the first run did not have.
+        # guard: manager_side_effects_of_sizes
+        is_direct = recipe.why_through_dynamo is None and not any(c.callable.side_effects for c in scope.reached)
+        without_dynamo = self._without_dynamo(scope, recipe, inputs, result) if is_direct else {}
+        scope.reached.clear()  # release the results, which keep pool memory alive
+        del result
+        seconds = time.perf_counter() - started
+        cost = CapturedGraph(mode, descriptor, seconds, self._memory.reading() - before)
+        return CapturedKey(inputs, recipe, cost, **without_dynamo)
+
+    @contextlib.contextmanager
+    def _scope_of(self, key: Key, recipe: Recipe, inputs: PaddedInputs) -> Iterator[CaptureScope]:
+        """The open capture scope, whose FULL captures prepare inputs and keep results for this key."""
+        scope, hooks = self._runtime.scopes.current(), self._model.parts.hooks
+        assert scope is not None, "a capture outside of a capture scope"
+        is_direct = recipe.why_through_dynamo is None
+
+        def end(flat: list[Any]) -> list[Any]:
+            if hooks is not None:
+                hooks.join_after_forward()
+            return recipe.keep(inputs, flat) if is_direct else flat
+
+        scope.reached.clear()
+        scope.prepare = partial(self._model.prepared, inputs, key[1], key[0])
+        scope.keep_results = end if is_direct or hooks else None
+        try:
+            yield scope
+        finally:
+            scope.prepare = scope.keep_results = None
+
+    def _without_dynamo(self, scope: CaptureScope, recipe: Recipe, inputs: PaddedInputs, result: Any) -> dict[str, Any]:
+        """The fields of a captured key whose steps do not go through Dynamo."""
+        leaves, spec = trees.flatten(result)
+        if spec != recipe.spec or recipe.sources != leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers)):
+            raise recipe.other_structure(str(spec))
+        self._model.find_modules()
+        call = scope.reached[0]
+        state = self._states.get(call.callable)
+        if state is None or not state.matches_modules(self._model.modules):
+            state = self._model.state_of(call.args)
+            assert state is not None, "a tensor that the first run has found in the model"
+            self._states[call.callable] = state
+        return {
+            "plan": call.plan,
+            "args": list(call.args),
+            "model": state,
+            "generation": self._runtime.lease.generation,
+            "returns_flat": call.callable.returns_flat,
+        }
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -198,12 +278,20 @@ class CapturedLadder:
         """Drop all graphs, release the pool, and discard the compiled code and the description of the results."""
         self._drop_graphs()
         self.left_out, self._estimate = (), None
-        self._capturer.forget()
-        self._learner.forget()
+        self._states.clear()
         self._model.recompile()
 
     def _drop_graphs(self) -> None:
-        self.steps.clear()
-        self.records.clear()
+        self._by_key.clear()
+        self.costs.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
+
+
+def _moved_weights(key: Key, remedy: str) -> StaticInputError:
+    return StaticInputError(
+        f"the graph of {key[0]} {key[1]} reads weights that were replaced or moved since its capture",
+        expected="the parameters and buffers of the capture, updated in place",
+        found="other tensors, or other addresses",
+        remedy=remedy,
+    )

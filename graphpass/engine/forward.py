@@ -3,38 +3,77 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from graphpass.capture.scope import CallObserver
 from graphpass.compat import nnmodules
 from graphpass.context import ForwardContext, entered
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.buffers import PaddedInputs
-from graphpass.engine.hooks import ForwardHooks
 from graphpass.errors import ContextError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 
-__all__ = ["ForwardParts", "fields_named"]
-
 _NO_HOOKS = contextlib.nullcontext()
+
+
+class ForwardHooks(Protocol):
+    """Work around and inside each forward of a model, such as copying a layer's weights to the device.
+
+    A manager enters :meth:`forward` around every forward. Before a capture it calls :meth:`sync_prev_onload`. At the
+    end of the model, inside the capture, it calls :meth:`join_after_forward`. The model must be one graph.
+    """
+
+    @property
+    def splitting_ops(self) -> tuple[str, ...]:
+        """Qualified names of the ops that layers call when they begin; they run eagerly in PIECEWISE mode."""
+        ...
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        """The values that those ops read from ``ForwardContext.extra``, by name."""
+        ...
+
+    def check_model(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        """Check that the hooks belong to this model and device.
+
+        Args:
+            modules: all modules of the model, the model itself first.
+            device: device of the inputs.
+
+        Raises:
+            GraphpassError: the hooks were created for another model or device.
+        """
+        ...
+
+    def forward(self, *, replays: bool) -> contextlib.AbstractContextManager[None]:
+        """A context manager around one forward.
+
+        Args:
+            replays: the forward may be the replay of one graph, in which no op calls the hooks.
+        """
+        ...
+
+    def sync_prev_onload(self) -> None:
+        """Make the current stream wait for all work that the last forward has left in flight."""
+        ...
+
+    def join_after_forward(self) -> None:
+        """End a forward inside a capture: the current stream waits for the streams that the forward has used."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """The parts of every forward of a model: captures, replays and runs without a graph.
+    """The parts of every forward of a model: captures, replays and runs without a graph."""
 
-    Attributes:
-        attention: builds the attention metadata; None for a model without attention metadata.
-        hooks: move weights around each forward; None if all weights are on the device.
-        num_ranks: number of data-parallel ranks that run the same steps; None without an agreement.
-    """
-
-    attention: AttentionMetadataBuilder | None
-    hooks: ForwardHooks | None
-    num_ranks: int | None
+    attention: AttentionMetadataBuilder | None  #: None for a model without attention metadata
+    hooks: ForwardHooks | None  #: move weights around each forward; None if all weights are on the device
+    num_ranks: int | None  #: data-parallel ranks that run the same steps; None without an agreement
 
     def splitting_ops(self) -> list[str]:
         """Qualified names of the ops that run eagerly in PIECEWISE mode."""
@@ -47,23 +86,16 @@ class ForwardParts:
     def example(self, key: BatchDescriptor, query_len: int | None) -> Any:
         """Example requests on scratch pages, in place of :attr:`Batch.attention`; None without attention.
 
-        Args:
-            key: the padded shape.
-            query_len: tokens of each request in a uniform decode key.
+        ``query_len`` is the number of tokens of each request in a uniform decode key.
         """
-        return (
-            None
-            if self.attention is None
-            else self.attention.example(key, query_len=query_len if key.uniform else None)
-        )
+        if self.attention is None:
+            return None
+        return self.attention.example(key, query_len=query_len if key.uniform else None)
 
     def metadata(self, attention: Any, key: BatchDescriptor | None, mode: CUDAGraphMode) -> Any:
         """The attention metadata of one forward; None without attention.
 
         In FULL mode it is the metadata object that the key's graph reads.
-
-        Raises:
-            ShapeError: the requests do not fit the key, or contradict each other.
         """
         if self.attention is None:
             return None
@@ -80,16 +112,9 @@ class ForwardParts:
         *,
         observer: CallObserver | None = None,
     ) -> entered:
-        """The forward context of one forward.
+        """The forward context of one forward, which has no ``key`` in a first run.
 
-        Args:
-            metadata: the attention metadata.
-            inputs: the padded inputs.
-            mode: mode of the forward.
-            key: the padded shape; None for a first run, which has no key.
-            num_tokens: real tokens of this rank.
-            num_tokens_across_dp: real tokens of each rank; None if every rank has ``num_tokens``.
-            observer: sees the graphs that the forward calls.
+        ``num_tokens`` are the real tokens of this rank. Without ``num_tokens_across_dp`` every rank has as many.
         """
         alike = None if self.num_ranks is None else (num_tokens,) * self.num_ranks
         return entered(
@@ -112,11 +137,7 @@ class ForwardParts:
 
 
 def _slot_mapping_of(builder: AttentionMetadataBuilder | None, metadata: Any) -> Any:
-    """The metadata's ``slot_mapping``, an attribute or the key of a dict; None without metadata.
-
-    Raises:
-        ContextError: the metadata has no such field.
-    """
+    """The metadata's ``slot_mapping``, an attribute or the key of a dict; None without metadata."""
     if metadata is None:
         return None
     try:
@@ -126,11 +147,7 @@ def _slot_mapping_of(builder: AttentionMetadataBuilder | None, metadata: Any) ->
 
 
 class fields_named:  # noqa: N801 - a context manager, named like one
-    """Translate the error of an op that reads a missing field of ``metadata`` into one that names the builder.
-
-    Raises:
-        ContextError: the body reads an attribute or a dict key that ``metadata`` does not have.
-    """
+    """Translate the error of an op that reads a missing field of ``metadata`` into a ContextError with the builder."""
 
     __slots__ = ("_builder", "_metadata")
 

@@ -10,41 +10,33 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import replay_settings
-from graphpass.compat import operators
+from graphpass.compat import operators, trees
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
-from graphpass.engine.buffers import Sizes, StepBuffers
-from graphpass.engine.captured import CapturedLadder
-from graphpass.engine.forward import ForwardParts
-from graphpass.engine.hooks import ForwardHooks
-from graphpass.engine.learn import ModelLearner
-from graphpass.engine.model import CompiledModel
-from graphpass.engine.refusals import (
-    inside_transform,
-    no_graph,
-    refuse_options,
-    too_large,
-)
+from graphpass.engine.buffers import InputBuffers, PaddedInputs, Sizes
+from graphpass.engine.captured import CapturedKey, CapturedKeys
+from graphpass.engine.forward import ForwardHooks, ForwardParts, fields_named
+from graphpass.engine.model import Model
 from graphpass.engine.stats import ManagerStats
-from graphpass.engine.step import StepRunner
-from graphpass.ladder.estimate import MemoryEstimate
+from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.keys import BatchDescriptor
+from graphpass.ladder.estimate import Key, MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
 from graphpass.ladder.traffic import Traffic
 from graphpass.ledger import Ledger
-from graphpass.modes import resolve_mode
-from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps, RankDecision
+from graphpass.modes import CUDAGraphMode, resolve_mode
+from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 
-__all__ = ["CudaGraphManager"]
-
+_AS_IT_IS = contextlib.nullcontext()
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
 
 
@@ -88,39 +80,46 @@ class CudaGraphManager:
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        refuse_options(options, _OWN_OPTIONS)
+        own = next((name for name in sorted(options) if name in _OWN_OPTIONS), None)
+        if own is not None:
+            raise OptionError(
+                f"option {own!r} is set by the manager",
+                expected="other options of the backend: compiler, splitting_ops, on_fallback, on_moved_input, debug, "
+                "compare, ...",
+                found=f"{own}={options[own]!r}",
+                remedy="leave it out: the dispatcher sets mode and sizes, and outputs are views of the manager's "
+                "buffers",
+            )
         self.runtime = runtime if runtime is not None else GraphRuntime()
         self.dispatcher = dispatcher
         self.model = model
         self.attention = attention
         modules = modules_of(model)
-        self._inputs = StepBuffers(inputs, _device_of(modules) if device is None else torch.device(device))
+        if device is None:
+            first = next((parameter for module in modules[:1] for parameter in module.parameters()), None)
+            device = "cpu" if first is None else first.device
+        self._inputs = InputBuffers(inputs, torch.device(device))
         if offloader is not None:
             offloader.check_model(modules, self._inputs.device)
-        self._bound_mode()
-        num_ranks = None if agreement is None else agreement.num_ranks
-        parts = ForwardParts(attention, offloader, num_ranks)
-        self._compiled = CompiledModel(model, dispatcher, self._inputs, parts, self.runtime, options)
-        self._learner = ModelLearner(self._compiled)
-        self._runner = StepRunner(self._compiled, self._learner)
-        self._ranks = None if agreement is None else self._steps_of_ranks(agreement)
-        self._fields = frozenset(dispatcher.capture_fields)
-        self._captured = CapturedLadder(self._compiled, self._learner, self._ranks)
+        self._lower_mode()
+        parts = ForwardParts(attention, offloader, None if agreement is None else agreement.num_ranks)
+        self._model = Model(model, dispatcher, self._inputs, parts, self.runtime, options)
+        ranks = None
+        if agreement is not None:
+            configuration = {
+                "inputs": self._inputs.described(),
+                "on_fallback": self._model.settings.on_fallback,
+                "compiler": self._model.settings.compiler,
+            }
+            idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
+            ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
+        self._captured = CapturedKeys(self._model, ranks)
+        self._steps = _Steps(self._model, self._captured, ranks)
         self._ledger = Ledger()
         self._replays, self._fallbacks = (self._ledger.rows("steps", event) for event in ("replayed", "without graph"))
         self._sizes = self._ledger.sizes["num_tokens"]
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
-
-    def _steps_of_ranks(self, agreement: DataParallelAgreement) -> AgreedSteps:
-        settings = self._compiled.settings
-        configuration = {
-            "inputs": self._inputs.described(),
-            "on_fallback": settings.on_fallback,
-            "compiler": settings.compiler,
-        }
-        idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
-        return AgreedSteps(agreement, self.dispatcher, configuration, idle_tokens=idle_tokens)
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -197,15 +196,14 @@ class CudaGraphManager:
         """
         transform = operators.active_transform()
         if transform is not None:  # guard: manager_transforms
-            raise inside_transform(transform)
+            raise CaptureError(
+                f"a manager was called inside {transform}",
+                expected="a call outside of function transforms and forward-mode AD: a graph computes plain values",
+                found=transform,
+                remedy="transform the model itself, or create the manager with a model that applies the transform",
+            )
         with self._turn:
-            if self._ranks is None:
-                sizes = self._sizes_of(batch)
-                return self._run(self.dispatcher.dispatch(**self._asked(batch)), batch, sizes)
-            decision = self._ranks.decide(lambda: self._proposed(batch))
-            if not decision.has_batch:
-                return self._run_dummy(decision)
-            return self._run(decision.step, batch, self._sizes_of(batch), decision)
+            return self._run(self._steps.next(batch), batch)
 
     def run_idle(self) -> bool:
         """Take part in a step of the data-parallel ranks without a batch.
@@ -222,21 +220,21 @@ class CudaGraphManager:
             StaticInputError: weights were replaced.
         """
         with self._turn:
-            if self._ranks is None:
+            if not self._steps.are_agreed:
                 return False
-            decision = self._ranks.decide(lambda: self._proposed(None))
-            self._run_dummy(decision)
-            return decision.agreed.has_work
+            step = self._steps.next(None)
+            self._run(step, Batch(0))
+            return step.has_work
 
     def stats(self) -> ManagerStats:
         """A snapshot of the captured keys, their memory and traffic, and the batches without a graph."""
         return ManagerStats(
-            keys=tuple(Traffic.of(graph, self._replays) for graph in self._captured.records.values()),
+            keys=tuple(Traffic.of(graph, self._replays) for graph in self._captured.costs.values()),
             fallbacks=MappingProxyType({reason: row.n for reason, row in self._fallbacks.items()}),
             fallback_tokens=sum(row.real for row in self._fallbacks.values()),
             left_out=self._captured.left_out,
             pool_bytes=self.runtime.pool_bytes(),
-            buffer_bytes=self._learner.buffer_bytes(),
+            buffer_bytes=self._model.buffer_bytes(),
             histogram=dict(self._sizes),
         )
 
@@ -251,7 +249,7 @@ class CudaGraphManager:
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
-    def _bound_mode(self) -> None:
+    def _lower_mode(self) -> None:
         """Lower the dispatcher's mode to one that the attention supports."""
         if self.attention is None:
             return
@@ -264,12 +262,141 @@ class CudaGraphManager:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
+    def _run(self, step: _Step, batch: Batch) -> Any:
+        decision = self.last_step = step.decision
+        if step.is_dummy and step.has_work:
+            model = self._model
+            model.runtime.lease.order_after_last_forward()
+            attention = model.parts.example(decision.descriptor, self.dispatcher.uniform_decode_query_len)
+            with replay_settings(), model.restoring_state(is_step=True):  # guard: ranks_idle_state
+                return self._run(step._replace(is_dummy=False), Batch(0, attention=attention))
+        if not decision.mode:
+            return self._without_graph(step, batch)
+        key = (decision.mode, decision.descriptor)
+        captured = self._captured.of(key)
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+            result = self._forward(key, captured.inputs, captured, step, batch)
+        row = self._replays[key]  # one look-up: the hash of a descriptor is the most expensive part
+        row.n += 1
+        row.items += 1
+        row.real += batch.num_tokens
+        self._sizes[batch.num_tokens] += 1
+        return result
+
+    def _without_graph(self, step: _Step, batch: Batch) -> Any:
+        """Run the compiled model over a batch at its real number of tokens."""
+        decision, model = step.decision, self._model
+        if decision.reason is DispatchReason.NOT_CAPTURED:
+            self._captured.refuse_none_captured()
+        row = self._fallbacks[decision.reason]
+        row.n += 1
+        row.real += batch.num_tokens
+        if batch.num_tokens:
+            self._sizes[batch.num_tokens] += 1
+        cause = step.cause.explanation
+        if step.cause is not DispatchReason.EMPTY and step.cause is not DispatchReason.DISABLED:
+            at = f"{decision.descriptor}, {step.why}" if step.why else str(decision.descriptor)
+            error = CaptureError(
+                "this batch has no graph, and on_fallback is 'error'",
+                expected="a batch that fits a captured key",
+                found=f"{decision.descriptor} ({decision.reason}): {step.why or cause}",
+                remedy=decision.reason.remedy or DispatchReason.AGREED.remedy,
+            )
+            text = f"the batch runs compiled, without a graph: {cause}"
+            model.fallbacks.report(text, error, at=at, is_recorded=True)
+        with replay_settings():
+            if decision.reason is DispatchReason.EMPTY:
+                return model.recipe().result(step.sizes)
+            model.recipe()
+            num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras
+            key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
+            # Inputs with a request dimension have all their rows, so that regions are not compiled for each count.
+            inputs = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
+            return self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch)
+
+    def _forward(self, key: Key, inputs: PaddedInputs, captured: CapturedKey | None, step: _Step, batch: Batch) -> Any:
+        """Fill the buffers, replay the key's graph or run the compiled model, and cut the results."""
+        (mode, descriptor), sizes, model = key, step.sizes, self._model
+        parts, lease = model.parts, model.runtime.lease
+        plan, recipe = (None, model.recipe()) if captured is None else (captured.plan, captured.recipe)
+        # A replay on another stream may still be reading the buffers.
+        lease.order_after_last_forward()
+        self._inputs.fill(batch.inputs, sizes, inputs)
+        metadata = parts.metadata(batch.attention, descriptor, mode)
+        observer = model.checking_graphs(inputs) if plan is None else None  # guard: manager_mixing_in_steps
+        entered = parts.context(
+            metadata, inputs, mode, descriptor, batch.num_tokens, step.num_tokens_across_dp, observer=observer
+        )
+        with entered as context, parts.hooked(mode), fields_named(parts.attention, metadata):
+            if plan is None or captured is None:
+                with replay_settings():
+                    recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
+            else:
+                assert context is not None
+                lease.acquire(context, (inputs.is_padding,), "a manager")
+                try:
+                    plan.check(captured.args, context)
+                    returned = plan.run(captured.args, lease)
+                    if mode is CUDAGraphMode.PIECEWISE:
+                        flat = returned if captured.returns_flat else trees.flatten(returned)[0]
+                        recipe.store_leaves(recipe.leaves(flat, inputs), inputs.sizes)
+                finally:
+                    lease.release()
+        if batch.inputs is not None:
+            for name in recipe.mutated:  # the caller's tensor gets what the model wrote to the input
+                batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
+        return recipe.result(sizes)
+
+
+class _Step(NamedTuple):
+    """What this rank runs in a step."""
+
+    decision: Dispatch  #: mode, padded shape and reason
+    sizes: Sizes  #: the real size of each key field
+    cause: DispatchReason  #: of the decision; the same on all ranks
+    why: str = ""  #: the reason of the ranks' decision, as a sentence that names a rank; empty without an agreement
+    num_tokens_across_dp: tuple[int, ...] | None = None  #: real tokens of each rank; None without an agreement
+    has_work: bool = True  #: whether some rank has a batch
+    is_dummy: bool = False  #: this rank has no batch, and runs a dummy batch if another rank has one
+
+
+class _Steps:
+    """Decides the steps of a manager, alone or together with the other ranks."""
+
+    def __init__(self, model: Model, captured: CapturedKeys, ranks: AgreedSteps | None) -> None:
+        self._model, self._captured, self._ranks = model, captured, ranks
+        self._dispatcher, self._attention = model.dispatcher, model.parts.attention
+        self._largest = model.inputs.largest
+        self._fields = frozenset(model.dispatcher.capture_fields)
+        self.are_agreed = ranks is not None  #: whether other ranks take part
+
+    def next(self, batch: Batch | None) -> _Step:
+        """Decide the next step; None if this rank has no batch, which only ranks can ask."""
+        if self._ranks is None:
+            assert batch is not None, "a step without a batch needs other ranks"
+            sizes = self._sizes_of(batch)
+            decision = self._dispatcher.dispatch(**self._asked(batch))
+            return _Step(decision, sizes, decision.reason)
+        agreed = self._ranks.decide(lambda: self._proposed(batch))
+        if agreed.is_lower:
+            text = f"all ranks run {agreed.step.mode}, which is less than this rank could"
+            self._model.runtime.warn(text, DispatchReason.AGREED.remedy, at=agreed.agreed.why)
+        return _Step(
+            agreed.step,
+            self._sizes_of(batch) if batch is not None and agreed.has_batch else dict.fromkeys(self._largest, 0),
+            agreed.agreed.reason,
+            agreed.agreed.why,
+            agreed.agreed.num_tokens_across_dp,
+            agreed.agreed.has_work,
+            not agreed.has_batch,
+        )
+
     def _asked(self, batch: Batch) -> dict[str, Any]:
         """The dispatcher's arguments for a batch."""
         extra = batch.extra
-        if self.attention is not None:
+        if self._attention is not None:
             # A field without capture sizes has one bound for all keys.
-            extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
+            extra = (*extra, *(pair for pair in self._attention.extra(batch.attention) if pair[0] in self._fields))
         return {
             "num_tokens": batch.num_tokens,
             "num_reqs": batch.num_reqs,
@@ -288,76 +415,20 @@ class CudaGraphManager:
             return None
         sizes = self._sizes_of(batch)
         if batch.inputs is not None:
-            self._inputs.paired(batch.inputs, sizes, self._compiled.padded_at(self._inputs.largest).buffers)
+            self._model.inputs.paired(batch.inputs, sizes, self._model.inputs.at(self._largest))
         return self._asked(batch)
 
-    def _run_dummy(self, decision: RankDecision) -> Any:
-        """Run a dummy batch for a step of the other ranks; returns the result of an empty batch."""
-        step, sizes = decision.step, dict.fromkeys(self._inputs.largest, 0)
-        if not decision.agreed.has_work:
-            return self._run(step, Batch(0), sizes, decision)
-        attention = self._compiled.parts.example(step.descriptor, self.dispatcher.uniform_decode_query_len)
-        self.runtime.lease.order_after_last_forward()
-        with replay_settings(), self._learner.restoring_state(is_step=True):  # guard: ranks_idle_state
-            return self._run(step, Batch(0, attention=attention), sizes, decision)
-
-    def _run(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None = None) -> Any:
-        self.last_step = step
-        if decision is not None and decision.is_lower:
-            text = f"all ranks run {step.mode}, which is less than this rank could"
-            self.runtime.warn(text, DispatchReason.AGREED.remedy, at=decision.agreed.why)
-        if not step.mode:
-            return self._without_graph(step, batch, sizes, decision)
-        key = (step.mode, step.descriptor)
-        captured = self._captured.step_of(key)
-        across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
-        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            result = self._runner.replay(captured, key, batch, sizes, across_dp)
-        row = self._replays[key]  # one look-up: the hash of a descriptor is the most expensive part
-        row.n += 1
-        row.items += 1
-        row.real += batch.num_tokens
-        self._sizes[batch.num_tokens] += 1
-        return result
-
-    def _without_graph(self, step: Dispatch, batch: Batch, sizes: Sizes, decision: RankDecision | None) -> Any:
-        if step.reason is DispatchReason.NOT_CAPTURED:
-            self._captured.refuse_none_captured()
-        row = self._fallbacks[step.reason]
-        row.n += 1
-        row.real += batch.num_tokens
-        if batch.num_tokens:
-            self._sizes[batch.num_tokens] += 1
-        cause = step.reason if decision is None else decision.agreed.reason  # the same on all ranks, as is an error
-        if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
-            self._report_fallback(step, cause, "" if decision is None else decision.agreed.why)
-        if step.reason is DispatchReason.EMPTY:
-            return self._runner.empty_result(sizes)
-        across_dp = None if decision is None else decision.agreed.num_tokens_across_dp
-        return self._runner.run_without_graph(step.descriptor, batch, sizes, across_dp)
-
-    def _report_fallback(self, step: Dispatch, cause: DispatchReason, of_ranks: str) -> None:
-        text, why = f"the batch runs compiled, without a graph: {cause.explanation}", of_ranks or cause.explanation
-        at = f"{step.descriptor}, {of_ranks}" if of_ranks else str(step.descriptor)
-        self._compiled.fallbacks.report(text, no_graph(step, why), at=at, is_recorded=True)
-
-    # -- shapes -----------------------------------------------------------------------------------------------------
-
     def _sizes_of(self, batch: Batch) -> dict[str, int]:
-        """The real size of each key field of the inputs.
-
-        Raises:
-            ShapeError: the batch is larger than the buffers, or has no ``num_reqs`` although an input needs it.
-        """
+        """The real size of each key field of the inputs; a ShapeError if one is no count or above the buffers."""
         sizes = {}
-        for field, largest in self._inputs.largest.items():
+        for field, largest in self._largest.items():
             size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
             if type(size) is not int or not 0 <= size <= largest:
-                raise too_large(field, size, largest)
+                raise ShapeError(
+                    "the batch does not fit the buffers",
+                    expected=f"{field} from 0 to {largest}",
+                    found=f"{field}={size!r}",
+                    remedy="split the batch, or declare larger inputs (InputSpec.shape)",
+                )
             sizes[field] = size
         return sizes
-
-
-def _device_of(modules: Sequence[torch.nn.Module]) -> torch.device:
-    first = next((tensor for module in modules[:1] for tensor in module.parameters()), None)
-    return torch.device("cpu") if first is None else first.device

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,7 @@ class MemoryReading:
 
 
 class DeviceMemory:
-    """Reads the memory of a device. There is no pool on the CPU, so the runtime's own count of bytes is used.
-
-    Args:
-        device: the device of the buffers.
-        runtime: owner of the pool.
-    """
+    """Reads the memory of a device. There is no pool on the CPU, so the runtime's own count of bytes is used."""
 
     def __init__(self, device: torch.device, runtime: GraphRuntime) -> None:
         self._device, self._runtime = device, runtime
@@ -158,10 +153,10 @@ class Measured:
     groups: Mapping[str, Sequence[Sample]]
     driver_bytes: Mapping[str, int] = field(default_factory=dict)  #: driver memory for all keys of each group
     #: the largest key of each group, captured in one pool; empty if there is only one group
-    together: Sequence[Sample] = ()
-    around: MemoryGrowth = NOTHING  #: memory that is allocated before the first key and released after the last one
+    largest_in_one_pool: Sequence[Sample] = ()
+    baseline: MemoryGrowth = NOTHING  #: memory that is allocated before the first key and released after the last one
     #: memory that each pool allocates once, and torch's workspaces for the matrix products of warm-ups
-    opening: MemoryGrowth = NOTHING
+    pool_setup: MemoryGrowth = NOTHING
 
 
 # -- from samples to a ladder -----------------------------------------------------------------------------------------
@@ -176,18 +171,12 @@ class PoolModel:
     kept: Mapping[Key, int]  #: {key: bytes that no later key can reuse}
     #: {key: additional growth in a pool with enough free bytes, because no free block has the needed size}
     extra: Mapping[Key, int]
-    opening: int = 0  #: bytes that a pool allocates once, for any capture
+    pool_setup: int = 0  #: bytes that a pool allocates once, for any capture
 
     def after(self, pool_bytes: int, captured: Iterable[Key], key: Key) -> int:
-        """Size of the pool after the capture of ``key``, in bytes.
-
-        Args:
-            pool_bytes: size before the capture.
-            captured: keys in the pool before the capture.
-            key: the key to capture.
-        """
+        """Bytes of a pool of ``pool_bytes`` with the keys ``captured`` after the capture of ``key``."""
         kept = sum(self.kept.get(other, 0) for other in captured)
-        return max(pool_bytes, self.opening + kept + self.needs.get(key, 0)) + self.extra.get(key, 0)
+        return max(pool_bytes, self.pool_setup + kept + self.needs.get(key, 0)) + self.extra.get(key, 0)
 
     @classmethod
     def of(cls, groups: Groups, measured: Measured) -> PoolModel:
@@ -206,13 +195,13 @@ class PoolModel:
             for key in group:
                 kept[key] = round(float(np.interp(_size_of(key), sizes, bytes_kept)))
                 needs[key] = kept[key] + besides * _size_of(key) // _size_of(first.key)
-            extra |= cls(needs, kept, {}).misses(known)
+            extra |= cls(needs, kept, {}).underestimates(known)
         # The free memory that other groups leave may be too fragmented for a key.
-        for key, missed in cls(needs, kept, extra).misses(measured.together).items():
+        for key, missed in cls(needs, kept, extra).underestimates(measured.largest_in_one_pool).items():
             extra[key] = extra.get(key, 0) + missed
-        return cls(needs, kept, extra, measured.opening.pool_bytes)
+        return cls(needs, kept, extra, measured.pool_setup.pool_bytes)
 
-    def misses(self, samples: Sequence[Sample]) -> dict[Key, int]:
+    def underestimates(self, samples: Sequence[Sample]) -> dict[Key, int]:
         """{key: measured minus predicted bytes, at least 0} of samples captured one after the other in one pool."""
         pool_bytes, missed = 0, {}
         for position, sample in enumerate(samples):
@@ -239,16 +228,16 @@ class MemoryEstimate:
 
     groups: tuple[GroupEstimate, ...]  #: one estimate for each kind of keys, in the order of capture
     workspace_bytes: int  #: torch's workspaces for the matrix products of warm-ups
-    #: memory that the estimate itself has already used up (loaded kernels, metadata). The capture does not allocate
-    #: it again.
-    spent_bytes: int
-    buffer_bytes: int  #: size of the input and output buffers
-    #: whether the buffers are already allocated. The buffers of a ``CudaGraphManager`` are; the buffers of an encoder
-    #: are allocated by the capture.
-    buffers_exist: bool
-    seconds: float  #: duration of the estimate
     keys: tuple[Key, ...]  #: all keys of the ladder, in the order of capture
     pool: PoolModel  #: predicts the growth of the pool
+    #: memory that the estimate itself has already used up (loaded kernels, metadata). The capture does not allocate
+    #: it again.
+    spent_bytes: int = 0
+    buffer_bytes: int = 0  #: size of the input and output buffers
+    #: whether the buffers are already allocated. The buffers of a ``CudaGraphManager`` are; the buffers of an encoder
+    #: are allocated by the capture.
+    buffers_exist: bool = True
+    seconds: float = 0.0  #: duration of the estimate
 
     @property
     def pool_bytes(self) -> int:
@@ -269,10 +258,12 @@ class MemoryEstimate:
 
     def tables(self) -> tuple[Table, ...]:
         """A table with a row for each group, and a table of the sums."""
-        rows = [
-            _row(group.name, str(group.num_keys), ", ".join(map(str, group.sampled)), group.growth)
-            for group in self.groups
-        ]
+        rows = []
+        for group in self.groups:
+            of = group.growth
+            parts = (of.pool_bytes, of.cached_bytes, of.driver_bytes, of.total_bytes)
+            sampled = ", ".join(map(str, group.sampled))
+            rows.append((group.name, str(group.num_keys), sampled, *map(str, parts)))
         sums = (self.workspace_bytes, self.buffer_bytes, -self.spent_bytes, self.total_bytes, self.peak_bytes)
         buffers = "buffers (already allocated)" if self.buffers_exist else "buffers"
         sum_columns = ("workspaces", buffers, "already used by the estimate", "total", "peak")
@@ -286,31 +277,9 @@ class MemoryEstimate:
         return text_of(self.tables())
 
 
-def _row(name: str, num_keys: str, sampled_keys: str, growth: MemoryGrowth) -> tuple[str, ...]:
-    parts = (growth.pool_bytes, growth.cached_bytes, growth.driver_bytes, growth.total_bytes)
-    return (name, num_keys, sampled_keys, *map(str, parts))
-
-
-def estimate_of(
-    groups: Groups,
-    measured: Measured,
-    *,
-    spent_bytes: int = 0,
-    buffer_bytes: int = 0,
-    buffers_exist: bool = True,
-    seconds: float = 0.0,
-) -> MemoryEstimate:
-    """Estimate the memory of a ladder from measured samples.
-
-    Args:
-        groups: all keys of the ladder.
-        measured: measurements of the keys that :func:`keys_to_sample` selects.
-        spent_bytes: see :class:`MemoryEstimate`.
-        buffer_bytes: see :class:`MemoryEstimate`.
-        buffers_exist: see :class:`MemoryEstimate`.
-        seconds: see :class:`MemoryEstimate`.
-    """
-    pool, around = PoolModel.of(groups, measured), measured.around
+def estimate_of(groups: Groups, measured: Measured) -> MemoryEstimate:
+    """Estimate the memory of a ladder from measured samples."""
+    pool, baseline = PoolModel.of(groups, measured), measured.baseline
     estimates: list[GroupEstimate] = []
     pool_bytes = 0
     captured: list[Key] = []
@@ -321,18 +290,14 @@ def estimate_of(
             captured.append(key)
         # The warm-up of the largest key of a group needs the most memory. It may reuse cached memory of earlier groups,
         # so the sample that was captured after the other groups counts.
-        in_order = [sample for sample in measured.together if sample.key == known[0].key] or [known[0]]
+        in_order = [sample for sample in measured.largest_in_one_pool if sample.key == known[0].key] or [known[0]]
         cached_bytes = sum(sample.growth.cached_bytes for sample in (*in_order, *known[1:]))
         growth = MemoryGrowth(pool_bytes - before, cached_bytes, measured.driver_bytes.get(name, 0))
-        growth, around = MemoryGrowth.sum_of([growth, around]), NOTHING
+        growth, baseline = MemoryGrowth.sum_of([growth, baseline]), NOTHING
         estimates.append(GroupEstimate(name, len(group), tuple(sample.key[1] for sample in known), growth))
     return MemoryEstimate(
         groups=tuple(estimates),
-        workspace_bytes=measured.opening.cached_bytes,
-        spent_bytes=spent_bytes,
-        buffer_bytes=buffer_bytes,
-        buffers_exist=buffers_exist,
-        seconds=seconds,
+        workspace_bytes=measured.pool_setup.cached_bytes,
         keys=tuple(captured),
         pool=pool,
     )
@@ -357,31 +322,22 @@ def estimated(
 ) -> MemoryEstimate:
     """Capture the keys of :func:`keys_to_sample`, each group in a throwaway pool, and estimate the whole ladder.
 
-    Args:
-        groups: all keys of the ladder.
-        runtime: owner of the captures.
-        meter: reads the device's memory.
-        capture: captures a key in the open capture scope and returns the growth of the device's memory.
-        surroundings: the context in which the ladder is captured; its memory is part of the estimate.
-        buffer_bytes: see :class:`MemoryEstimate`.
-        buffers_exist: see :class:`MemoryEstimate`.
+    ``capture`` captures a key in the open capture scope. ``surroundings`` is the context in which the ladder is
+    captured; its memory is part of the estimate.
     """
     started = time.perf_counter()
     meter.settle()
     at_first = meter.reading()
     with surroundings():
-        around = meter.reading() - at_first
-        measured = _Measurement(runtime, meter, capture).of(groups, around)
+        baseline = meter.reading() - at_first
+        measured = _Measurement(runtime, meter, capture).of(groups, baseline)
     meter.settle()
-    spent_bytes = max(meter.reading().taken - at_first.taken, 0)
-    seconds = time.perf_counter() - started
-    return estimate_of(
-        groups,
-        measured,
-        spent_bytes=spent_bytes,
+    return replace(
+        estimate_of(groups, measured),
+        spent_bytes=max(meter.reading().taken - at_first.taken, 0),
         buffer_bytes=buffer_bytes,
         buffers_exist=buffers_exist,
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -390,9 +346,9 @@ class _Measurement:
 
     def __init__(self, runtime: GraphRuntime, meter: DeviceMemory, capture: Callable[[Key], MemoryGrowth]) -> None:
         self._runtime, self._meter, self._capture = runtime, meter, capture
-        self._openings: list[MemoryGrowth] = []
+        self._setups: list[MemoryGrowth] = []
 
-    def of(self, groups: Groups, around: MemoryGrowth) -> Measured:
+    def of(self, groups: Groups, baseline: MemoryGrowth) -> Measured:
         """Measure the samples of each group in a separate pool, then the largest sample of every group in one pool."""
         chosen = keys_to_sample(groups)
         measured: dict[str, list[Sample]] = {}
@@ -405,19 +361,19 @@ class _Measurement:
                     recordings = self._runtime.lease.recordings()
                     measured[name] += [self._sample(key) for key in samples[1:]]
                     driver_bytes[name] = self._driver_bytes(copies, recordings, len(groups[name]), before)
-        together: list[Sample] = []
+        largest_in_one_pool: list[Sample] = []
         if len(measured) > 1:
             with self._pool_opened():
-                together = [self._sample(samples[0]) for samples in chosen.values()]
-        opening = self._openings[0] if self._openings else NOTHING
-        return Measured(measured, driver_bytes, together, around, opening)
+                largest_in_one_pool = [self._sample(samples[0]) for samples in chosen.values()]
+        pool_setup = self._setups[0] if self._setups else NOTHING
+        return Measured(measured, driver_bytes, largest_in_one_pool, baseline, pool_setup)
 
     @contextlib.contextmanager
     def _pool_opened(self) -> Iterator[None]:
         with self._runtime.throwaway():
             unopened = self._meter.reading()
             self._meter.open_pool()
-            self._openings.append(self._meter.reading() - unopened)
+            self._setups.append(self._meter.reading() - unopened)
             yield
 
     def _sample(self, key: Key) -> Sample:
@@ -471,15 +427,8 @@ def capture_within(
 ) -> tuple[Key, ...]:
     """Capture the ``missing`` keys, in this order, and skip keys that would grow the pool above ``max_bytes``.
 
-    Args:
-        max_bytes: the limit; None: only other ranks have one. A pool that is already larger is not reduced.
-        pool: the pool to capture into.
-        present: the keys whose graphs are in the pool, in the order of capture.
-        missing: the keys to capture.
-        model: predicts the size of the pool after the capture of a key.
-
-    Returns:
-        The keys of ``present`` and ``missing`` that have no graph afterwards.
+    ``present`` are the keys in the pool, in the order of capture. Without ``max_bytes`` only other ranks have a limit.
+    A pool that is larger already is not reduced. Returns the keys of both that have no graph afterwards.
     """
     captured, wanted, retries = list(present), list(missing), 0
     while True:

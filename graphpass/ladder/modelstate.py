@@ -65,14 +65,7 @@ class AmbientState:
         return next(field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
 
     def refuse_change(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Raise if the current settings differ from these.
-
-        Args:
-            modules: the modules whose ``training`` flags are compared.
-
-        Raises:
-            CaptureError: a setting has changed since the capture; the error names it.
-        """
+        """Raise if the current settings differ from these."""
         now = AmbientState.now(modules)
         name = self.difference(now)
         if name is not None:
@@ -110,11 +103,7 @@ class DictSlots:
 
 
 class Layouts:
-    """Shapes and strides of tensors, compared in one native call.
-
-    Args:
-        tensors: the tensors to compare; duplicates are allowed.
-    """
+    """Shapes and strides of tensors, compared in one native call."""
 
     __slots__ = ("_expected", "_is_unchanged", "_tensors")
 
@@ -128,11 +117,7 @@ class Layouts:
         return self._is_unchanged() or self._first_changed() is None
 
     def refuse_change(self) -> None:
-        """Raise if a layout has changed.
-
-        Raises:
-            ShapeError: a tensor has another shape or other strides than at capture.
-        """
+        """Raise if a layout has changed."""
         if self._is_unchanged():
             return
         changed = self._first_changed()  # guard: layouts_kept
@@ -196,10 +181,6 @@ class ModelState:
 
         The slots include all submodules, because a replaced submodule may compute something else even if it has no
         tensors.
-
-        Args:
-            modules: all modules of the model.
-            tensors: the model's tensors that the graph reads.
         """
         missing = {id(tensor) for tensor in tensors}
         slots: list[tuple[dict[str, Any], str, Any]] = []
@@ -219,12 +200,7 @@ class ModelState:
 
     @classmethod
     def of_object(cls, model: object) -> ModelState:
-        """The state of all parameters, buffers and submodules of an object.
-
-        Args:
-            model: a module, or an object with modules among its attributes, at most four attributes or container items
-                deep.
-        """
+        """The state of all parameters, buffers and submodules of an object, and of the modules among its attributes."""
         roots = _roots_within(model, _DEPTH, set())  # guard: encoder_weights_within
         modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
         slots = DictSlots.of(
@@ -248,16 +224,8 @@ class ModelState:
         """The name of a setting that has changed since the capture, or None."""
         return self.ambient.difference(AmbientState.now(self.modules))
 
-    def serves(self, modules: Sequence[torch.nn.Module]) -> bool:
-        """Whether all tensors and submodules are the captured objects.
-
-        Args:
-            modules: all modules of the model now.
-
-        Raises:
-            CaptureError: a setting has changed since the capture.
-            ShapeError: a captured tensor has a new layout.
-        """
+    def matches_modules(self, modules: Sequence[torch.nn.Module]) -> bool:
+        """Whether all tensors and submodules are the captured objects; raises if a setting or a layout has changed."""
         self.ambient.refuse_change(modules)  # guard: manager_ambient
         if not self.slots.in_place():  # guard: manager_weights
             return False
@@ -314,7 +282,7 @@ class PythonState:
             waiting += [value for value in values if isinstance(value, _CONTAINERS)]
         return cls(copies, frozenset(map(id, modules)), random.getstate())
 
-    def holds(self, owner: int) -> bool:
+    def restores(self, owner: int) -> bool:
         """Whether the object with this id is a module or container that :meth:`restore` restores."""
         return owner in self.modules or owner in self.copies
 
@@ -385,16 +353,11 @@ def restoring_python_state(modules: Sequence[torch.nn.Module]) -> Iterator[Pytho
 
 
 def refuse_side_effects(effects: Iterable[dynamo.SideEffect], state: PythonState) -> None:
-    """Refuse a model whose calls change Python state that a manager cannot restore.
-
-    Raises:
-        CaptureError: a call stores a tensor, whose memory later steps overwrite, or changes an object that is not
-            part of the model's modules.
-    """
+    """Refuse a model whose calls change Python state that a manager cannot restore."""
     for effect in effects:
         if effect.keeps_tensor:  # guard: manager_kept_tensors
             raise _keeps_tensor(f"a forward that {effect.text}")
-        if effect.owner is not None and not state.holds(effect.owner):  # guard: manager_state_elsewhere
+        if effect.owner is not None and not state.restores(effect.owner):  # guard: manager_state_elsewhere
             raise CaptureError(
                 "the model changes Python state that cannot be restored after a capture",
                 expected="changes only to attributes of the model's modules, and to lists, dicts and sets in them",
@@ -405,16 +368,9 @@ def refuse_side_effects(effects: Iterable[dynamo.SideEffect], state: PythonState
 
 
 def refuse_stored_tensors(state: PythonState, own: Collection[int]) -> None:
-    """Refuse a model whose Python code between graphs stores tensors in its modules.
+    """Refuse a model whose Python code between graphs stores tensors in its modules; its buffers are ``own``.
 
     Dynamo records the side effects inside of graphs alone, so the modules are compared before and after a run.
-
-    Args:
-        state: the state before the run.
-        own: ids of the model's buffers, which are allowed.
-
-    Raises:
-        CaptureError: the run has stored a tensor.
     """
     for name, tensor in state.new_tensors():
         if id(tensor) not in own and not isinstance(tensor, torch.nn.Parameter):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from graphpass.compat import memory
-from graphpass.engine.hooks import ForwardHooks
+from graphpass.engine import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.op import IN_CONTEXT, ONLOAD
 from graphpass.offload.slots import LayerLayout, SlotRotation, WeightPlace, copies_to, host_memory

@@ -49,14 +49,7 @@ class RankDecision:
 class AgreedSteps:
     """Decides the steps of one manager together with the managers of the other ranks.
 
-    Args:
-        agreement: the ranks.
-        dispatcher: the manager's dispatcher.
-        configuration: {name: value} of options that must be equal on all ranks, in addition to the dispatcher's keys.
-        idle_tokens: tokens of the dummy batch that a rank without work runs if no graph runs.
-
-    Raises:
-        OptionError: the dispatcher is lazy, or has more fields than fit into a row.
+    Besides the dispatcher's keys, the options in ``configuration`` must be equal on all ranks.
     """
 
     def __init__(
@@ -96,14 +89,8 @@ class AgreedSteps:
         """Decide one step. Every rank calls it.
 
         It runs one collective, and two more in the first step after the captured keys of a rank changed and differ
-        from those of another rank.
-
-        Args:
-            propose: checks this rank's batch and returns the arguments for ``dispatcher.dispatch``, or None if the rank
-                has no batch. Its exceptions are sent to the other ranks, which then do not wait, and raised here.
-
-        Raises:
-            AgreementError: another rank failed, has ended, or is configured differently. No rank runs the step.
+        from those of another rank. ``propose`` checks this rank's batch and returns the arguments for
+        ``dispatcher.dispatch``, or None without a batch. Its errors are sent to the other ranks and raised here.
         """
         with self._rows.sending_failures():
             request = propose()
@@ -135,15 +122,7 @@ class AgreedSteps:
         self.stops(False, 0)
 
     def stops(self, wants_to: bool, num_left: int) -> bool:
-        """Whether any rank wants to stop capturing; then all ranks stop. Every rank calls it before each key.
-
-        Args:
-            wants_to: whether this rank wants to stop.
-            num_left: number of keys that this rank has not captured.
-
-        Raises:
-            AgreementError: the ranks have different numbers of keys left, or a rank failed.
-        """
+        """Whether any rank wants to stop capturing; then all ranks stop. Every rank calls it before each key."""
         self._refresh()
         stopping, left, *_ = zip(*self._exchange(_RowKind.CAPTURE, [int(wants_to), num_left]), strict=True)
         if len(set(left)) > 1:
@@ -158,11 +137,7 @@ class AgreedSteps:
     # -- messages between the ranks -----------------------------------------------------------------------------------
 
     def _exchange(self, kind: _RowKind, content: Sequence[int]) -> list[list[int]]:
-        """The ``content`` of all ranks, in their order.
-
-        Raises:
-            AgreementError: a rank failed, sent a row of another kind, or is configured differently.
-        """
+        """The ``content`` of all ranks, in their order."""
         rows = self._rows.exchange([kind, self._fingerprint, *content])
         kinds = [_RowKind(row[0]) for row in rows]
         if len(set(kinds)) > 1:

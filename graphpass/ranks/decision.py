@@ -114,13 +114,10 @@ def extras_of(dispatcher: CudagraphDispatcher) -> tuple[Extra, ...]:
 def agree(
     batches: Sequence[RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra], *, idle_tokens: int
 ) -> AgreedStep:
-    """Decide the step of all ranks.
+    """Decide the step of all ranks, from the batch of each.
 
-    Args:
-        batches: one for each rank, in the order of the ranks.
-        dispatcher: a dispatcher in which only the keys that every rank has captured are marked as captured.
-        extras: :func:`extras_of` the dispatcher.
-        idle_tokens: tokens that a rank without work computes if no graph runs.
+    In ``dispatcher`` only the keys that every rank has captured are marked as captured. ``extras`` are those of
+    :func:`extras_of`, ``idle_tokens`` the tokens that a rank without work computes if no graph runs.
     """
     working = {rank: batch for rank, batch in enumerate(batches) if batch.has_work}
     if not working:

@@ -138,12 +138,8 @@ def _unreachable(cause: str) -> AgreementError:
 class RankRows:
     """Exchanges rows of integers over an agreement. A failed rank sends its error, so that no rank waits for it.
 
-    Args:
-        agreement: the ranks.
-        width: number of integers in a row, equal on every rank.
-        failed: for the error of all ranks if one fails: the predicate after its number, as ``failed in this step``.
-        expected: the calls that were expected of every rank.
-        retried: the call that can be run on all ranks afterwards.
+    The texts are those of the error of all ranks: ``failed`` is the predicate after the number of the failed rank,
+    ``retried`` the call that can be run on all ranks afterwards.
     """
 
     def __init__(
@@ -170,11 +166,7 @@ class RankRows:
             raise
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks, in their order, padded with zeros to the width. Every rank calls it.
-
-        Raises:
-            AgreementError: a rank failed, or has ended.
-        """
+        """The rows of all ranks, in their order, padded with zeros to the width. Every rank calls it."""
         self._num_exchanges += 1
         rows = self._exchanged([0, *row, *[0] * (self._width - len(row))], "")
         return [of_rank[1:] for of_rank in rows]

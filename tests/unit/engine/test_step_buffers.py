@@ -13,7 +13,8 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec
-from graphpass.engine.buffers import OutputBuffers, StepBuffers
+from graphpass.engine.buffers import InputBuffers
+from graphpass.engine.recipe import Recipe, result_buffers
 from graphpass.errors import OptionError, ShapeError
 from graphpass.regions import register_padding_rule
 from tests.unit.engine.managed import sum_of_rows
@@ -23,11 +24,15 @@ CPU = torch.device("cpu")
 X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
 
 
-def filled(buffers: StepBuffers, inputs: Mapping[str, torch.Tensor] | None, real: int, padded: int) -> dict[str, Any]:
+def filled(buffers: InputBuffers, inputs: Mapping[str, torch.Tensor] | None, real: int, padded: int) -> dict[str, Any]:
     """Fill with a batch of ``real`` tokens; what the model is given at ``padded``."""
     given = buffers.at({**buffers.largest, "num_tokens": padded})
     buffers.fill(inputs, {**buffers.largest, "num_tokens": real}, given)
-    return {name: buffer.tensor for name, buffer in given.items()}
+    return dict(given.arguments)
+
+
+def mask(buffers: InputBuffers) -> torch.Tensor:
+    return buffers.at(buffers.largest).is_padding
 
 
 def manager_of(
@@ -46,7 +51,7 @@ def manager_of(
 def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
     positions = InputSpec("positions", (3, LARGEST), torch.long, token_dim=1)
     specs = [X, positions, InputSpec("flag", (2,), torch.bool, token_dim=None)]
-    buffers = StepBuffers(specs, CPU)
+    buffers = InputBuffers(specs, CPU)
     assert {name: (tuple(t.shape), t.dtype) for name, t in buffers.tensors.items()} == {
         "x": ((LARGEST, WIDTH), torch.float32),
         "positions": ((3, LARGEST), torch.long),
@@ -59,17 +64,17 @@ def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
 
 
 def test_the_model_reads_the_start_of_the_buffers_at_any_size() -> None:
-    buffers = StepBuffers([X], CPU)
+    buffers = InputBuffers([X], CPU)
     buffers.tensors["x"].copy_(torch.randn(LARGEST, WIDTH))
     for size in range(1, LARGEST + 1):
-        view = buffers.at({"num_tokens": size})["x"].tensor
+        view = buffers.at({"num_tokens": size}).arguments["x"]
         assert view.data_ptr() == buffers.tensors["x"].data_ptr()
         assert torch.equal(view, buffers.tensors["x"][:size])
 
 
 @pytest.mark.parametrize("padding", [0, 7.5, -1, math.inf, True], ids=str)
 def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(padding: Any) -> None:
-    buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=padding)], CPU)
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=padding)], CPU)
     expected = torch.full((LARGEST, WIDTH), float(padding))
     assert torch.equal(buffers.tensors["x"], expected)
     poison = torch.full((LARGEST, WIDTH), math.nan)
@@ -80,7 +85,7 @@ def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(pad
 
 
 def test_padding_is_there_for_batches_in_place() -> None:
-    buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=2)], CPU)
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=2)], CPU)
     for real in (9, 3, 5, 1, 10, 2):
         buffers.tensors["x"][:real] = math.nan
         given = filled(buffers, None, real, LARGEST)
@@ -89,7 +94,7 @@ def test_padding_is_there_for_batches_in_place() -> None:
 
 
 def test_repeated_rows_follow_the_last_real_one() -> None:
-    buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding="repeat")], CPU)
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding="repeat")], CPU)
     for real, padded in ((9, 10), (3, 4), (4, 4), (1, 8), (5, 10)):
         x = torch.randn(real, WIDTH)
         for inputs in ({"x": x}, None):
@@ -105,7 +110,7 @@ def test_a_padding_function_receives_the_real_rows_and_the_padded_shape() -> Non
         calls.append((tuple(real.shape), shape))
         return torch.cat([real, torch.full((shape[0] - real.shape[0], *shape[1:]), real.sum().item())])
 
-    buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
     for real, padded in ((9, 10), (3, 4), (1, 8)):
         x = torch.randn(real, WIDTH)
         for inputs in ({"x": x}, None):
@@ -120,7 +125,7 @@ def test_a_function_that_returns_another_shape_is_refused_and_the_next_batch_is_
     def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return real if wrong[0] else torch.cat([real, torch.ones(shape[0] - real.shape[0], *shape[1:])])
 
-    buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
     with pytest.raises(ShapeError, match="padding function of input 'x'"):
         filled(buffers, {"x": torch.randn(3, WIDTH)}, 3, 4)
     wrong[0] = False
@@ -129,22 +134,22 @@ def test_a_function_that_returns_another_shape_is_refused_and_the_next_batch_is_
 
 
 def test_which_tokens_are_padding() -> None:
-    buffers = StepBuffers([X], CPU)
-    assert buffers.is_padding(LARGEST).all()
+    buffers = InputBuffers([X], CPU)
+    assert mask(buffers).all()
     for real in (9, 3, 5, 0, 10, 1):
         filled(buffers, None, real, LARGEST)
-        assert buffers.is_padding(LARGEST).tolist() == [n >= real for n in range(LARGEST)]
+        assert mask(buffers).tolist() == [n >= real for n in range(LARGEST)]
 
 
 def test_restoring_restores_the_buffers() -> None:
-    buffers = StepBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=1)], CPU)
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=1)], CPU)
     x = torch.randn(5, WIDTH)
     filled(buffers, {"x": x}, 5, 8)
     with contextlib.suppress(KeyError), buffers.restoring():
         filled(buffers, {"x": torch.zeros(9, WIDTH)}, 9, 10)
         raise KeyError
     assert torch.equal(buffers.tensors["x"], torch.cat([x, torch.ones(5, WIDTH)]))
-    assert buffers.is_padding(LARGEST).tolist() == [n >= 5 for n in range(LARGEST)]
+    assert mask(buffers).tolist() == [n >= 5 for n in range(LARGEST)]
     given = filled(buffers, {"x": x[:3]}, 3, 8)["x"]
     assert torch.equal(given, torch.cat([x[:3], torch.ones(5, WIDTH)]))
 
@@ -153,7 +158,7 @@ def test_restoring_restores_the_buffers() -> None:
 def test_two_dimensions_are_padded_together(rule: Any) -> None:
     """One row a request, one column a token."""
     spec = InputSpec("mask", (3, LARGEST), torch.float32, token_dim=1, request_dim=0, padding=rule)
-    buffers = StepBuffers([spec], CPU)
+    buffers = InputBuffers([spec], CPU)
     assert buffers.largest == {"num_tokens": LARGEST, "num_reqs": 3}
     full = {"num_tokens": LARGEST, "num_reqs": 3}
     given = buffers.at(full)
@@ -165,7 +170,7 @@ def test_two_dimensions_are_padded_together(rule: Any) -> None:
             expected = nn.functional.pad(x, pad)
         else:
             expected = nn.functional.pad(x[None, None], pad, mode="replicate")[0, 0]
-        assert torch.equal(given["mask"].tensor, expected)
+        assert torch.equal(given.arguments["mask"], expected)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +191,7 @@ def test_two_dimensions_are_padded_together(rule: Any) -> None:
 )
 def test_inputs_that_describe_no_largest_batch_are_refused(specs: list[InputSpec], found: str) -> None:
     with pytest.raises(OptionError, match="one largest batch") as raised:
-        StepBuffers(specs, CPU)
+        InputBuffers(specs, CPU)
     assert found in raised.value.found
 
 
@@ -222,9 +227,10 @@ def test_a_padding_value_that_the_dtype_cannot_hold_is_refused_by_name(padding: 
 
 def test_output_buffers_store_and_cut_results() -> None:
     leaves = [torch.ones(3, 2), None, torch.ones(4)]
-    outputs = OutputBuffers.like(leaves, [{0: "num_tokens"}, {}, {}], {"num_tokens": LARGEST})
+    cuts = ({0: "num_tokens"}, {}, {})
+    outputs = Recipe(None, list, cuts, result_buffers(leaves, cuts, {"num_tokens": LARGEST}), (0, None, 1), None)
     assert [None if b is None else tuple(b.shape) for b in outputs.buffers] == [(LARGEST, 2), None, (4,)]
-    outputs.store([torch.full((5, 2), 7.0), None, torch.arange(4.0)], {"num_tokens": 5})
+    outputs.store_leaves([torch.full((5, 2), 7.0), None, torch.arange(4.0)], {"num_tokens": 5})
     assert outputs.cut(0, {"num_tokens": 5}).eq(7).all()
     assert outputs.cut(0, {"num_tokens": 10})[5:].eq(0).all()
     assert outputs.cut(1, {"num_tokens": 5}) is None
@@ -234,7 +240,7 @@ def test_output_buffers_store_and_cut_results() -> None:
     assert outputs.num_bytes() == 4 * (LARGEST * 2 + 4)
     for wrong in (torch.ones(4, 2), torch.ones(5, 2).double()):
         with pytest.raises(ShapeError, match="output 0"):
-            outputs.store([wrong, None, torch.ones(4)], {"num_tokens": 5})
+            outputs.store_leaves([wrong, None, torch.ones(4)], {"num_tokens": 5})
     assert outputs.cut(0, {"num_tokens": 5}).eq(7).all(), "nothing was written"
 
 

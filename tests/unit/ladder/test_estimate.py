@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any, cast
 
@@ -313,7 +314,7 @@ def test_a_group_that_finds_room_adds_nothing_to_the_pool() -> None:
     }
     behind = [Sample(keys[0], MemoryGrowth(80, 50, 0), 0), Sample(keys[2], MemoryGrowth(0, 10, 0), 0)]
     driver_bytes = {"mixed PIECEWISE": 10, "decode FULL": 6}
-    estimate = estimate_of(keys_by_group(keys), Measured(groups, driver_bytes, behind), spent_bytes=4)
+    estimate = replace(estimate_of(keys_by_group(keys), Measured(groups, driver_bytes, behind)), spent_bytes=4)
     assert [(group.name, group.num_keys, group.growth) for group in estimate.groups] == [
         ("mixed PIECEWISE", 2, MemoryGrowth(80, 50, 10)),
         ("decode FULL", 2, MemoryGrowth(0, 10, 6)),
@@ -329,7 +330,9 @@ def test_a_group_that_finds_no_room_in_one_piece_adds_what_it_took() -> None:
         "decode FULL": [Sample(keys[2], MemoryGrowth(60), 0)],
     }
     behind = [Sample(keys[0], MemoryGrowth(80), 0), Sample(keys[2], MemoryGrowth(60), 0)]
-    estimate = estimate_of(keys_by_group(keys), Measured(groups, together=behind, opening=MemoryGrowth(30, 5, 0)))
+    estimate = estimate_of(
+        keys_by_group(keys), Measured(groups, largest_in_one_pool=behind, pool_setup=MemoryGrowth(30, 5, 0))
+    )
     assert [group.growth.pool_bytes for group in estimate.groups] == [30 + 80, 60]
     assert estimate.total_bytes == 30 + 80 + 60 + 5
     assert bytes_after(estimate, keys[2:]) == 30 + 60 + 60, "never less than what it took behind the others"
