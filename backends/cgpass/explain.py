@@ -1,17 +1,26 @@
-"""Reports how the backend would split and pad a model, without capturing anything."""
+"""What is said of a graph when it has been compiled: its record for reports, warnings, log lines and artifacts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from cgpass.rules import AutoRules
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.compat import dynamo
+from graphpass.ledger import Reason
+from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
+from graphpass.regions.padding import PaddingProof
+from graphpass.regions.split import Partition
 from graphpass.report import Report
+from graphpass.report.records import CallableRecord, PaddingCause, RegionRecord, SizeRecord
 
-__all__ = ["explain"]
+_log = logging.getLogger("graphpass")
 
 
 def explain(
@@ -38,3 +47,114 @@ def explain(
     with torch.no_grad():
         compiled(*inputs)
     return runtime.report()
+
+
+def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[RegionRecord, ...]:
+    """The regions of a graph.
+
+    Args:
+        parts: the partitioned graph.
+        artifacts: region name -> its artifact, for captured regions; equal regions have the same object.
+    """
+    first_with: dict[int, str] = {}
+    return tuple(
+        RegionRecord(
+            name=region.name,
+            kind=region.kind,
+            num_ops=len(region.graph_module.graph.nodes),
+            reasons=tuple(Reason(str(reason), reason.remedy, reason.where) for reason in region.reasons),
+            like=first_with.setdefault(id(artifacts.get(region.name, region)), region.name),
+        )
+        for region in parts.regions
+    )
+
+
+def size_records(rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...]:
+    """The sizes that distinguish the calls of a graph, in the order of its symbols, with their proofs."""
+    remedies = {field: remedy for field, _, remedy in rules.unproved}
+    ranges = rules.sizes.guards.ranges
+    return tuple(
+        SizeRecord(
+            field=field.name,
+            symbol=str(size.symbol),
+            traced=rules.sizes.hints[size.symbol],
+            least=ranges.get(size.symbol, (None, None))[0],
+            greatest=ranges.get(size.symbol, (None, None))[1],
+            is_padded=field.is_padded,
+            verdict=proof.verdicts[field.name].name.lower() if field.name in proof.verdicts else None,
+            causes=tuple(
+                PaddingCause(found.target, found.op, found.why, found.where, found.verdict.name.lower())
+                for found in proof.findings
+                if found.field == field.name
+            ),
+            remedy=remedies.get(field.name, ""),
+        )
+        for size, field in zip(rules.sizes.sizes, rules.keys.fields, strict=True)
+    )
+
+
+def report_graph(
+    record: CallableRecord,
+    parts: Partition,
+    auto: tuple[AutoRules, PaddingProof] | None,
+    runtime: GraphRuntime,
+    settings: Settings,
+) -> None:
+    """Say what of a compiled graph gets no graph, and what is not padded, each with its remedy.
+
+    Args:
+        record: its record.
+        parts: its regions.
+        auto: rules of its dispatcher and the proof behind them; None if a forward context dispatches.
+        runtime: whose report it is.
+        settings: the backend's options.
+    """
+
+    def warn(text: str, remedy: str, at: str) -> None:
+        runtime.warn(text, remedy, at=at, is_silent=settings.on_fallback == "silent", is_recorded=True)
+
+    name, num_captured = record.name, sum(region.kind == "captured" for region in record.regions)
+    num_eager = len(record.regions) - num_captured
+    _log.debug("%s compiled: %d regions for graphs, %d eager regions", name, num_captured, num_eager)
+    for region in record.regions:
+        for reason in region.reasons:
+            _log.debug("%s.%s is eager: %s", name, region.name, reason)
+    dynamo.trace_text(f"graphpass_partition_{name}", parts.dump)
+    if record.ends is not None:
+        text = "ends at a graph break, and the code from there to the next graph runs in Python: graph break: "
+        warn(f"{text}{record.ends}", record.ends.remedy, name)
+    if CUDAGraphMode.PIECEWISE in settings.runtime_modes():
+        for part, region in zip(parts.regions, record.regions, strict=True):
+            for cut, reason in zip(part.reasons, region.reasons, strict=True):
+                if not cut.captures_whole and cut.remedy:  # eager although the user did not ask for it
+                    warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
+    if auto is not None:
+        rules, proof = auto
+        for _, problem, remedy in rules.unproved:
+            warn(problem, remedy, name)
+        dynamo.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
+        dynamo.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
+
+
+def _padding(proof: PaddingProof) -> dict[str, object]:
+    return {
+        "verdicts": {field: verdict.name for field, verdict in proof.verdicts.items()},
+        "findings": [{**asdict(found), "verdict": found.verdict.name} for found in proof.findings],
+        "assumptions": list(proof.assumptions),
+    }
+
+
+def _keys(rules: AutoRules) -> dict[str, object]:
+    return {
+        "mode": str(rules.mode),
+        "never_captured": None if rules.off is None else {"why": rules.off.why, "remedy": rules.off.remedy},
+        "fields": [
+            {
+                "field": field.name,
+                "is_padded": field.is_padded,
+                "sizes": None if field.ladder is None else list(field.ladder),
+            }
+            for field in rules.keys.fields
+        ],
+        "max_graphs": rules.keys.max_graphs,
+    }

@@ -13,8 +13,7 @@ from torch import fx
 
 from cgpass.appended import AppendedInputs, attributes_read, count_from_start, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
-from cgpass.recorded import region_records, size_records
-from cgpass.reporting import report_graph
+from cgpass.explain import region_records, report_graph, size_records
 from cgpass.rules import dispatched
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
@@ -103,24 +102,23 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     start_s = time.perf_counter()
     rules, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
     proof_s = time.perf_counter() - start_s
-    runtime.register(
-        CallableRecord(
-            name=name,
-            regions=region_records(parts, compiled.by_name),
-            artifacts=compiled.num_new,
-            frame=dynamo.frame_id(),
-            ends=traced.ends_early,
-            seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
-            admits=sizes.admits if sizes.symbols else None,
-            sizes=() if rules is None or proof is None else size_records(rules, proof),
-            assumptions=() if proof is None else proof.assumptions,
-            mode=None if rules is None else rules.mode if rules.off is None else CUDAGraphMode.NONE,
-            off=None if rules is None else rules.off,
-        )
+    record = CallableRecord(
+        name=name,
+        regions=region_records(parts, compiled.by_name),
+        artifacts=compiled.num_new,
+        frame=dynamo.frame_id(),
+        ends=traced.ends_early,
+        seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
+        admits=sizes.admits if sizes.symbols else None,
+        sizes=() if rules is None or proof is None else size_records(rules, proof),
+        assumptions=() if proof is None else proof.assumptions,
+        mode=None if rules is None else rules.mode if rules.off is None else CUDAGraphMode.NONE,
+        off=None if rules is None else rules.off,
     )
+    runtime.register(record)
     _note_problems(name, sizes, traced.floats, runtime)
     dispatch = None if rules is None or proof is None else (rules, proof)
-    report_graph(name, parts, traced.ends_early, dispatch, runtime, settings)
+    report_graph(record, parts, dispatch, runtime, settings)
     graph = CompiledGraph(
         name=name,
         partition=parts,
