@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,7 @@ from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
-from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedMemory
-from graphpass.report.records import RegionId, RegionUse
 
 _MAX_REMEMBERED = 4096
 
@@ -104,7 +102,7 @@ class AutoDispatcher:
     """
 
     def __init__(self, name: str, runtime: GraphRuntime, rules: AutoRules) -> None:
-        self.region, self.rules = RegionId(name), rules
+        self.rules = rules
         self._name, self._runtime = name, runtime
         self._places = tuple(size.place for size in rules.sizes.sizes)
         self._layout_numbers = rules.sizes.layout_numbers
@@ -118,7 +116,7 @@ class AutoDispatcher:
         self._failures = FailedCaptures(name)
         self._is_refuted = False
         self._generation = runtime.lease.generation
-        runtime.adopt(self)
+        runtime.adopt_dispatcher(self)
 
     def decide(self, args: Sequence[Any], scope: CaptureScope | None) -> AutoCall | Reason:
         """How a call runs over a graph, or why it runs without one now.
@@ -193,24 +191,7 @@ class AutoDispatcher:
         text, is_silent = f"runs without a graph: {reason.why}", self.rules.on_fallback == "silent"
         self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
 
-    # -- what the runtime asks of its wrappers ------------------------------------------------------------------------
-
-    @property
-    def mode(self) -> CUDAGraphMode:
-        """FULL or PIECEWISE: how keys are captured; NONE if they never are."""
-        return self.rules.mode
-
-    def uses(self) -> Iterator[RegionUse]:
-        """Always empty: the wrappers count their graphs."""
-        return iter(())
-
-    def captured(self) -> list[BatchDescriptor]:
-        """Always empty: the wrappers own the graphs."""
-        return []
-
-    def hide_entries(self) -> Callable[[], None]:
-        """Hides nothing: no call is dispatched here while a throwaway scope is open. Returns a no-op."""
-        return lambda: None
+    # -- what the runtime asks ----------------------------------------------------------------------------------------
 
     def buffer_bytes(self) -> int:
         """Bytes of the padded inputs."""

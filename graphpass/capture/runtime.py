@@ -10,9 +10,9 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,9 @@ from graphpass.report import Problem, Report
 from graphpass.report.figures import ReportFigures, runtime_figures
 from graphpass.report.records import CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
 
+if TYPE_CHECKING:
+    from graphpass.capture.wrapper import CUDAGraphWrapper
+
 SEE_WHAT_DIFFERS = (
     "see what differs (TORCH_LOGS=recompiles): name a dimension that varies in dynamic_dims, and keep a Python number "
     "that changes in a buffer, or pass it as a tensor"
@@ -38,16 +41,11 @@ _MANY = 8  # compilations of one function: the default of torch._dynamo.config.r
 _Owned = TypeVar("_Owned")
 
 
-class _Wrapper(Protocol):
-    region: RegionId
+class _OwnsBuffers(Protocol):
+    """A wrapper, or a dispatcher of calls without a context, which owns padded inputs."""
 
-    @property
-    def mode(self) -> CUDAGraphMode: ...
-    def uses(self) -> Iterable[RegionUse]: ...
-    def captured(self) -> list[BatchDescriptor]: ...
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
-    def hide_entries(self) -> Callable[[], None]: ...
 
 
 class GraphRuntime:
@@ -65,7 +63,8 @@ class GraphRuntime:
         self.ledger = Ledger(dynamo.trace_json)
         self.lease = PoolLease(self.ledger, pool, None if device is None else torch.device(device))
         self.scopes = CaptureScopes()
-        self._wrappers: list[weakref.ref[_Wrapper]] = []
+        self._wrappers: list[weakref.ref[CUDAGraphWrapper]] = []
+        self._dispatchers: list[weakref.ref[_OwnsBuffers]] = []
         self._callables: list[CallableRecord] = []
         self._captured_frames: set[int | None] = set()
         self._retraced_for: str | None = None  # the first reason: one warning stands for all callables
@@ -121,6 +120,7 @@ class GraphRuntime:
     def _hidden(self) -> Iterator[None]:
         """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
         held, aside = self.lease, {id(wrapper): wrapper.hide_entries() for wrapper in self._alive()}
+        num_dispatchers = len(self._dispatchers)
         tables = self.ledger.tables.copy()
         self.ledger.tables.clear()
         self.lease = used = held.fork_empty()
@@ -134,6 +134,8 @@ class GraphRuntime:
                 else:  # compiled in the body: the wrapper stays, its graphs and counts do not
                     wrapper.close()
                     wrapper.hide_entries()
+            for dispatcher in _existing(self._dispatchers[num_dispatchers:]):
+                dispatcher.close()
             self.lease, self.ledger.tables = held, tables
             held.shows_stale |= used.shows_stale
             if used.generation != in_body:  # a parameter died, and hidden graphs that read it were dropped with it
@@ -207,8 +209,8 @@ class GraphRuntime:
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
-        for wrapper in self._alive():
-            wrapper.close()
+        for owner in (*self._alive(), *_existing(self._dispatchers)):
+            owner.close()
         self._captured_frames.clear()
         self.lease.close()
 
@@ -230,19 +232,23 @@ class GraphRuntime:
 
     def buffer_bytes(self) -> int:
         """Bytes of all static input buffers."""
-        return sum(wrapper.buffer_bytes() for wrapper in self._alive())
+        return sum(owner.buffer_bytes() for owner in (*self._alive(), *_existing(self._dispatchers)))
 
     # -- what wrappers and compilers call --------------------------------------------------------------------------
 
-    def adopt(self, wrapper: _Wrapper, *, shows_stale: bool = False) -> None:
+    def adopt(self, wrapper: CUDAGraphWrapper, *, shows_stale: bool = False) -> None:
         """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference.
 
         Args:
-            wrapper: usually a :class:`~graphpass.capture.wrapper.CUDAGraphWrapper`.
+            wrapper: the wrapper.
             shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
         """
         self._wrappers.append(weakref.ref(wrapper))
         self.lease.shows_stale |= shows_stale
+
+    def adopt_dispatcher(self, dispatcher: _OwnsBuffers) -> None:
+        """Count the bytes of a dispatcher's buffers, and close it with the runtime, by weak reference."""
+        self._dispatchers.append(weakref.ref(dispatcher))
 
     def next_callable_name(self) -> str:
         """The name (``g0``, ``g1``, ...) of the callable that will be registered next."""
@@ -377,8 +383,12 @@ class GraphRuntime:
         """Whether any thread has a capture scope open, or this thread is inside a forward that uses the pool."""
         return self.scopes.is_any_open() or self.lease.turn.is_mine()
 
-    def _alive(self) -> list[_Wrapper]:
-        return [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
+    def _alive(self) -> list[CUDAGraphWrapper]:
+        return _existing(self._wrappers)
+
+
+def _existing(references: Iterable[weakref.ref[_Owned]]) -> list[_Owned]:
+    return [owner for reference in references if (owner := reference()) is not None]
 
 
 # -- the runtime of a callable ----------------------------------------------------------------------------------------
