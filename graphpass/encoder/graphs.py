@@ -16,7 +16,7 @@ from graphpass.capture import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import copy_each
 from graphpass.capture.wrapper import CUDAGraphWrapper
-from graphpass.context import set_forward_context
+from graphpass.context import ForwardContext, entered, set_forward_context
 from graphpass.encoder.costs import EncoderCosts, Load, TimedExample, measured_costs
 from graphpass.encoder.options import EncoderOptions
 from graphpass.encoder.planner import BatchPlanner, PackingCosts
@@ -270,7 +270,9 @@ class EncoderGraphs:
 
     def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
         """Replay ``key`` over the current contents of its buffers, or capture it if it has no graph."""
-        with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=key.descriptor) as context:
+        # Mode and descriptor need none of the checks of set_forward_context.
+        context = ForwardContext(None, CUDAGraphMode.FULL, key.descriptor, None, None, None, None, None)
+        with entered(context):
             return _outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:

@@ -92,12 +92,11 @@ class EncoderGraphKey:
     frames: int | None = None  #: maximum number of frames of all items; None if frames are not counted
     path: str = ""  #: the path of all items
     axes: Axes = ()  #: the value of each axis
+    descriptor: BatchDescriptor = field(init=False, repr=False, compare=False)  #: the batch descriptor of the graph
 
-    @property
-    def descriptor(self) -> BatchDescriptor:
-        """The batch descriptor of the graph."""
+    def __post_init__(self) -> None:
         extra = ((("path", self.path),) if self.path else ()) + self.axes
-        return BatchDescriptor(self.tokens, num_reqs=self.items, extra=extra)
+        object.__setattr__(self, "descriptor", BatchDescriptor(self.tokens, num_reqs=self.items, extra=extra))
 
     def __str__(self) -> str:
         return str(self.descriptor)
