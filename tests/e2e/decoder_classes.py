@@ -201,6 +201,8 @@ def _work(names: Sequence[str]) -> None:
         torch.compiler.reset()
 
 
+EQUAL = "Equal: "
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -210,17 +212,18 @@ def versions() -> str:
 
 
 def described(found: Sequence[Outcome], of_versions: str) -> str:
-    """The table, with the versions and the counts in front of it."""
+    """The versions and counts, the names of the equal classes, and a table of the others."""
     ordered = sorted(found, key=lambda outcome: outcome.name)
     kinds = dict.fromkeys(outcome.outcome for outcome in ordered)
     counts = ", ".join(f"{sum(other.outcome == kind for other in ordered)} {kind}" for kind in sorted(kinds))
     rows = [
         f"| {outcome.name} | {outcome.outcome} | {outcome.sentence.replace('|', chr(92) + '|')} |"
         for outcome in ordered
+        if outcome.outcome != "equal"
     ]
-    return "\n".join(
-        [f"{of_versions}: {len(ordered)} classes, {counts}.", "", "| class | outcome | why |", "|---|---|---|", *rows]
-    )
+    equal = ", ".join(outcome.name for outcome in ordered if outcome.outcome == "equal")
+    head = [f"{of_versions}: {len(ordered)} classes, {counts}.", "", f"{EQUAL}{equal}", ""]
+    return "\n".join([*head, "| class | outcome | why |", "|---|---|---|", *rows])
 
 
 def recorded() -> tuple[str, dict[str, Outcome]]:
@@ -235,9 +238,13 @@ def table_of_page() -> str:
 
 
 def rows_of(table: str) -> dict[str, Outcome]:
-    """The rows of a table, by class."""
-    rows = [line[2:-2].split(" | ", 2) for line in table.splitlines() if line.startswith("| ")]
-    return {name: Outcome(name, kind, why.replace("\\|", "|")) for name, kind, why in rows if name != "class"}
+    """The outcomes that the table tells, by class."""
+    lines = table.splitlines()
+    rows = [line[2:-2].split(" | ", 2) for line in lines if line.startswith("| ")]
+    found = [Outcome(name, kind, why.replace("\\|", "|")) for name, kind, why in rows if name != "class"]
+    equal = "".join(line.removeprefix(EQUAL) for line in lines if line.startswith(EQUAL))
+    found += [Outcome(name, "equal") for name in equal.split(", ") if name]
+    return {outcome.name: outcome for outcome in sorted(found, key=lambda outcome: outcome.name)}
 
 
 def _write(found: Sequence[Outcome]) -> None:
