@@ -370,7 +370,8 @@ def assert_workspaces_as_set(device: torch.device) -> None:
 )
 def test_workspaces_that_torch_caches(cuda: torch.device, test: str) -> None:
     """In a process of its own, since torch reads the setting once: 2.15 caches workspaces only where it is set."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{test}"]
+    plugins_off = [option for name in ("cacheprovider", "xdist", "benchmark") for option in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins_off, f"{__file__}::{test}"]
     ran = subprocess.run(
         command, env={**os.environ, WORKSPACE_CACHE: "1"}, capture_output=True, text=True, timeout=600, check=False
     )
