@@ -16,13 +16,21 @@ ATTEND = "cgpasstest::attend"
 FULL = CUDAGraphMode.FULL
 Run = Callable[..., Any]
 BOTH = ("PIECEWISE", "FULL")
+MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 
 
-def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, options: Any = None, **how: Any) -> Any:
+def compiled_with(
+    rt: GraphRuntime,
+    model: Callable[..., Any],
+    *,
+    dynamic: bool | None = True,
+    fullgraph: bool = False,
+    **options: Any,
+) -> Any:
     """``torch.compile`` of ``model`` for ``rt``; dynamic unless said otherwise."""
-    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **(options or {})}
-    return torch.compile(model, backend="cgpass", options=given, **{"dynamic": True, **how})
+    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **options}
+    return torch.compile(model, backend="cgpass", dynamic=dynamic, fullgraph=fullgraph, options=given)
 
 
 def endings(rt: GraphRuntime) -> dict[str, str]:

@@ -92,7 +92,7 @@ def test_inductors_own_graphs_stay_off_whatever_the_user_set(training: bool) -> 
 @COMPILERS
 def test_autocast_around_the_call(rt: GraphRuntime, at_key: Run, tally: Run, compiler: str) -> None:
     model = Attended().eval()
-    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    compiled = compiled_with(rt, model, compiler=compiler)
     autocast = torch.autocast("cpu", torch.bfloat16)
     with rt.capturing():
         for mode in BOTH:
@@ -113,7 +113,7 @@ def test_autocast_around_the_call(rt: GraphRuntime, at_key: Run, tally: Run, com
 @COMPILERS
 def test_autocast_freezes_no_cast_weights(rt: GraphRuntime, at_key: Run, compiler: str) -> None:
     model = Attended().eval()
-    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    compiled = compiled_with(rt, model, compiler=compiler)
     x = torch.randn(4, 6)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
@@ -149,7 +149,7 @@ class CastInside(nn.Module):
 @COMPILERS
 def test_autocast_inside_the_model(rt: GraphRuntime, at_key: Run, compiler: str) -> None:
     model = CastInside().eval()
-    compiled = compiled_with(rt, model, fullgraph=True, options={"compiler": compiler})
+    compiled = compiled_with(rt, model, fullgraph=True, compiler=compiler)
     with rt.capturing():
         for mode in BOTH:
             at_key(compiled, mode, 4, torch.randn(4, 6))
@@ -173,7 +173,7 @@ def test_under_grad_it_compiles_never_captures_and_gradients_are_right(
 ) -> None:
     model = Plain()
     eager = copy.deepcopy(model)
-    compiled = compiled_with(rt, model, options={"compiler": compiler, "lazy_capture": True})
+    compiled = compiled_with(rt, model, compiler=compiler, lazy_capture=True)
     x, eagers = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
     with torch.no_grad():
         eagers.copy_(x)
@@ -218,7 +218,7 @@ class GradInside(nn.Module):
 def test_set_grad_enabled_inside_the_model(rt: GraphRuntime, at_key: Run, tally: Run, compiler: str) -> None:
     model = GradInside()
     eager = copy.deepcopy(model)
-    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    compiled = compiled_with(rt, model, compiler=compiler)
     x = torch.randn(4, 6)
     for run in (compiled, eager):
         run(x).square().sum().backward()

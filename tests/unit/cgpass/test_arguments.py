@@ -21,6 +21,7 @@ from tests.observed import reported_regions
 from tests.unit.cgpass.attended import (
     BOTH,
     COMPILERS,
+    MODES,
     Attended,
     Run,
     agrees,
@@ -28,9 +29,6 @@ from tests.unit.cgpass.attended import (
     expected_counts,
     regions_of,
 )
-
-MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-
 
 # -- inputs that are views
 
@@ -103,7 +101,7 @@ def test_another_layout_at_a_captured_key_is_right(
 ) -> None:
     """Dynamo compiles anew for other strides; where it does not, the copy must not mind them."""
     model = Attended().eval()
-    compiled = compiled_with(rt, model, options={"lazy_capture": True})
+    compiled = compiled_with(rt, model, lazy_capture=True)
     with rt.capturing():
         for mode in BOTH:
             at_key(compiled, mode, 6, torch.randn(6, 6))
@@ -126,7 +124,7 @@ class Image(nn.Module):
 )
 def test_channels_last(rt: GraphRuntime, at_key: Run, compiler: str, weights: torch.memory_format) -> None:
     model = Image().eval().to(memory_format=weights)
-    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    compiled = compiled_with(rt, model, compiler=compiler)
     with rt.capturing():
         for mode in BOTH:
             for size in (5, 2):
@@ -158,7 +156,7 @@ def draws(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Te
 
 @MODES
 def test_an_explicit_generator_advances_and_reseeding_reproduces(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    compiled = compiled_with(rt, draws, options={"compiler": "eager"})
+    compiled = compiled_with(rt, draws, compiler="eager")
     x = torch.randn(4, 6)
     mine, eagers = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     default = torch.get_rng_state()
@@ -172,7 +170,7 @@ def test_an_explicit_generator_advances_and_reseeding_reproduces(rt: GraphRuntim
 
 
 def test_another_generator_is_the_one_that_advances(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, draws, options={"compiler": "eager"})
+    compiled = compiled_with(rt, draws, compiler="eager")
     x = torch.randn(4, 6)
     first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     with rt.capturing():
@@ -195,7 +193,7 @@ class Keeps(nn.Module):
 
 def test_a_generator_that_the_model_keeps(rt: GraphRuntime, at_key: Run) -> None:
     model = Keeps()
-    compiled = compiled_with(rt, model, options={"compiler": "eager"})
+    compiled = compiled_with(rt, model, compiler="eager")
     x = torch.randn(4, 6)
     model.generator.manual_seed(9)
     want = [model(x) for _ in range(3)]
@@ -210,7 +208,7 @@ def test_the_default_generator_across_two_sizes(rt: GraphRuntime, at_key: Run, c
     def model(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(torch.ops.cgpasstest.attend(F.dropout(x, 0.5)), 0.5) + torch.randn_like(x)
 
-    compiled = compiled_with(rt, model, options={"compiler": compiler})
+    compiled = compiled_with(rt, model, compiler=compiler)
     with rt.capturing():
         for mode in BOTH:
             for size in (8, 4):

@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 def failure(rt: GraphRuntime, compiler: str, mode: str, op_name: str) -> Exception:
     options = {"compiler": compiler, "splitting_ops": [ATTEND, "cgpasstest::fails_eagerly"]}
-    compiled = compiled_with(rt, Model(), options=options)
+    compiled = compiled_with(rt, Model(), **options)
     x = torch.randn(4, 6)
     with torch.no_grad(), rt.capturing():
         compiled(x)
@@ -109,7 +109,7 @@ def test_an_op_that_cannot_be_captured_is_named(rt: GraphRuntime, compiler: str)
             y = x + 1
             return torch.ops.cgpasstest_host.reads(y) * 2
 
-        compiled = compiled_with(rt, model, options={"compiler": compiler})
+        compiled = compiled_with(rt, model, compiler=compiler)
         with torch.no_grad(), rt.capturing():
             context = gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.FULL, batch_descriptor=gp.BatchDescriptor(4))
             with context, pytest.raises(CaptureError) as raised:

@@ -18,7 +18,7 @@ from tests.unit.cgpass.attended import BOTH, Attended, Run, agrees, compiled_wit
 def test_five_rows_are_no_eight_tokens(rt: GraphRuntime, at_key: Run, mode: str, how: str) -> None:
     model = Attended().eval()
     options = {"dynamic_dims": {"x": 0}} if how == "declared" else {}
-    compiled = compiled_with(rt, model, options=options, dynamic=None if how == "marked" else True)
+    compiled = compiled_with(rt, model, **options, dynamic=None if how == "marked" else True)
 
     def rows(number: int) -> torch.Tensor:
         x = torch.randn(number, 6)
@@ -45,7 +45,7 @@ def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(
     """The loop of the guide: Dynamo calls the input of ``nn.Sequential`` ``args[0]``."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU()).eval()
     options = {"splitting_ops": [], "dynamic_dims": dims}
-    compiled = compiled_with(rt, model, options=options)
+    compiled = compiled_with(rt, model, **options)
     with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
         at_key(compiled, "FULL", 8, torch.randn(5, 6), capture=rt)
     at_key(compiled, "FULL", 8, torch.randn(8, 6), capture=rt)
@@ -61,7 +61,7 @@ def test_a_size_that_differs_is_no_number_for_the_key(rt: GraphRuntime, at_key: 
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.relu() * y.sum(0) + y.shape[0]
 
-    compiled = compiled_with(rt, model, options={"splitting_ops": [], "dynamic_dims": {"x": 0}})
+    compiled = compiled_with(rt, model, splitting_ops=[], dynamic_dims={"x": 0})
     at_key(compiled, "FULL", 4, torch.randn(4, 6), torch.randn(3, 6), capture=rt)
     with pytest.raises(ShapeError, match=r"input y .*pad the input"):
         at_key(compiled, "FULL", 4, torch.randn(4, 6), torch.randn(5, 6))
@@ -128,7 +128,7 @@ def test_a_graph_for_one_size_takes_the_key_that_it_comes_with(rt: GraphRuntime,
 
 
 def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, Attended().eval(), dynamic=False, options={"dynamic_dims": {"x": 0}})
+    compiled = compiled_with(rt, Attended().eval(), dynamic=False, dynamic_dims={"x": 0})
     with pytest.raises(ShapeError, match="'x'"):
         at_key(compiled, "FULL", 8, torch.randn(5, 6), capture=rt)
     assert rt.stats().captured == 0
@@ -137,7 +137,7 @@ def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(rt: Gr
 
 def test_declared_fields_are_read_from_the_key_without_capture_sizes(rt: GraphRuntime, at_key: Run) -> None:
     dims = {"x": {0: "num_reqs", 1: "seq_len"}}
-    compiled = compiled_with(rt, by_request, options={"dynamic_dims": dims})
+    compiled = compiled_with(rt, by_request, dynamic_dims=dims)
     key = BatchDescriptor(12, num_reqs=3, extra=(("seq_len", 4),))
     for shape in ((4, 3), (3, 5)):
         with pytest.raises(ShapeError, match="'x'"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.errors import CaptureError, ContextError, StaticInputError
 from tests.observed import reported_regions
-
-ATTEND = "cgpasstest::attend"
-Run = Callable[..., Any]
+from tests.unit.cgpass.attended import Run, compiled_with
 
 
 class Block(nn.Module):
@@ -35,8 +32,7 @@ class Block(nn.Module):
 def compiled_block(rt: GraphRuntime, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = (model or Block()).eval()
-    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **options}
-    return model, torch.compile(model, backend="cgpass", dynamic=True, options=given)
+    return model, compiled_with(rt, model, **options)
 
 
 def test_full_is_captured_once_and_replays_without_python(
@@ -205,8 +201,7 @@ def test_a_graph_break_gives_each_graph_its_own_full(rt: GraphRuntime, at_key: R
 
 def test_two_instances_share_a_callable_and_keep_their_weights(rt: GraphRuntime, at_key: Run) -> None:
     one, two = Block().eval(), Block().eval()
-    options = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt}
-    compiled = [torch.compile(model, backend="cgpass", dynamic=True, options=dict(options)) for model in (one, two)]
+    compiled = [compiled_with(rt, model) for model in (one, two)]
     with rt.capturing():
         for mode in ("FULL", "PIECEWISE"):
             for model in compiled:

@@ -15,15 +15,7 @@ from torch import nn
 from graphpass import GraphRuntime
 from graphpass.errors import CaptureError
 from tests.observed import reported_regions
-
-ATTEND = "cgpasstest::attend"
-Run = Callable[..., Any]
-MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-
-
-def compiled_with(rt: GraphRuntime, model: Callable[..., Any], **options: Any) -> Any:
-    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **options}
-    return torch.compile(model, backend="cgpass", dynamic=True, options=given)
+from tests.unit.cgpass.attended import MODES, Run, compiled_with
 
 
 def attended(x: torch.Tensor) -> torch.Tensor:

@@ -194,8 +194,8 @@ def test_one_class_with_different_options(at_key: Run, shared: bool) -> None:
     one, two = Attended().eval(), Attended().eval()
     with GraphRuntime() as first, GraphRuntime() as other:
         second = first if shared else other
-        whole = compiled_with(first, one, options={"mode": "FULL", "outputs": "clone"})
-        parts = compiled_with(second, two, options={"mode": "PIECEWISE", "outputs": "view"})
+        whole = compiled_with(first, one, mode="FULL", outputs="clone")
+        parts = compiled_with(second, two, mode="PIECEWISE", outputs="view")
         at_key(whole, "FULL", 4, torch.randn(4, 6), capture=first)
         at_key(parts, "PIECEWISE", 4, torch.randn(4, 6), capture=second)
         for _ in range(3):
@@ -226,7 +226,7 @@ class Convolved(nn.Module):
 
 def test_different_classes_feed_each_other_from_one_pool(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
     one, two = Attended().eval(), Convolved().eval()
-    first, second = (compiled_with(rt, model, options={"outputs": "view"}) for model in (one, two))
+    first, second = (compiled_with(rt, model, outputs="view") for model in (one, two))
 
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = first(x)
@@ -277,7 +277,7 @@ def test_a_deep_copy_of_a_compiled_model_captures_in_a_runtime_of_its_own(rt: Gr
 def test_one_model_compiled_twice_with_different_options(at_key: Run, rt: GraphRuntime) -> None:
     model = Attended().eval()
     split = compiled_with(rt, model)
-    whole = compiled_with(rt, model, options={"splitting_ops": []})
+    whole = compiled_with(rt, model, splitting_ops=[])
     with rt.capturing():
         for compiled in (split, whole):
             at_key(compiled, "PIECEWISE", 4, torch.randn(4, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -13,14 +14,13 @@ import torch
 import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime
 from graphpass.errors import CaptureError, ShapeError
-from tests.unit.cgpass.attended import ATTEND, BOTH, Run, agrees
+from tests.unit.cgpass import attended
+from tests.unit.cgpass.attended import BOTH, Run, agrees
 
 SCALE = "cgpasstest::scale"
 
 
-def compiled_with(rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool | None = True, **options: Any) -> Any:
-    given = {"compiler": "eager", "splitting_ops": [ATTEND, SCALE], "runtime": rt, **options}
-    return torch.compile(model, backend="cgpass", dynamic=dynamic, options=given)
+compiled_with = functools.partial(attended.compiled_with, splitting_ops=[attended.ATTEND, SCALE])
 
 
 def notes(rt: GraphRuntime) -> list[str]:
