@@ -25,6 +25,7 @@ from torch import fx
 
 from cgpass.auto import AutoCall
 from cgpass.rules import AutoRules
+from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
 from graphpass.compat import operators, trees
 from graphpass.context import ForwardContext, entered
@@ -133,7 +134,7 @@ def check_padding(call: PaddedCall) -> PaddingCheck:
     """Repeat a call with other contents of its padding, and in float64 with other amounts; compare all real entries."""
     with call.restoring():  # random contents come from the default generator
         expected, control = call.observed(None), call.observed(None)
-        spreads = {name: _spread(one, control[name]) for name, one in expected.items()}
+        spreads = {name: largest_difference(one, control[name]) for name, one in expected.items()}
         is_noisy = any(spreads.values())
         # guard: padding_that_is_not_finite
         fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(call, expected)
@@ -153,14 +154,14 @@ def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[st
         except Exception as error:
             return f"it fails for other contents of the padding: {error}"
         for name, one in expected.items():
-            if _spread(one, found[name]) > _SPREADS_ALLOWED * spreads[name]:
+            if largest_difference(one, found[name]) > _SPREADS_ALLOWED * spreads[name]:
                 return f"real entries of {name} depend on the padding"
     return None
 
 
 def _fault_of_infinities(call: PaddedCall, expected: _Entries) -> str | None:
     """NaN and infinity in a real entry may come from the padding, whatever its contents, or from the model."""
-    suspects = {name: one for name, one in expected.items() if _is_real_number(one) and not bool(one.isfinite().all())}
+    suspects = {name: one for name, one in expected.items() if has_fractions(one) and not bool(one.isfinite().all())}
     unpadded = call.unpadded() if suspects else {}
     for name, one in suspects.items():
         for kind in (torch.isnan, torch.isinf):
@@ -205,36 +206,28 @@ def _is_leak(found: torch.Tensor, expected: torch.Tensor, noise: tuple[torch.Ten
     Entries that agree do not count: beside a masked logit of -1e30 any leak is small. Of an entry that cancels out only
     rounding is left, in float64 far below that of the graph's own types.
     """
-    spread = _spread(found, expected)
-    if not spread or not _is_real_number(expected):
+    spread = largest_difference(found, expected)
+    if not spread or not has_fractions(expected):
         return bool(spread)
     differs = found != expected
     if spread <= _FLOAT64_ROUNDING * _largest(expected, differs):
         return False
-    return spread > _OF_OWN_ROUNDING * _largest(_double(noise[0]) - _double(noise[1]), differs)
+    return spread > _OF_OWN_ROUNDING * _largest(in_double(noise[0]) - in_double(noise[1]), differs)
 
 
 def _is_rounding(found: Sequence[torch.Tensor], expected: torch.Tensor, rounding: float) -> bool:
     """Whether the differences at growing amounts of padding are as small as rounding and do not grow with them."""
-    if len(found) < 2 or not _is_real_number(expected):
+    if len(found) < 2 or not has_fractions(expected):
         return False
-    if any(_spread(one, expected) > rounding * _largest(expected, one != expected) for one in found):
+    if any(largest_difference(one, expected) > rounding * _largest(expected, one != expected) for one in found):
         return False
-    less, more = (_double(one).sub(_double(expected)).nan_to_num(0.0, 0.0, 0.0).norm() for one in found)
+    less, more = (in_double(one).sub(in_double(expected)).nan_to_num(0.0, 0.0, 0.0).norm() for one in found)
     return bool(more <= _GROWTH_ALLOWED * less)  # guard: padding_in_own_type
 
 
 def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
     """The largest finite magnitude among some entries."""
-    return float(_double(tensor).abs().nan_to_num(0.0, 0.0, 0.0).masked_fill(~where, 0.0).max())
-
-
-def _is_real_number(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return float(in_double(tensor).abs().nan_to_num(0.0, 0.0, 0.0).masked_fill(~where, 0.0).max())
 
 
 def _small(_: torch.dtype) -> float:
@@ -290,17 +283,6 @@ class _OtherContents:
                 index[real:] = torch.randint(real, (size - real,), generator=self._generator, device=self._device)
                 self._indices[real, size] = index  # guard: padding_integer_slices
             buffer.copy_(buffer.index_select(dim, index))
-
-
-def _spread(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two tensors: 0 if all bits agree, infinite if a difference is not finite."""
-    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
-        return 0.0 if torch.equal(one, other) else float("inf")
-    same = (one == other) | (one.isnan() & other.isnan())
-    if bool(same.all()):
-        return 0.0
-    difference = (_double(one) - _double(other)).abs().masked_fill(same, 0.0).max()
-    return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
 # -- runs in float64 ---------------------------------------------------------------------------------------------------

@@ -296,9 +296,33 @@ def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Differe
 
 def row_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row of two matrices, the norm of their difference, where NaN equals NaN, and that of ``expected``."""
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    off = torch.where(same, 0.0, found - expected).norm(dim=1)
+    off = torch.where(_same(found, expected), 0.0, found - expected).norm(dim=1)
     return off, expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+
+
+def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """0 if two tensors are equal, where NaN equals NaN; infinite if a difference is not finite, or not of numbers."""
+    if found.shape != expected.shape or not has_fractions(found):
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    same = _same(found, expected)
+    if bool(same.all()):
+        return 0.0
+    difference = (in_double(found) - in_double(expected)).abs().masked_fill(same, 0.0).max()
+    return float(difference) if bool(difference.isfinite()) else float("inf")
+
+
+def has_fractions(tensor: torch.Tensor) -> bool:
+    """Whether entries are floating-point or complex numbers, which round."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64 or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (found == expected) | (found.isnan() & expected.isnan())
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> Difference | None:
