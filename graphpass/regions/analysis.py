@@ -37,18 +37,36 @@ RECOMPUTED = "graphpass_recomputed"
 REBUILT = "graphpass_rebuilt"
 CALLS = ("call_function", "call_method", "call_module")
 
+_CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
+_NOT_PADDED = frozenset({"exchanged memory", "nested tensor"})
+
 
 @dataclass(frozen=True, slots=True)
-class KeptMemory:
-    """Memory that outlives a call in another tensor than before it: exchanged, or inside a nested result.
+class SplitReason:
+    """Why a node runs eagerly."""
 
-    It must not be a graph's own, because a later replay would overwrite it. See Note [Exchanged memory].
-    """
+    #: Short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
+    #: "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory", "nested tensor",
+    #: "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's rule.
+    kind: str
+    detail: str  #: one sentence that names the op or the node
+    where: str = ""  #: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown
+    #: A change of the model after which the node can be captured; empty if another node causes it, or the user asked
+    #: for it.
+    remedy: str = ""
 
-    kind: str  #: kind of the reason to run its nodes eagerly
-    detail: str  #: what keeps it
-    where: str  #: the line of the user's code that keeps it; empty if unknown
-    remedy: str  #: what to write instead
+    @property
+    def captures_whole(self) -> bool:
+        """Whether a graph of the whole callable can hold the node: the cut serves the graphs of single regions."""
+        return self.kind in _CAPTURED_IN_A_WHOLE
+
+    @property
+    def forbids_padding(self) -> bool:
+        """Whether a caller sees memory of the node as it is: it could not be cut to the real sizes."""
+        return self.kind in _NOT_PADDED
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +78,7 @@ class GraphFacts:
     #: Ids of the storages of inputs without a static address. See Note [Copied inputs].
     copied_storages: frozenset[int] = frozenset()
     #: Storage that outlives the call in another tensor than at its start -> what keeps it.
-    kept: Mapping[int, KeptMemory] = field(default_factory=dict)
+    kept: Mapping[int, SplitReason] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +235,7 @@ class _Walk:
         self.writes: dict[fx.Node, frozenset[int]] = {}
         self.readers: dict[sympy.Symbol, fx.Node] = {}
         self.exchanged: list[fx.Node] = []
-        self.memory: dict[int, KeptMemory] = {}
+        self.memory: dict[int, SplitReason] = {}
         self._bound: set[sympy.Symbol] = set()
 
     def visit(self, node: fx.Node, modes: _Modes) -> None:
@@ -253,7 +271,7 @@ class _Walk:
 
     def _run(self, node: fx.Node, known: bool) -> frozenset[int]:
         try:
-            execution = execute(node, value_of, self.fake_mode)
+            execution = execute(node, self.fake_mode)
         except Exception as error:
             # Keep the graph's own metadata, and assume that the op writes to every argument.
             if known or not node.users:
@@ -267,9 +285,9 @@ class _Walk:
         return (execution.written | execution.memory) & argument_storages(node)
 
 
-def _by_exchange(node: fx.Node) -> KeptMemory:
-    """The memory that a node gives to a tensor, or takes from it."""
-    return KeptMemory(
+def _by_exchange(node: fx.Node) -> SplitReason:
+    """Why the memory that a node gives to a tensor, or takes from it, must not be a graph's own."""
+    return SplitReason(
         kind="exchanged memory",
         detail=f"{display_name(node)} gives a tensor other memory, as `tensor.data = new` does",
         where=where_of(node.meta.get("stack_trace")),
@@ -410,7 +428,7 @@ def _main_device(graph: fx.Graph) -> torch.device | None:
     return next((device for device in devices if device.type not in ("cpu", "meta")), next(iter(homes), None))
 
 
-def _kept_memory(graph: fx.Graph, exchanged: Mapping[int, KeptMemory], fake_mode: Any) -> dict[int, KeptMemory]:
+def _kept_memory(graph: fx.Graph, exchanged: Mapping[int, SplitReason], fake_mode: Any) -> dict[int, SplitReason]:
     """Storage -> what keeps it: ``exchanged``, and the memory that views of exchanged tensors read."""
     kept = {**_nested_results(graph), **exchanged}
     views: dict[fx.Node, bool] = {}
@@ -430,18 +448,18 @@ def _is_view(node: fx.Node, fake_mode: Any) -> bool:
     if not node.op.startswith("call"):
         return False
     try:
-        shared = storages_of(execute(node, value_of, fake_mode).value)
+        shared = storages_of(execute(node, fake_mode).value)
     except Exception:
         return True
     return bool(shared & argument_storages(node))
 
 
-def _nested_results(graph: fx.Graph) -> dict[int, KeptMemory]:
+def _nested_results(graph: fx.Graph) -> dict[int, SplitReason]:
     """The memory of results that consist of several tensors, which a caller keeps."""
-    outputs: Any = next(node for node in reversed(graph.nodes) if node.op == "output")
+    outputs: Any = graph.output_node()
     results = [value_of(node) for node in outputs.all_input_nodes]
     wrappers = [value for value in results if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value)]
-    nested = KeptMemory(
+    nested = SplitReason(
         kind="nested tensor",
         detail="a result consists of several tensors",
         where="",

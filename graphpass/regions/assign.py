@@ -20,15 +20,16 @@ from graphpass.regions.analysis import (
     FACTS,
     RECOMPUTED,
     Analysis,
+    SplitReason,
     free_symbols,
     is_rebuilt_output,
     is_recomputed,
     symbol_placeholders,
     unpacked_from,
 )
-from graphpass.regions.execute import storages_of, tensors_in, value_of
+from graphpass.regions.execute import storages_of, tensors_in, value_of, values_at
 from graphpass.regions.names import CALLED, display_name, names_of
-from graphpass.regions.rules import SplitReason, SplitRule, read_by_storage, reshapes_in_place
+from graphpass.regions.rules import SplitRule, read_by_storage, reshapes_in_place
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
 
@@ -206,7 +207,7 @@ def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
     shared: dict[int, set[int]] = {}
     for position, (_, nodes) in enumerate(runs):
         for node in nodes:
-            for storage in storages_of([value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]):
+            for storage in storages_of(values_at(node)):
                 shared.setdefault(storage, set()).add(position)
     torn: dict[fx.Node, tuple[SplitReason, ...]] = {}
     for position, (kind, nodes) in enumerate(runs):

@@ -5,7 +5,7 @@ The graph does not change, and the shape environment of the fake mode gains no g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,11 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def values_at(node: fx.Node) -> list[Any]:
+    """The value of a node and those of its arguments."""
+    return [value_of(node), *map(value_of, node.all_input_nodes)]
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors inside a value, in order; those inside a tensor that wraps others, such as a nested one."""
     if isinstance(value, torch.Tensor):
@@ -75,12 +80,15 @@ def owner_of(node: fx.Node) -> torch.nn.Module:
     return owner
 
 
-def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> Execution:
-    """Run ``node`` on fake tensors, with ``values(argument)`` for each of its arguments.
+def execute(node: fx.Node, fake_mode: Any = None) -> Execution:
+    """Run ``node`` on the fake tensors in its arguments' metadata; ``fake_mode`` is theirs if it is not given.
 
     Tensors are passed detached: they share storage with the metadata, but in-place changes of shape do not affect it.
     Errors of the op propagate.
     """
+    if fake_mode is None:
+        tensors = tensors_in([value_of(argument) for argument in node.all_input_nodes])
+        fake_mode = symbolic.fake_mode_of(tensors) or symbolic.new_fake_mode()
     with ExitStack() as stack:
         stack.enter_context(symbolic.quiet_shapes(fake_mode))
         stack.enter_context(torch.no_grad())
@@ -88,17 +96,17 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
         stack.enter_context(symbolic.python_dispatcher())
         given: dict[fx.Node, Any] = {}
         args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda argument: given.setdefault(argument, _detached(values(argument)))
+            (node.args, node.kwargs), lambda argument: given.setdefault(argument, _detached(value_of(argument)))
         )
         state = _fake_state(node, fake_mode)
-        tensors = {node: tuple(tensors_in(value)) for node, value in given.items()}
-        before = {node: storages_of(parts) for node, parts in tensors.items()}
+        parts_of = {node: tuple(tensors_in(value)) for node, value in given.items()}
+        before = {node: storages_of(parts) for node, parts in parts_of.items()}
         functions = stack.enter_context(_FunctionLog())
         writes = stack.enter_context(_DispatchLog())
         value = _call(node, args, kwargs, state)
     exchanged = tuple(
         node
-        for node, parts in tensors.items()
+        for node, parts in parts_of.items()
         if storages_of(parts) != before[node] or not writes.exchanged.isdisjoint(map(id, parts))
     )
     return Execution(
@@ -107,7 +115,7 @@ def execute(node: fx.Node, values: Callable[[fx.Node], Any], fake_mode: Any) -> 
         functions=tuple(functions.called),
         written=frozenset(writes.written),
         exchanged=exchanged,
-        memory=frozenset[int]().union(*(before[node] | storages_of(tensors[node]) for node in exchanged)),
+        memory=frozenset[int]().union(*(before[node] | storages_of(parts_of[node]) for node in exchanged)),
     )
 
 

@@ -246,7 +246,7 @@ class _Rewriting:
         node.meta = {key: value for key, value in before.meta.items() if key in ("stack_trace", "nn_module_stack")}
         fake_mode = symbolic.fake_mode_of(value_of(argument) for argument in self._floats.values())
         with contextlib.suppress(Exception):
-            node.meta["example_value"] = execute(node, value_of, fake_mode).value
+            node.meta["example_value"] = execute(node, fake_mode).value
         return node
 
 

@@ -35,108 +35,40 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpass.compat import operators, symbolic
-from graphpass.regions.execute import execute, owner_of, tensors_in, value_of
+from graphpass.compat import operators
+from graphpass.regions.execute import execute, owner_of, value_of
 
 CALLED = "graphpass_called"
 
-# Operators whose aten name is another one; an in-place operator is its plain name with an "i" in front.
-OPERATOR_NAMES: Mapping[str, str] = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "pow",
-    "matmul": "matmul",
-    "neg": "neg",
-    "pos": "positive",
-    "abs": "abs",
-    "and_": "bitwise_and",
-    "or_": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "inv": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "eq": "eq",
-    "ne": "ne",
-    "lt": "lt",
-    "le": "le",
-    "gt": "gt",
-    "ge": "ge",
-}
+
+def _table(text: str) -> Mapping[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+# Python operators and their aten names; an in-place operator is its plain name with an "i" in front.
+OPERATOR_NAMES = _table(
+    "add=add sub=sub mul=mul truediv=div floordiv=floor_divide mod=remainder pow=pow matmul=matmul neg=neg "
+    "pos=positive abs=abs and_=bitwise_and or_=bitwise_or xor=bitwise_xor invert=bitwise_not inv=bitwise_not "
+    "lshift=bitwise_left_shift rshift=bitwise_right_shift eq=eq ne=ne lt=lt le=le gt=gt ge=ge"
+)
 
 # Two aten names for one op, the one that graphs usually hold on the right.
-ALIASES: Mapping[str, str] = {
-    "absolute": "abs",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctan2": "atan2",
-    "arctanh": "atanh",
-    "clip": "clamp",
-    "concat": "cat",
-    "concatenate": "cat",
-    "conv2d_padding": "conv2d",
-    "det": "linalg_det",
-    "divide": "div",
-    "fix": "trunc",
-    "ger": "outer",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "inverse": "linalg_inv",
-    "less": "lt",
-    "less_equal": "le",
-    "linalg_matmul": "matmul",
-    "matrix_power": "linalg_matrix_power",
-    "moveaxis": "movedim",
-    "multiply": "mul",
-    "negative": "neg",
-    "not_equal": "ne",
-    "orgqr": "linalg_householder_product",
-    "row_stack": "vstack",
-    "special_digamma": "digamma",
-    "special_erf": "erf",
-    "special_erfc": "erfc",
-    "special_exp2": "exp2",
-    "special_expit": "sigmoid",
-    "special_expm1": "expm1",
-    "special_gammaln": "lgamma",
-    "special_log1p": "log1p",
-    "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp",
-    "special_round": "round",
-    "special_sinc": "sinc",
-    "special_softmax": "softmax",
-    "special_xlogy": "xlogy",
-    "subtract": "sub",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "true_divide": "div",
-}
+ALIASES = _table(
+    "absolute=abs arccos=acos arccosh=acosh arcsin=asin arcsinh=asinh arctan=atan arctan2=atan2 arctanh=atanh "
+    "clip=clamp concat=cat concatenate=cat conv2d_padding=conv2d det=linalg_det divide=div fix=trunc ger=outer "
+    "greater=gt greater_equal=ge inverse=linalg_inv less=lt less_equal=le linalg_matmul=matmul "
+    "matrix_power=linalg_matrix_power moveaxis=movedim multiply=mul negative=neg not_equal=ne "
+    "orgqr=linalg_householder_product row_stack=vstack special_digamma=digamma special_erf=erf special_erfc=erfc "
+    "special_exp2=exp2 special_expit=sigmoid special_expm1=expm1 special_gammaln=lgamma special_log1p=log1p "
+    "special_log_softmax=log_softmax special_logsumexp=logsumexp special_round=round special_sinc=sinc "
+    "special_softmax=softmax special_xlogy=xlogy subtract=sub swapaxes=transpose swapdims=transpose true_divide=div"
+)
 
 # Python methods and functions that stand for an aten op of another name.
-CALLABLE_NAMES: Mapping[str, str] = {
-    "type_as": "to",
-    "type": "to",
-    "float": "to",
-    "double": "to",
-    "half": "to",
-    "bfloat16": "to",
-    "int": "to",
-    "long": "to",
-    "short": "to",
-    "char": "to",
-    "byte": "to",
-    "bool": "to",
-    "cpu": "to",
-    "cuda": "to",
-    "unique": "_unique2",
-}
+CALLABLE_NAMES = _table(
+    "type_as=to type=to float=to double=to half=to bfloat16=to int=to long=to short=to char=to byte=to bool=to cpu=to "
+    "cuda=to unique=_unique2"
+)
 
 
 def names_of(node: fx.Node) -> frozenset[str]:
@@ -164,7 +96,7 @@ def display_name(node: fx.Node) -> str:
     if operators.is_higher_order(target):
         return f"higher_order::{getattr(target, '__name__', '?')}"
     name = getattr(target, "__name__", type(target).__name__)
-    dotted = sorted(_index().get(_key(target), ()), key=_publicity)
+    dotted = sorted(_index().get(id(target), ()), key=_publicity)
     if dotted:
         return dotted[0]
     module = str(getattr(target, "__module__", "") or "").lstrip("_")
@@ -173,7 +105,8 @@ def display_name(node: fx.Node) -> str:
 
 def packets_of(node: fx.Node) -> tuple[Any, ...]:
     """The operator packets (``torch.ops.aten.add``) behind the names of a node."""
-    found = (_packet(name) for name in sorted(names_of(node)) if "." not in name)
+    named = (name.partition("::") for name in sorted(names_of(node)) if "." not in name)
+    found = (operators.operator_packet(namespace, base) for namespace, _, base in named if base)
     return tuple(packet for packet in found if packet is not None)
 
 
@@ -202,7 +135,7 @@ def callable_names(target: Any) -> frozenset[str]:
     if module in ("_operator", "operator"):
         return _operator_names(name)
     found = frozenset[str]()
-    for dotted in _index().get(_key(target), ()):
+    for dotted in _index().get(id(target), ()):
         found |= _names_of_dotted(dotted)
     return found
 
@@ -280,12 +213,8 @@ def _module_names(node: fx.Node) -> frozenset[str]:
 def _called_functions(node: fx.Node) -> tuple[Any, ...]:
     """The torch functions that a module's forward calls, noted on the node the first time."""
     if CALLED not in node.meta:
-        arguments = [value_of(argument) for argument in node.all_input_nodes]
         try:
-            execution = execute(
-                node, value_of, symbolic.fake_mode_of(tensors_in(arguments)) or symbolic.new_fake_mode()
-            )
-            node.meta[CALLED] = execution.functions
+            node.meta[CALLED] = execute(node).functions
         except Exception:
             node.meta[CALLED] = ()
     return tuple(node.meta[CALLED])
@@ -313,15 +242,6 @@ def canonical(name: str) -> str:
     return f"aten::{ALIASES.get(base, base)}"
 
 
-def _packet(name: str) -> Any | None:
-    namespace, _, base = name.partition("::")
-    return operators.operator_packet(namespace, base) if base else None
-
-
-def _key(target: Any) -> int:
-    return id(target)
-
-
 def _publicity(dotted: str) -> tuple[bool, int, str]:
     return ("._" in dotted, dotted.count("."), dotted)
 
@@ -334,7 +254,7 @@ def _index() -> Mapping[int, tuple[str, ...]]:
         for name in dir(namespace):
             value = getattr(namespace, name, None)
             if callable(value) and not isinstance(value, type) and not name.startswith("__"):
-                found.setdefault(_key(value), []).append(f"{prefix}.{name}")
+                found.setdefault(id(value), []).append(f"{prefix}.{name}")
     return {key: tuple(names) for key, names in found.items()}
 
 

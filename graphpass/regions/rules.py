@@ -6,17 +6,16 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpass.compat import nnmodules, operators, symbolic
+from graphpass.compat import nnmodules, operators
 from graphpass.errors import PartitionError, did_you_mean
-from graphpass.regions.analysis import facts_of, free_symbols
-from graphpass.regions.execute import execute, storages_of, tensors_in, value_of
+from graphpass.regions.analysis import SplitReason, facts_of, free_symbols
+from graphpass.regions.execute import execute, storages_of, tensors_in, value_of, values_at
 from graphpass.regions.names import (
     callable_names,
     canonical,
@@ -28,11 +27,6 @@ from graphpass.regions.names import (
     packets_of,
     qualified,
 )
-
-_CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
-
-
-_NOT_PADDED = frozenset({"exchanged memory", "nested tensor"})
 
 _FIXED_SHAPE = "keep the shape fixed: a mask and torch.where, instead of indexing with a mask"
 _FIXED_SHAPES = {
@@ -47,34 +41,6 @@ _BRANCHES = {
     "while_loop": "run a fixed number of steps, and keep finished rows as they are with torch.where",
     "while_loop_stack_output": "run a fixed number of steps, and keep finished rows as they are with torch.where",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SplitReason:
-    """Why a node runs eagerly."""
-
-    #: Short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
-    #: "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory", "nested tensor",
-    #: "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's rule.
-    kind: str
-    detail: str  #: one sentence that names the op or the node
-    where: str = ""  #: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown
-    #: A change of the model after which the node can be captured; empty if another node causes it, or the user asked
-    #: for it.
-    remedy: str = ""
-
-    @property
-    def captures_whole(self) -> bool:
-        """Whether a graph of the whole callable can hold the node: the cut serves the graphs of single regions."""
-        return self.kind in _CAPTURED_IN_A_WHOLE
-
-    @property
-    def forbids_padding(self) -> bool:
-        """Whether a caller sees memory of the node as it is: it could not be cut to the real sizes."""
-        return self.kind in _NOT_PADDED
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}"
 
 
 SplitRule = Callable[[fx.Node], SplitReason | None]
@@ -165,16 +131,13 @@ def kept_memory(node: fx.Node) -> SplitReason | None:
     kept = facts_of(node).kept
     if not kept:
         return None
-    values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
-    found = next((kept[storage] for storage in sorted(storages_of(values)) if storage in kept), None)
-    if found is None:
-        return None
-    return SplitReason(found.kind, found.detail, found.where, found.remedy)
+    values = values_at(node)
+    return next((kept[storage] for storage in sorted(storages_of(values)) if storage in kept), None)
 
 
 def nested_tensor(node: fx.Node) -> SplitReason | None:
     """A tensor that consists of several tensors (``torch.jagged``): Python code chooses what is done to each."""
-    values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
+    values = values_at(node)
     for value in values:
         if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value):
             text = f"{display_name(node)} has a tensor that consists of several tensors ({value.layout})"
@@ -279,7 +242,7 @@ def host_scalar(node: fx.Node) -> SplitReason | None:
     readers = facts_of(node).readers
     if not readers:
         return None
-    values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
+    values = values_at(node)
     for symbol in sorted(free_symbols(values), key=str):
         reader = readers.get(symbol)
         if reader is not None and reader is not node:
@@ -296,7 +259,7 @@ def foreign_device(node: fx.Node) -> SplitReason | None:
     home = facts_of(node).main_device
     if home is None or home.type in ("cpu", "meta"):
         return None
-    for tensor in tensors_in([value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]):
+    for tensor in tensors_in(values_at(node)):
         if tensor.device.type == "cpu":
             text = f"{display_name(node)} has a tensor on the CPU in a graph on {home}"
             remedy = "create the tensor on the model's device, or register it as a buffer of the module"
@@ -422,9 +385,8 @@ def _calls_overload(node: fx.Node, *, overload: Any) -> bool:
 def _reaches(node: fx.Node, overload: Any) -> bool:
     """Whether the call, run on its fake arguments, reaches ``overload``; a composite op is matched by its schema."""
     packet = overload.overloadpacket
-    arguments = [value_of(argument) for argument in node.all_input_nodes]
     try:
-        execution = execute(node, value_of, symbolic.fake_mode_of(tensors_in(arguments)) or symbolic.new_fake_mode())
+        execution = execute(node)
     except Exception:
         return False
     reached = [known for known in execution.overloads if known.overloadpacket is packet]

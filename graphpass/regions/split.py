@@ -17,6 +17,7 @@ from graphpass.ledger import Reason
 from graphpass.regions.analysis import (
     FACTS,
     REBUILT,
+    SplitReason,
     annotate,
     facts_of,
     is_rebuilt_output,
@@ -26,7 +27,7 @@ from graphpass.regions.analysis import (
 )
 from graphpass.regions.assign import Region, assign, build_regions, written_positions
 from graphpass.regions.execute import value_of
-from graphpass.regions.rules import DEFAULT_RULES, SplitReason, SplitRule, splits_at
+from graphpass.regions.rules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.stitch import Stitching, dump_partition, stitch
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 
@@ -123,7 +124,7 @@ def partition(
     stitching = stitch(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
     written = frozenset[int]().union(*analysis.writes.values())
-    outputs = next(node for node in reversed(whole.graph.nodes) if node.op == "output").args[0]
+    outputs = whole.graph.output_node().args[0]
     leaves = trees.flatten(fx.map_arg(outputs, value_of))[0]
     return Partition(
         regions=regions,

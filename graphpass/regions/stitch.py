@@ -66,7 +66,7 @@ class _Writer:
         self._gm = gm
         self._regions = regions
         self._placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self._output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+        self._output = gm.graph.output_node()
         self._constants: dict[str, Any] = {}
         self._variables = self._variable_names()
         used = frozenset(self._variables.values())

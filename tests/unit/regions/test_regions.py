@@ -281,7 +281,7 @@ def test_the_walk_leaves_no_guard_and_no_symbol(dynamo_split: Split) -> None:
         before = (len(env.guards), len(env.pending_fresh_unbacked_symbols))
         split = partition(gm, SOFTMAX)
         rows = next(node for node in gm.graph.nodes if node.target == "nonzero")
-        assert torch.ops.aten.nonzero.default in execute(rows, value_of, value_of(rows).fake_mode).overloads
+        assert torch.ops.aten.nonzero.default in execute(rows, value_of(rows).fake_mode).overloads
         seen.append(before)
         seen.append((len(env.guards), len(env.pending_fresh_unbacked_symbols)))
         return split.stitched
