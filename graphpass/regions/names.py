@@ -22,7 +22,7 @@ a module class                      every node that was traced inside one of its
 ==================================  =============================================================
 
 An in-place form answers to the plain name too, the plain form never to the in-place name. A name with an overload
-matches the overload that the call resolves to.
+matches the overload that the call resolves to. Why nodes seldom run to find their names: Note [Names of operators].
 """
 
 from __future__ import annotations
