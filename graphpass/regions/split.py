@@ -85,9 +85,8 @@ class Partition:
 
     def output_values(self) -> tuple[tuple[str, Any], ...]:
         """(name, metadata) of each output leaf in pytree order; the name is "" for a constant."""
-        named: Any = fx.map_arg(self._outputs, _named_value)
-        leaves = trees.flatten(named)[0]
-        return tuple((leaf.name, leaf.value) if isinstance(leaf, _NamedValue) else ("", leaf) for leaf in leaves)
+        leaves = trees.flatten(self._outputs)[0]
+        return tuple((leaf.name, value_of(leaf)) if isinstance(leaf, fx.Node) else ("", leaf) for leaf in leaves)
 
     def dump(self) -> str:
         """Canonical text: equal for equal graphs in any process, independent of value names."""
@@ -154,16 +153,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return _Uncompiled(gm, graph)
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedValue:
-    name: str
-    value: Any
-
-
-def _named_value(node: fx.Node) -> Any:
-    return _NamedValue(node.name, value_of(node))
 
 
 class _Uncompiled(fx.GraphModule):
