@@ -11,6 +11,7 @@ only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.s
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -123,7 +124,11 @@ ExampleOf = Callable[[EncoderGraphKey, int | None], TimedExample]
 def measured_costs(
     groups: Mapping[object, Sequence[EncoderGraphKey]], example_of: ExampleOf, device: torch.device
 ) -> EncoderCosts:
-    """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others."""
+    """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others.
+
+    ``example_of(key, number of items)`` makes an example, of the usual number for None; an encoder that cannot choose
+    the number returns the usual example. An example is timed before the next one is requested.
+    """
     replay_s: dict[EncoderGraphKey, float] = {}
     eager: dict[object, EagerCurve] = {}
     surcharges: dict[object, ItemCosts] = {}
@@ -140,7 +145,8 @@ def measured_costs(
         for ladder in by_axes.values():
             timed = [(timing.key, timing.load, timing.replay_s) for timing in usual]
             if ladder is not largest:
-                timed = [_timed_replay(key, example_of(key, None), device) for key in spread(ladder, _TIMED_SIZES)]
+                examples = ((key, example_of(key, None)) for key in spread(ladder, _TIMED_SIZES))
+                timed = [(key, example.load, timed_s(example.replay, device)) for key, example in examples]
             seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
             known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
             replay_s |= zip(ladder, known.tolist(), strict=True)
@@ -162,18 +168,11 @@ def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, dev
     return found
 
 
-def _timed_replay(
-    key: EncoderGraphKey, example: TimedExample, device: torch.device
-) -> tuple[EncoderGraphKey, Load, float]:
-    return key, example.load, timed_s(example.replay, device)
-
-
 def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device) -> _Timing:
-    *_, replay_s = _timed_replay(key, example, device)
-    try:
-        return _Timing(key, example.load, replay_s, timed_s(example.eager, device))
-    except torch.OutOfMemoryError:
-        return _Timing(key, example.load, replay_s, math.inf)
+    replay_s, eager_s = timed_s(example.replay, device), math.inf
+    with contextlib.suppress(torch.OutOfMemoryError):
+        eager_s = timed_s(example.eager, device)
+    return _Timing(key, example.load, replay_s, eager_s)
 
 
 def _fitted(timings: Sequence[tuple[_Timing, float]]) -> ItemCosts:

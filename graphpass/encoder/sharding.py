@@ -30,7 +30,7 @@ with the rows of these items in order.
 class ItemShares:
     """Items distributed over ranks."""
 
-    order: list[int]  #: indices of the items of rank 0, then of rank 1,
+    order: list[int]  #: indices of the items of rank 0, then of rank 1, and so on
     counts: list[int]  #: number of items of each rank
     loads: list[int]  #: sum of the sizes of each rank's items
 
@@ -81,7 +81,11 @@ def encoded_by_all(
     agreement: DataParallelAgreement,
     encode: EncodeShare,
 ) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
-    """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it."""
+    """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it.
+
+    Returns the specs, and the outputs, each [rows of all items, width], in the order of the items. ``like`` are empty
+    tensors [0, width], one for each output of the encoder, with its dtype and device.
+    """
     rows = RankRows(
         agreement,
         1,
@@ -93,7 +97,8 @@ def encoded_by_all(
         specs = specs_of()
         balance = balance_items([spec.input_size for spec in specs], agreement.num_ranks)
         own = _encoded_share(specs, balance.share(agreement.rank), like, encode)
-    _refuse_other_items(rows, agreement.rank, _fingerprint(specs))
+    sizes = [(spec.input_size, spec.output_tokens, spec.frames) for spec in specs]
+    _refuse_other_items(rows, agreement.rank, zlib.crc32(np.array(sizes, dtype=np.int64).tobytes()))
     return specs, gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
 
 
@@ -109,7 +114,13 @@ def _encoded_share(
     rows = [output.split(tokens) for output in own]
     for batch, outputs in encode(specs, share) if share else ():
         for target, output in zip(rows, outputs, strict=True):
-            _check_dtype(output, target[0].dtype)
+            if output.dtype != target[0].dtype:
+                raise EncoderConfigError(
+                    "the encoder returned another dtype than the manager's, which ranks cannot exchange",
+                    expected=str(target[0].dtype),
+                    found=str(output.dtype),
+                    remedy=f"cast the output, or create the manager with dtype={output.dtype}",
+                )
             for item, part in zip(batch, output.split([tokens[item] for item in batch]), strict=True):
                 target[item].copy_(part)
     return own
@@ -125,21 +136,6 @@ def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None
             expected="the same items in every rank's call",
             found=f"other sizes on rank {others[0]} than on rank {own_rank}",
             remedy="call execute with the same items on every rank; each encodes a share of them",
-        )
-
-
-def _fingerprint(specs: Sequence[EncoderItemSpec]) -> int:
-    sizes = [(spec.input_size, spec.output_tokens, spec.frames) for spec in specs]
-    return zlib.crc32(np.array(sizes, dtype=np.int64).tobytes())
-
-
-def _check_dtype(output: torch.Tensor, dtype: torch.dtype) -> None:
-    if output.dtype != dtype:
-        raise EncoderConfigError(
-            "the encoder returned another dtype than the manager's, which ranks cannot exchange",
-            expected=str(dtype),
-            found=str(output.dtype),
-            remedy=f"cast the output, or create the manager with dtype={output.dtype}",
         )
 
 

@@ -1,14 +1,122 @@
-"""Tables of a batch: those of its frames one behind the other, counted on where they number tokens, and padded."""
+"""What adapters of grids read from a request, and the tables of frames and of batches."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.encoder.adapters.tables import BatchTables, Frame, Tables, piece_keys
+from graphpass.encoder.adapters.qwen import Grid, GridItems
+from graphpass.encoder.adapters.tables import (
+    BatchTables,
+    Frame,
+    Tables,
+    interpolation,
+    piece_keys,
+    position_ids,
+    windows,
+)
 from graphpass.encoder.attention import pieces_of
+
+MERGE, WIDTH = 2, 3
+GRIDS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 2, 4]), st.sampled_from([2, 6])), max_size=5)
+
+
+def numbered(grids: list[Grid], first: int = 0) -> torch.Tensor:
+    """Patches that say which ones they are."""
+    count = sum(map(math.prod, grids))
+    return torch.arange(first, first + count).view(-1, 1).expand(count, WIDTH).contiguous()
+
+
+def read(images: list[Grid], clips: list[Grid] | None = None) -> GridItems:
+    items = {"pixel_values": numbered(images), "image_grid_thw": torch.tensor(images).view(-1, 3)}
+    if clips is not None:
+        items["pixel_values_videos"] = numbered(clips, len(items["pixel_values"]))
+        items["video_grid_thw"] = torch.tensor(clips).view(-1, 3)
+    return GridItems.of(items, MERGE, WIDTH)
+
+
+@given(GRIDS, st.none() | GRIDS, st.data())
+def test_selected_items_are_those_of_the_request(images: list[Grid], clips: list[Grid] | None, data: Any) -> None:
+    found = read(images, clips)
+    grids = [*images, *(clips or [])]
+    assert found.grids == grids
+    indices = data.draw(st.lists(st.integers(0, len(grids) - 1), max_size=8) if grids else st.just([]))
+    bounds = list(itertools.pairwise(itertools.accumulate(map(math.prod, grids), initial=0)))
+    expected = [number for index in indices for number in range(*bounds[index])]
+    chosen = found.selected(indices)
+    assert chosen["pixel_values"].shape == (len(expected), WIDTH)
+    assert chosen["pixel_values"][:, 0].tolist() == expected
+    assert list(map(tuple, chosen["grid_thw"].tolist())) == [grids[index] for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("indices", "is_copied"), [([1, 2, 3], False), ([2], False), ([0, 1, 2, 3], False), ([0, 2], True), ([1, 0], True)]
+)
+def test_neighbours_are_not_copied(indices: list[int], is_copied: bool) -> None:
+    found = read([(1, 2, 2), (1, 2, 4), (2, 2, 2), (1, 4, 4)])
+    storage = found.patches().untyped_storage().data_ptr()
+    assert (found.selected(indices)["pixel_values"].untyped_storage().data_ptr() != storage) == is_copied
+
+
+@pytest.mark.parametrize(
+    "as_given",
+    [list, tuple, np.array, torch.tensor, lambda grids: torch.tensor(grids, dtype=torch.int32)],
+    ids=["list", "tuple", "array", "tensor", "int32"],
+)
+def test_grids_in_any_form(as_given: Any) -> None:
+    grids = [(1, 2, 4), (2, 2, 2)]
+    found = GridItems.of({"pixel_values": numbered(grids), "grid_thw": as_given(grids)}, MERGE, WIDTH)
+    assert found.grids == grids
+    assert found.selected([1])["grid_thw"].dtype == torch.int64
+
+
+SIDES = (2, 4, 6, 8, 10, 16, 34)
+FRAME_SIZES = list(itertools.product(SIDES, SIDES))
+
+
+def vision_utils() -> object:
+    return pytest.importorskip("transformers.vision_utils")
+
+
+def grid_of(height: int, width: int) -> torch.Tensor:
+    return torch.tensor([[1, height, width]])
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_position_ids(merge: int) -> None:
+    for height, width in FRAME_SIZES:
+        expected = vision_utils().get_vision_position_ids(grid_of(height, width), merge)
+        assert np.array_equal(position_ids(height, width, merge), expected.numpy())
+
+
+@pytest.mark.parametrize("align_corners", [True, False])
+@pytest.mark.parametrize("side", [1, 5, 48])
+def test_interpolation_bit_for_bit(side: int, align_corners: bool) -> None:
+    for height, width in FRAME_SIZES:
+        found = interpolation(height, width, 2, side, align_corners=align_corners)
+        expected = vision_utils().get_vision_interpolation_indices_and_weights(
+            grid_of(height, width), side, align_corners=align_corners, spatial_merge_size=2
+        )
+        assert all(np.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("tokens_a_side", [1, 3, 4])
+def test_windows(tokens_a_side: int) -> None:
+    """And never more of them than graphs allow for."""
+    for height, width in FRAME_SIZES:
+        order, tokens = windows(height, width, 2, tokens_a_side)
+        expected, ends = vision_utils().get_vision_window_index(grid_of(height, width), 2, tokens_a_side * 2 * 14, 14)
+        assert np.array_equal(order, expected.numpy())
+        assert np.array_equal(np.cumsum(tokens) * 4, ends.numpy()[1:])
+        assert len(tokens) <= height * width // 4 // tokens_a_side + 1
+
 
 CPU = torch.device("cpu")
 FRAMES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5)
