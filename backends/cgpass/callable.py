@@ -370,13 +370,16 @@ class GraphedCallable:
             return self._run_key(context, args, clone=clone)
 
     def _run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
-        """Capture or replay the key of ``context``; ``clone`` None: as the capture policy says."""
-        is_full = context.runtime_mode is CUDAGraphMode.FULL
+        """Capture or replay the key of ``context``; ``clone`` None: as the capture policy says.
+
+        Outputs that are cut are not cloned before, and the pool lease is held until they are cut.
+        """
+        is_full, is_outermost = context.runtime_mode is CUDAGraphMode.FULL, None if clone is None else False
         if is_full and not self._policy.debug:
-            return self._full.call_flat(context, args, clone=clone)
+            return self._full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
         with entered(context):
             if is_full:  # an eager run reads the context that a graph has baked in
-                return self._full.call_flat(context, args, clone=clone)
+                return self._full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
             return self._piecewise(context, tuple(args), clone=clone)[0]
 
     def _check(
@@ -436,7 +439,7 @@ class GraphedCallable:
         # Under one lease: after its release, another thread's forward changes `forward_entries`.
         lease.acquire(context, args, self.name)
         try:
-            return self._full.call_flat(context, args), lease.forward_entries[-1].plan
+            return self._full.call_flat(context, args, is_outermost=False), lease.forward_entries[-1].plan
         finally:
             lease.release()
 

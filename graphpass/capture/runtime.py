@@ -379,10 +379,6 @@ class GraphRuntime:
         """The device its graphs run on; None before the first capture."""
         return self.lease.device
 
-    def is_busy(self) -> bool:
-        """Whether any thread has a capture scope open, or this thread is inside a forward that uses the pool."""
-        return self.scopes.is_any_open() or self.lease.turn.is_mine()
-
     def _alive(self) -> list[CUDAGraphWrapper]:
         return _existing(self._wrappers)
 
