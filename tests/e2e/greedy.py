@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-__all__ = ["NEAR_TIE", "Reference", "continued"]
 
 NEAR_TIE = 1e-4
 
@@ -44,3 +42,25 @@ def continued(model: Any, prompt: Sequence[int], count: int) -> Reference:
     )
     best = [logits[0].float().topk(2).values for logits in found.logits]
     return Reference(found.sequences[0, len(prompt) :].tolist(), [float(first - second) for first, second in best])
+
+
+@dataclass(frozen=True)
+class References:
+    """What Hugging Face makes of prompts with each model on each device, computed once."""
+
+    make_model: Callable[[str, str], Any]
+    prompts: Sequence[Sequence[int]]
+    counts: Sequence[int]
+    known: dict[tuple[str, str], list[Reference]] = field(default_factory=dict)
+
+    def of(self, name: str, device: str = "cpu") -> list[Reference]:
+        if (name, device) not in self.known:
+            model = self.make_model(name, device)
+            texts = zip(self.prompts, self.counts, strict=True)
+            self.known[name, device] = [continued(model, prompt, count) for prompt, count in texts]
+        return self.known[name, device]
+
+    def check(self, found: Sequence[Sequence[int]], name: str, device: str = "cpu") -> None:
+        """The texts of the first prompts, as many as are found."""
+        for which, (tokens, reference) in enumerate(zip(found, self.of(name, device), strict=False)):
+            reference.check(tokens, which)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from graphpass.errors import OptionError
 from graphpass.modes import CUDAGraphMode
 from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
 from graphpass.text.causallm import default_capture_sizes
-from tests.e2e.greedy import NEAR_TIE, Reference, continued
+from tests.e2e.greedy import NEAR_TIE, Reference, References, continued
 from tests.unit.engine.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")
@@ -73,23 +73,9 @@ def make_prompts() -> tuple[list[list[int]], list[int]]:
 PROMPTS, NEW_TOKENS = make_prompts()
 
 
-References = Callable[[str, str], list[Reference]]
-
-
 @pytest.fixture(scope="module")
 def references() -> References:
-    """The references of a model on a device, computed once."""
-    known: dict[tuple[str, str], list[Reference]] = {}
-
-    def of(name: str, device: str) -> list[Reference]:
-        if (name, device) not in known:
-            model = make_model(name, device)
-            known[name, device] = [
-                continued(model, prompt, count) for prompt, count in zip(PROMPTS, NEW_TOKENS, strict=True)
-            ]
-        return known[name, device]
-
-    return of
+    return References(make_model, PROMPTS, NEW_TOKENS)
 
 
 @pytest.fixture
@@ -125,58 +111,54 @@ def num_batches(manager: CudaGraphManager) -> int:
     return stats.replays + sum(stats.fallbacks.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One way to generate; ``str(case)`` is the test's name."""
 
     model: str
     mode: str
     compiler: str
     run_ahead: bool
-    max_num_tokens: int
+    max_num_tokens: int = 32
     device: str = "cpu"
 
     def __str__(self) -> str:
-        ahead = "ahead" if self.run_ahead else "in-turn"
-        return f"{self.device}-{self.model}-{self.mode}-{self.compiler}-{ahead}-{self.max_num_tokens}"
+        return "-".join(map(str, self))
 
 
-def default_cases() -> list[Case]:
-    """Every mode with one model; models and the other choices take turns."""
-    return [
-        Case(model, mode, ("eager", "aot_eager")[(i + j) // 2 % 2], (i + j) % 3 == 0, (32, 8)[i % 2])
-        for i, mode in enumerate(MODES)
-        for j, model in enumerate(MODELS)
-        if i % len(MODELS) == j
-    ]
+KINDS = list(itertools.product(enumerate(MODES), enumerate(MODELS)))
+# Every mode with one model; models and the other choices take turns.
+CASES = [
+    Case(model, mode, ("eager", "aot_eager")[(i + j) // 2 % 2], (i + j) % 3 == 0, (32, 8)[i % 2])
+    for (i, mode), (j, model) in KINDS
+    if i % len(MODELS) == j
+]
+ALL_CASES = [
+    Case(model, mode, compiler, (i + j + k) % 2 == 0, (32, 8)[(i + k) % 2])
+    for (i, mode), (j, model) in KINDS
+    for k, compiler in enumerate(("eager", "aot_eager", "inductor"))
+]
+CUDA_CASES = [
+    Case(model, mode, compiler, (i + j) % 2 == 0, device="cuda")
+    for (i, mode), (j, model) in KINDS
+    for compiler in ("inductor", "eager")
+]
 
 
-def all_cases() -> list[Case]:
-    """Every model, mode and compiler."""
-    return [
-        Case(model, mode, compiler, (i + j + k) % 2 == 0, (32, 8)[(i + k) % 2])
-        for i, mode in enumerate(MODES)
-        for j, model in enumerate(MODELS)
-        for k, compiler in enumerate(("eager", "aot_eager", "inductor"))
-    ]
-
-
-def cuda_cases() -> list[Case]:
-    """On a GPU both compilers, all modes and models."""
-    return [
-        Case(model, mode, compiler, (i + j) % 2 == 0, 32, "cuda")
-        for i, mode in enumerate(MODES)
-        for j, model in enumerate(MODELS)
-        for compiler in ("inductor", "eager")
-    ]
-
-
-def check_case(case: Case, decoders: Decoders, references: References) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        *(pytest.param(case, marks=pytest.mark.soak) for case in ALL_CASES),
+        *(pytest.param(case, marks=pytest.mark.cuda) for case in CUDA_CASES),
+    ],
+    ids=str,
+)
+def test_tokens_of_hugging_face(case: Case, decoders: Decoders, references: References) -> None:
     """The tokens are Hugging Face's, all pages come back, and every step that the mode has a key for replayed."""
     lm = decoders(case.model, case.device, mode=case.mode, compiler=case.compiler, max_num_tokens=case.max_num_tokens)
     found = lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS, progress=False, run_ahead=case.run_ahead)
-    for which, (tokens, reference) in enumerate(zip(found, references(case.model, case.device), strict=True)):
-        reference.check(tokens, which)
+    assert len(found) == len(PROMPTS)
+    references.check(found, case.model, case.device)
     stats = lm.stats()
     mode = CUDAGraphMode.parse(case.mode)
     assert num_batches(lm.manager) > sum(map(len, PROMPTS)) // case.max_num_tokens
@@ -184,23 +166,6 @@ def check_case(case: Case, decoders: Decoders, references: References) -> None:
     if mode.mixed_mode():
         assert not stats.fallbacks
     assert all_pages_are_free(lm.manager)
-
-
-@pytest.mark.parametrize("case", default_cases(), ids=str)
-def test_tokens_of_hugging_face(case: Case, decoders: Decoders, references: References) -> None:
-    check_case(case, decoders, references)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", all_cases(), ids=str)
-def test_tokens_of_hugging_face_every_way(case: Case, decoders: Decoders, references: References) -> None:
-    check_case(case, decoders, references)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("case", cuda_cases(), ids=str)
-def test_tokens_of_hugging_face_on_cuda(case: Case, decoders: Decoders, references: References) -> None:
-    check_case(case, decoders, references)
 
 
 def test_scores_with_a_soft_cap_in_float64() -> None:
@@ -215,7 +180,7 @@ def test_scores_with_a_soft_cap_in_float64() -> None:
 def test_reference_logits_have_room(references: References) -> None:
     """Were most tokens nearly tied, a wrong one would go unseen."""
     for name in MODELS:
-        gaps = sorted(gap for reference in references(name, "cpu") for gap in reference.gaps)
+        gaps = sorted(gap for reference in references.of(name) for gap in reference.gaps)
         assert gaps[len(gaps) // 2] > 1000 * NEAR_TIE
         assert sum(gap < NEAR_TIE for gap in gaps) <= 1
 
@@ -300,7 +265,7 @@ def expected_until(reference: Reference, eos: set[int]) -> list[int]:
 
 
 def test_an_end_token_ends_its_request(decoders: Decoders, references: References) -> None:
-    known = references("llama", "cpu")
+    known = references.of("llama")
     # Tokens that come early, in the middle and never.
     eos = {known[0].tokens[0], known[1].tokens[-1], *known[2].tokens[1:2]}
     lm = decoders(mode="NONE")
@@ -325,8 +290,7 @@ def test_requests_arrive_over_time(decoders: Decoders, references: References) -
                 found.setdefault(new.request, []).append(new.token)
                 ended += [new.request] if new.is_last else []
     assert sorted(ended, key=requests.index) == requests
-    for which, (request, reference) in enumerate(zip(requests, references("llama", "cpu"), strict=False)):
-        reference.check(found[request], which)
+    references.check([found[request] for request in requests], "llama")
 
 
 def test_nothing_is_captured_when_one_request_cannot_run(decoders: Decoders) -> None:
@@ -343,8 +307,7 @@ def test_generating_keeps_to_the_limit_of_the_capture(decoders: Decoders, refere
     left_out = lm.stats().left_out
     assert left_out
     found = lm.generate(PROMPTS[:3], max_new_tokens=NEW_TOKENS[:3], progress=False)
-    for which, tokens in enumerate(found):
-        references("llama", "cpu")[which].check(tokens, which)
+    references.check(found, "llama")
     assert lm.stats().left_out == left_out
     assert lm.stats().pool_bytes <= 500
 

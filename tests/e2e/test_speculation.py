@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
-from tests.e2e.greedy import Reference, continued
+from tests.e2e.greedy import Reference, References, continued
 from tests.e2e.test_generate import (
     MAX_LENGTH,
     MODES,
@@ -78,21 +78,9 @@ class Nobody:
         return []
 
 
-References = Callable[[str, str], list[Reference]]
-
-
 @pytest.fixture(scope="module")
 def references() -> References:
-    """What Hugging Face makes of the prompts, computed once a model and device."""
-    known: dict[tuple[str, str], list[Reference]] = {}
-
-    def of(name: str, device: str) -> list[Reference]:
-        if (name, device) not in known:
-            model = make_model(name, device)
-            known[name, device] = [continued(model, p, n) for p, n in zip(PROMPTS, NEW_TOKENS, strict=True)]
-        return known[name, device]
-
-    return of
+    return References(make_model, PROMPTS, NEW_TOKENS)
 
 
 Managers = Callable[..., CudaGraphManager]
@@ -140,8 +128,7 @@ def run(manager: CudaGraphManager, drafter: Drafter | None, gaps: int = 0) -> tu
         return list(found.values()), generation.stats()
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One way to generate; ``str(case)`` is the test's name."""
 
     model: str
@@ -151,7 +138,7 @@ class Case:
     device: str = "cpu"
 
     def __str__(self) -> str:
-        return f"{self.device}-{self.model}-{self.mode}-{self.draft_tokens}-{self.compiler}"
+        return "-".join(map(str, self))
 
 
 CASES = [
@@ -186,12 +173,11 @@ def check_case(case: Case, managers: Managers, references: References) -> None:
         draft_tokens=case.draft_tokens,
         **({"max_num_tokens": 64} if case.draft_tokens > 3 else {}),
     )
-    expected = references(case.model, case.device)
+    expected = references.of(case.model, case.device)
     for drafter, gaps in ((Mixed(expected), 1), (NgramDrafter(), 0)):
         before = manager.stats().replays
         found, stats = run(manager, drafter, gaps)
-        for which, (tokens, reference) in enumerate(zip(found, expected, strict=True)):
-            reference.check(tokens, which)
+        references.check(found, case.model, case.device)
         assert 0 <= stats.num_accepted < stats.num_drafted
         assert isinstance(drafter, NgramDrafter) or stats.num_accepted > stats.num_drafted / 2
         assert stats.num_tokens == sum(NEW_TOKENS)
@@ -203,16 +189,10 @@ def check_case(case: Case, managers: Managers, references: References) -> None:
     assert not any("have no graph" in problem.what for problem in manager.report().problems)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in ALL_CASES)], ids=str)
 def test_tokens_with_drafts_are_those_of_greedy_decoding(
     case: Case, managers: Managers, references: References
 ) -> None:
-    check_case(case, managers, references)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("case", ALL_CASES, ids=str)
-def test_tokens_with_drafts_every_way(case: Case, managers: Managers, references: References) -> None:
     check_case(case, managers, references)
 
 

@@ -1,109 +1,36 @@
-"""The generation loop over a model that is known by heart: whatever the batches were, each token follows its own text.
-
-The model's next token is a function of all tokens before it, which it reads from the pages of its request. So a token
-at a wrong position, on a wrong page or in a wrong row changes everything behind it.
-"""
+"""The generation loop over a model that is known by heart: whatever the batches, each token follows its own text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.engine.batch import Batch
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
-from graphpass.text import Generation, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, Request
+from graphpass.text import Generation, PageAllocator, Request
 from graphpass.text.scheduler import ScheduleLimits, Scheduler
 from graphpass.text.step import StepInputs
-from tests.unit.text.generated import generate
-
-VOCABULARY, MAX_LENGTH = 97, 48
-STALE = -5
-
-
-def next_token(text: Sequence[int]) -> int:
-    """Depends on every token and its position."""
-    return (sum((at + 1) * (token + 3) for at, token in enumerate(text)) * 31 + len(text)) % VOCABULARY
-
-
-def continued(prompt: Sequence[int], count: int, eos: Sequence[int]) -> list[int]:
-    text = list(prompt)
-    while len(text) < len(prompt) + count and (len(text) == len(prompt) or text[-1] not in eos):
-        text.append(next_token(text))
-    return text[len(prompt) :]
-
-
-class KnownModel:
-    """In a manager's place: keeps token ids where others keep keys, and leaves its results in one buffer."""
-
-    vocab_size = VOCABULARY
-
-    def __init__(self, *, max_num_reqs: int, max_num_tokens: int, page_size: int, num_pages: int) -> None:
-        cache = PagedKVCache([PagedLayer(num_kv_heads=1, head_dim=1)], num_pages=num_pages, page_size=page_size)
-        self.attention = PagedAttention(
-            cache, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=MAX_LENGTH
-        )
-        self.model = self
-        tokens = torch.zeros(1, max_num_tokens, dtype=torch.int64)
-        rows = torch.zeros(max_num_reqs, dtype=torch.int64)
-        self.buffers = {"input_ids": tokens, "position_ids": tokens.clone(), "last_rows": rows}
-        self.kept = np.full((num_pages + 2, page_size), STALE)
-        self.out = torch.zeros(max_num_reqs, dtype=torch.int64)
-        self.num_steps = 0
-        self.num_idle_steps = self.others_work_for = 0
-
-    def run_idle(self) -> bool:
-        """Data-parallel ranks that still have work, for ``others_work_for`` steps."""
-        self.num_idle_steps += 1
-        return self.num_idle_steps <= self.others_work_for
-
-    def needs_capture(self) -> bool:
-        return False
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        assert batch.inputs is not None
-        assert batch.num_reqs is not None
-        ids, positions, last_rows = (batch.inputs[name] for name in ("input_ids", "position_ids", "last_rows"))
-        requests = batch.attention
-        assert ids.shape == positions.shape == (1, batch.num_tokens)
-        assert batch.uniform_decode == (max(requests.query_lens) == 1)
-        assert last_rows.tolist() == (np.cumsum(requests.query_lens) - 1).tolist()
-        self.num_steps += 1
-        self.out.fill_(STALE)
-        starts = np.cumsum(requests.query_lens) - requests.query_lens
-        for row in range(batch.num_reqs):
-            length, count, pages = requests.seq_lens[row], requests.query_lens[row], requests.block_tables[row]
-            for at, position in enumerate(range(length - count, length), start=starts[row]):
-                assert positions[0, at] == position
-                self.kept[pages[position // self.kept.shape[1]], position % self.kept.shape[1]] = ids[0, at]
-            text = self.kept[pages[: -(-length // self.kept.shape[1])]].reshape(-1)[:length]
-            self.out[row] = next_token(text.tolist())
-        return self.out[: batch.num_reqs]
-
-    @property
-    def all_pages_are_free(self) -> bool:
-        return bool(self.attention.pages.num_free == self.attention.cache.num_pages)
-
-
-TOKENS = st.integers(0, VOCABULARY - 1)
-REQUESTS = st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=30), st.integers(1, 16)), max_size=12)
-MODELS = st.builds(
-    lambda reqs, spare, page_size, texts: KnownModel(
-        max_num_reqs=reqs,
-        max_num_tokens=reqs + spare,
-        page_size=page_size,
-        num_pages=texts * -(-MAX_LENGTH // page_size),
-    ),
-    st.integers(1, 6),
-    st.integers(0, 20),
-    st.sampled_from([1, 4, 16]),
-    st.integers(1, 3),
+from tests.unit.text.known_model import (
+    ARRIVALS,
+    MAX_LENGTH,
+    REQUESTS,
+    TOKENS,
+    VOCABULARY,
+    check_arrivals,
+    collect,
+    continued,
+    finish,
+    generate,
+    make_model,
+    models,
+    next_token,
 )
+
+MODELS = models(st.just(0))
+AHEAD = pytest.mark.parametrize("run_ahead", [False, True], ids=["in-turn", "ahead"])
 
 
 @given(model=MODELS, requests=REQUESTS, eos=st.lists(TOKENS, max_size=10), run_ahead=st.booleans())
@@ -111,52 +38,15 @@ def test_texts_are_those_of_each_request_alone(
     model: Any, requests: list[tuple[list[int], int]], eos: list[int], run_ahead: bool
 ) -> None:
     prompts, counts = [prompt for prompt, _ in requests], [count for _, count in requests]
-    found = generate(model, prompts, max_new_tokens=counts, eos_token_id=eos, progress=False, run_ahead=run_ahead)
+    found = generate(model, prompts, max_new_tokens=counts, eos_token_id=eos, run_ahead=run_ahead)
     assert found == [continued(prompt, count, eos) for prompt, count in requests]
     assert model.all_pages_are_free
 
 
-@given(
-    model=MODELS,
-    requests=REQUESTS,
-    gaps=st.lists(st.integers(0, 3), min_size=12, max_size=12),
-    cancelled=st.sets(st.integers(0, 11), max_size=3),
-    run_ahead=st.booleans(),
-)
-def test_requests_come_and_go(
-    model: Any, requests: list[tuple[list[int], int]], gaps: list[int], cancelled: set[int], run_ahead: bool
-) -> None:
-    made = [Request.of(str(index), prompt, count) for index, (prompt, count) in enumerate(requests)]
-    found: dict[Request, list[int]] = {request: [] for request in made}
-    ended: list[Request] = []
-    with Generation(model, run_ahead=run_ahead) as generation:
-        for index, request in enumerate(made):
-            generation.add(request)
-            for _ in range(gaps[index]):
-                collect(generation, found, ended)
-            if index in cancelled and request not in ended:
-                generation.cancel(request)
-                ended.append(request)
-        while not generation.is_done():
-            collect(generation, found, ended)
-    assert sorted(ended, key=made.index) == made
-    for index, (request, (prompt, count)) in enumerate(zip(made, requests, strict=True)):
-        expected = continued(prompt, count, [])
-        assert found[request] == (expected[: len(found[request])] if index in cancelled else expected)
-    assert model.all_pages_are_free
-
-
-def collect(generation: Generation, found: dict[Request, list[int]], ended: list[Request]) -> None:
-    for new in generation.step():
-        assert new.request not in ended
-        found[new.request].append(new.token)
-        if new.is_last:
-            ended.append(new.request)
-
-
-def finish(generation: Generation, found: dict[Request, list[int]]) -> None:
-    while not generation.is_done():
-        collect(generation, found, [])
+@given(model=MODELS, run_ahead=st.booleans(), **ARRIVALS)
+def test_requests_come_and_go(model: Any, run_ahead: bool, **arrivals: Any) -> None:
+    stats = check_arrivals(model, **arrivals, run_ahead=run_ahead)
+    assert (stats.num_drafted, stats.num_accepted, stats.acceptance) == (0, 0, 0.0)
 
 
 @pytest.mark.parametrize(("run_ahead", "num_steps"), [(False, 2), (True, 4)])
@@ -165,7 +55,7 @@ def test_an_end_token_makes_room_at_once(run_ahead: bool, num_steps: int) -> Non
     model = make_model(max_num_reqs=1)
     prompts = [[1, 2], [3]]
     ends = [next_token(prompt) for prompt in prompts]
-    found = generate(model, prompts, max_new_tokens=16, eos_token_id=ends, progress=False, run_ahead=run_ahead)
+    found = generate(model, prompts, max_new_tokens=16, eos_token_id=ends, run_ahead=run_ahead)
     assert found == [[ends[0]], [ends[1]]]
     assert model.num_steps == num_steps
 
@@ -174,15 +64,11 @@ def test_an_end_token_makes_room_at_once(run_ahead: bool, num_steps: int) -> Non
 def test_a_rank_that_is_done_steps_on_with_the_others(others_work_for: int) -> None:
     model = make_model()
     model.others_work_for = others_work_for
-    assert generate(model, [[1, 2]], max_new_tokens=2, progress=False) == [continued([1, 2], 2, [])]
+    assert generate(model, [[1, 2]], max_new_tokens=2) == [continued([1, 2], 2, [])]
     assert (model.num_steps, model.num_idle_steps) == (2, others_work_for + 1)
 
 
-def make_model(**sizes: int) -> Any:
-    return KnownModel(**{"max_num_reqs": 4, "max_num_tokens": 8, "page_size": 4, "num_pages": 24, **sizes})
-
-
-@pytest.mark.parametrize("run_ahead", [False, True], ids=["in-turn", "ahead"])
+@AHEAD
 def test_two_generations_share_a_manager(run_ahead: bool) -> None:
     model = make_model()
     generations = [Generation(model, run_ahead=run_ahead) for _ in range(2)]
@@ -197,7 +83,7 @@ def test_two_generations_share_a_manager(run_ahead: bool) -> None:
     assert list(found.values()) == [continued(prompt, 6, []) for prompt in prompts]
 
 
-@pytest.mark.parametrize("run_ahead", [False, True], ids=["in-turn", "ahead"])
+@AHEAD
 def test_a_failing_step_gives_all_pages_back(run_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     generation = Generation(model, run_ahead=run_ahead)
@@ -216,7 +102,7 @@ def test_a_failing_step_gives_all_pages_back(run_ahead: bool, monkeypatch: pytes
     assert found == {again: continued([1, 2, 3], 4, [])}
 
 
-@pytest.mark.parametrize("run_ahead", [False, True], ids=["in-turn", "ahead"])
+@AHEAD
 def test_what_waits_for_pages_of_others_goes_on_waiting(run_ahead: bool) -> None:
     model = make_model(num_pages=3)
     foreign = model.attention.pages.allocate(1)
@@ -245,18 +131,18 @@ def test_what_waits_for_pages_of_others_goes_on_waiting(run_ahead: bool) -> None
 def test_nothing_runs_when_one_request_cannot(prompt: list[int], error: type[GraphpassError], words: str) -> None:
     model = make_model(num_pages=3)
     with pytest.raises(error, match=words):
-        generate(model, [[1], prompt, [2]], max_new_tokens=3, progress=False)
+        generate(model, [[1], prompt, [2]], max_new_tokens=3)
     assert model.num_steps == 0
     assert model.all_pages_are_free
 
 
 def test_lengths_are_one_or_one_each() -> None:
     with pytest.raises(OptionError, match="max_new_tokens does not have one value for each prompt"):
-        generate(make_model(), [[1], [2]], max_new_tokens=[3], progress=False)
+        generate(make_model(), [[1], [2]], max_new_tokens=[3])
 
 
 def test_no_prompt_makes_no_text() -> None:
-    assert generate(make_model(), [], max_new_tokens=3, progress=False) == []
+    assert generate(make_model(), [], max_new_tokens=3) == []
 
 
 def test_a_manager_of_another_model_generates_nothing() -> None:

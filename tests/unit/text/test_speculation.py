@@ -1,12 +1,10 @@
 """Speculative decoding over a model that is known by heart: whatever is guessed, each text is that of its prompt.
 
-As in ``test_generation`` the model reads every token before a position from the pages of its request. So a wrong guess
-that stays in the cache, or a right one that is counted in the wrong place, changes everything behind it.
+A wrong guess that stays in the cache, or a right one that is counted in the wrong place, changes everything after it.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,74 +15,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import CudagraphDispatcher
-from graphpass.engine.batch import Batch
 from graphpass.errors import OptionError
 from graphpass.text import Generation, Request
 from graphpass.text.scheduler import Ints, ScheduleLimits, Scheduler, StepPlan
-from tests.unit.text.generated import generate
-from tests.unit.text.test_generation import (
+from tests.unit.text.known_model import (
+    ARRIVALS,
     MAX_LENGTH,
     REQUESTS,
-    STALE,
     TOKENS,
     VOCABULARY,
-    KnownModel,
+    check_arrivals,
+    collect,
     continued,
-    next_token,
+    generate,
+    make_model,
+    models,
 )
 from tests.unit.text.test_scheduler import CheckedPages
 
 Propose = Callable[[Request, Sequence[int], int], Any]
-
-
-class DraftingModel(KnownModel):
-    """Answers for the last 1 + k tokens of each row, and keeps the shape of every batch.
-
-    Attributes:
-        batches: tokens of each row, batch by batch.
-        num_uniform: batches that were uniform decodes.
-    """
-
-    def __init__(self, draft_tokens: int, *, mode: str = "FULL_DECODE_ONLY", **sizes: int) -> None:
-        super().__init__(**sizes)
-        reqs, tokens = sizes["max_num_reqs"], sizes["max_num_tokens"]
-        self.query_len = 1 + draft_tokens
-        self.dispatcher = CudagraphDispatcher(
-            mode, [tokens], max_num_reqs=reqs, uniform_decode_query_len=self.query_len
-        )
-        self.buffers["last_rows"] = torch.zeros(reqs, self.query_len, dtype=torch.int64)
-        self.answers = torch.zeros(reqs, self.query_len, dtype=torch.int64)
-        self.batches: list[list[int]] = []
-        self.num_uniform = 0
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        assert batch.inputs is not None
-        ids, positions, last_rows = (batch.inputs[name] for name in ("input_ids", "position_ids", "last_rows"))
-        requests, starts = batch.attention, np.cumsum([0, *batch.attention.query_lens])
-        assert ids.shape == positions.shape == (1, batch.num_tokens)
-        assert last_rows.shape == (batch.num_reqs, self.query_len)
-        assert batch.uniform_decode == all(count == self.query_len for count in requests.query_lens)
-        self.batches.append([int(count) for count in requests.query_lens])
-        self.num_uniform += batch.uniform_decode
-        self.num_steps += 1
-        self.answers.fill_(STALE)
-        for row, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
-            length, pages = int(requests.seq_lens[row]), requests.block_tables[row]
-            assert positions[0, start:end].tolist() == list(range(length - (end - start), length))
-            self.keep(ids[0, start:end].tolist(), positions[0, start:end].tolist(), pages)
-            text = self.kept[pages[: -(-length // self.kept.shape[1])]].reshape(-1)[:length].tolist()
-            assert STALE not in text
-            for column, at in enumerate(range(end - self.query_len, end)):
-                assert last_rows[row, column] == max(start, at)
-                self.answers[row, column] = next_token(text[: length - end + max(start, at) + 1])
-        return self.answers[: batch.num_reqs]
-
-    def keep(self, ids: Sequence[int], positions: Sequence[int], pages: Any) -> None:
-        for token, position in zip(ids, positions, strict=True):
-            page = pages[position // self.kept.shape[1]]
-            assert page >= 2, "a page of the request's own"
-            self.kept[page, position % self.kept.shape[1]] = token
+MODELS = models(st.integers(1, 4))
 
 
 class Asked:
@@ -127,74 +77,22 @@ def varying(seeded: random.Random) -> Propose:
     return propose
 
 
-def make_model(draft_tokens: int, mode: str = "FULL_DECODE_ONLY", **sizes: int) -> Any:
-    given = {"max_num_reqs": 4, "page_size": 4, "num_pages": 48, **sizes}
-    given.setdefault("max_num_tokens", given["max_num_reqs"] * (1 + draft_tokens))
-    return DraftingModel(draft_tokens, mode=mode, **given)
-
-
-@st.composite
-def models(draw: st.DrawFn) -> Any:
-    draft_tokens, reqs, page_size = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.sampled_from([1, 4, 16]))
-    return make_model(
-        draft_tokens,
-        draw(st.sampled_from(["FULL_DECODE_ONLY", "PIECEWISE"])),
-        max_num_reqs=reqs,
-        max_num_tokens=reqs * (1 + draft_tokens) + draw(st.integers(0, 20)),
-        page_size=page_size,
-        num_pages=draw(st.integers(1, 3)) * -(-MAX_LENGTH // page_size),
-    )
-
-
-@given(model=models(), requests=REQUESTS, eos=st.lists(TOKENS, max_size=10), seed=st.integers(0, 1 << 30))
+@given(model=MODELS, requests=REQUESTS, eos=st.lists(TOKENS, max_size=10), seed=st.integers(0, 1 << 30))
 def test_texts_are_those_of_each_request_alone(
     model: Any, requests: list[tuple[list[int], int]], eos: list[int], seed: int
 ) -> None:
     prompts, counts = [prompt for prompt, _ in requests], [count for _, count in requests]
     drafter = Asked(model.query_len - 1, varying(random.Random(seed)))
-    found = generate(model, prompts, max_new_tokens=counts, eos_token_id=eos, progress=False, drafter=drafter)
+    found = generate(model, prompts, max_new_tokens=counts, eos_token_id=eos, drafter=drafter)
     assert found == [continued(prompt, count, eos) for prompt, count in requests]
     assert model.all_pages_are_free
 
 
-@given(
-    model=models(),
-    requests=REQUESTS,
-    gaps=st.lists(st.integers(0, 3), min_size=12, max_size=12),
-    cancelled=st.sets(st.integers(0, 11), max_size=3),
-    seed=st.integers(0, 1 << 30),
-)
-def test_requests_come_and_go(
-    model: Any, requests: list[tuple[list[int], int]], gaps: list[int], cancelled: set[int], seed: int
-) -> None:
-    made = [Request.of(str(index), prompt, count) for index, (prompt, count) in enumerate(requests)]
-    found: dict[Request, list[int]] = {request: [] for request in made}
+@given(model=MODELS, seed=st.integers(0, 1 << 30), **ARRIVALS)
+def test_requests_come_and_go(model: Any, seed: int, **arrivals: Any) -> None:
     drafter = Asked(model.query_len - 1, varying(random.Random(seed)))
-    with Generation(model, drafter=drafter) as generation:
-        for index, request in enumerate(made):
-            generation.add(request)
-            for _ in range(gaps[index]):
-                collect(generation, found)
-            if index in cancelled:
-                generation.cancel(request)
-        while not generation.is_done():
-            collect(generation, found)
-        stats = generation.stats()
-    for index, (request, (prompt, count)) in enumerate(zip(made, requests, strict=True)):
-        expected = continued(prompt, count, [])
-        assert found[request] == (expected[: len(found[request])] if index in cancelled else expected)
-    assert model.all_pages_are_free
-    assert stats.num_steps == model.num_steps
-    assert stats.num_tokens == sum(map(len, found.values()))
+    stats = check_arrivals(model, **arrivals, drafter=drafter)
     assert stats.num_accepted <= stats.num_drafted == drafter.num_proposed
-
-
-def collect(generation: Generation, found: dict[Request, list[int]]) -> None:
-    ended = set()
-    for new in generation.step():
-        assert new.request not in ended, "nothing follows the last token"
-        found[new.request].append(new.token)
-        ended |= {new.request} if new.is_last else set()
 
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -204,11 +102,12 @@ def served(model: Any, drafter: Any, prompts: Sequence[Sequence[int]], counts: S
     """The texts, and the generation's counts."""
     requests = [Request.of(str(i), p, n, **given) for i, (p, n) in enumerate(zip(prompts, counts, strict=True))]
     found: dict[Request, list[int]] = {request: [] for request in requests}
+    ended: list[Request] = []
     with Generation(model, drafter=drafter) as generation:
         for request in requests:
             generation.add(request)
         while not generation.is_done():
-            collect(generation, found)
+            collect(generation, found, ended)
         return list(found.values()), generation.stats()
 
 
@@ -291,9 +190,9 @@ def test_the_longest_text_on_exactly_its_pages(num_prompt: int, drafter: Propose
 
 def test_ngrams_are_what_is_guessed_with_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text of a model that goes round in circles."""
-    monkeypatch.setattr("tests.unit.text.test_speculation.next_token", lambda text: (text[-1] + 1) % 5)
+    monkeypatch.setattr("tests.unit.text.known_model.next_token", lambda text: (text[-1] + 1) % 5)
     model = make_model(3, max_num_tokens=16)
-    assert generate(model, [[0]], max_new_tokens=21, progress=False) == [[(n + 1) % 5 for n in range(21)]]
+    assert generate(model, [[0]], max_new_tokens=21) == [[(n + 1) % 5 for n in range(21)]]
     # Once round, one token a step, then four.
     assert model.num_steps == 5 + 4
 
@@ -339,14 +238,13 @@ def test_a_failing_drafter_gives_all_pages_back() -> None:
 
     model = make_model(2)
     with pytest.raises(ZeroDivisionError):
-        generate(model, [PROMPT], max_new_tokens=6, progress=False, drafter=Failing())
+        generate(model, [PROMPT], max_new_tokens=6, drafter=Failing())
     assert model.all_pages_are_free
 
 
 def test_a_manager_that_verifies_no_drafts_takes_no_drafter() -> None:
-    plain: Any = KnownModel(max_num_reqs=1, max_num_tokens=8, page_size=4, num_pages=8)
     with pytest.raises(OptionError, match="verifies no drafts"):
-        Generation(plain, drafter=Asked(3, right))
+        Generation(make_model(), drafter=Asked(3, right))
 
 
 def test_steps_with_drafts_do_not_run_ahead() -> None:
