@@ -116,15 +116,31 @@ class CausalLM:
         self, model: torch.nn.Module, adapters: LoraAdapters | None, compiler: str | None, options: dict[str, Any]
     ) -> CudaGraphManager:
         config = self.config
-        fix_frequencies(model, config.max_seq_len)
+        max_num_reqs, max_num_tokens, max_seq_len = config.max_num_reqs, config.max_num_tokens, config.max_seq_len
+        fix_frequencies(model, max_seq_len)
         compute_experts_by_token(model)
-        attention = _attention_of(model, config)
+        # Graphs of mixed batches are captured only if the user asks for mode FULL.
+        is_full = CUDAGraphMode.parse(config.mode).mixed_mode() is CUDAGraphMode.FULL
+        attention = PagedAttention.for_model(
+            model,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            support=AttentionSupport.ALWAYS if is_full else AttentionSupport.UNIFORM_BATCH,
+        )
         dispatcher = _dispatcher(config, lora_keys(adapters, model, config.lora))
         wrapped: torch.nn.Module = NextToken(model)
-        inputs = _input_specs(config)
+        last_rows = (max_num_reqs, 1 + config.draft_tokens) if config.draft_tokens else (max_num_reqs,)
+        inputs = [
+            InputSpec("input_ids", (1, max_num_tokens), torch.int64, token_dim=1),
+            InputSpec("position_ids", (1, max_num_tokens), torch.int64, token_dim=1),
+            InputSpec("last_rows", last_rows, torch.int64, token_dim=None, request_dim=0),
+        ]
         if adapters is not None:
             wrapped = adapters.wrap(wrapped)
-            inputs += adapters.input_specs(config.max_num_tokens)
+            inputs += adapters.input_specs(max_num_tokens)
         is_on_cuda = next(model.parameters()).device.type == "cuda"
         options["compiler"] = compiler or ("inductor" if is_on_cuda else "aot_eager")
         return CudaGraphManager(wrapped, dispatcher, inputs, attention=attention, **options)
@@ -209,41 +225,11 @@ class CausalLM:
             raise
 
 
-def _attention_of(model: torch.nn.Module, config: CausalLMConfig) -> PagedAttention:
-    """Paged attention for the model, with a new KV cache."""
-    mode = CUDAGraphMode.parse(config.mode)
-    return PagedAttention.for_model(
-        model,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        max_num_reqs=config.max_num_reqs,
-        max_num_tokens=config.max_num_tokens,
-        max_seq_len=config.max_seq_len,
-        # Graphs of mixed batches are captured only if the user asks for mode FULL.
-        support=AttentionSupport.ALWAYS if mode.mixed_mode() is CUDAGraphMode.FULL else AttentionSupport.UNIFORM_BATCH,
-    )
-
-
-def _input_specs(config: CausalLMConfig) -> list[InputSpec]:
-    """The inputs of :class:`NextToken`."""
-    max_num_reqs, max_num_tokens, draft_tokens = config.max_num_reqs, config.max_num_tokens, config.draft_tokens
-    last_rows = (max_num_reqs, 1 + draft_tokens) if draft_tokens else (max_num_reqs,)
-    return [
-        InputSpec("input_ids", (1, max_num_tokens), torch.int64, token_dim=1),
-        InputSpec("position_ids", (1, max_num_tokens), torch.int64, token_dim=1),
-        InputSpec("last_rows", last_rows, torch.int64, token_dim=None, request_dim=0),
-    ]
-
-
 def default_capture_sizes(max_num_tokens: int) -> list[int]:
     """The sizes 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and ``max_num_tokens``: at most a third of a batch is padding."""
     powers = [1 << n for n in range(max_num_tokens.bit_length())]
     sizes = {*powers, *(power + power // 2 for power in powers if power > 1), max_num_tokens}
     return sorted(size for size in sizes if size <= max_num_tokens)
-
-
-def _doubled(max_seq_len: int, smallest: int = 256) -> list[int]:
-    return [smallest << n for n in range(max_seq_len.bit_length()) if smallest << n < max_seq_len]
 
 
 def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispatcher:
@@ -272,7 +258,9 @@ def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispa
             extra = (("max_seq_len", longest),)
             of_one = BatchDescriptor(1, 1, True, has_lora=count > 0, num_active_loras=count, extra=extra)
             dispatcher.add_key(CUDAGraphMode.FULL, of_one)
-    buckets = _doubled(longest) if config.seq_len_buckets is None else config.seq_len_buckets
+    buckets = config.seq_len_buckets
+    if buckets is None:
+        buckets = [256 << n for n in range(longest.bit_length()) if 256 << n < longest]
     for key in dispatcher.keys[CUDAGraphMode.FULL]:
         for bucket in sorted(set(buckets)):
             if (query_len if key.uniform else 1) <= bucket < longest:

@@ -18,7 +18,7 @@ from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError, OutOfPagesError
 from graphpass.ladder.progress import progress_bar
 from graphpass.text.drafting import Drafter, NgramDrafter, Speculation
-from graphpass.text.lora import LoraModel
+from graphpass.text.lora import LoraAdapters, LoraModel
 from graphpass.text.paged import PagedAttention, PagedRequests
 from graphpass.text.scheduler import Request, ScheduleLimits, Scheduler, StepPlan
 from graphpass.text.step import StepInputs, StepTokens
@@ -78,10 +78,9 @@ class Generation:
         max_num_tokens, last_rows = buffers["input_ids"].shape[1], buffers["last_rows"]
         draft_tokens = last_rows.shape[1] - 1 if last_rows.dim() > 1 else 0
         _check_drafting(draft_tokens, drafter, run_ahead)
-        self._adapters = model.adapters if isinstance(model, LoraModel) else None
-        if self._adapters is not None:
-            self._adapters.watch(self)
-        vocab_size = getattr(model.model if isinstance(model, LoraModel) else model, "vocab_size", None)
+        is_adapted = isinstance(model, LoraModel)
+        self._adapters: LoraAdapters | None = model.adapters if is_adapted else None
+        vocab_size = getattr(model.model if is_adapted else model, "vocab_size", None)
         self._speculation = None
         if draft_tokens:
             drafter = NgramDrafter() if drafter is None else drafter
@@ -105,6 +104,8 @@ class Generation:
         self._num_steps = self._num_tokens = 0
         self._pending: StepPlan | None = None
         self._open: set[Request] = set()
+        if self._adapters is not None:
+            self._adapters.watch(self)
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never run.

@@ -462,7 +462,9 @@ def _add_lora(
             remedy="leave the layer out of the targets: adapters need one row for each token",
         )
     max_loras, rank, _ = lora_a.shape
-    count = min(_num_active(max_loras), max_loras)
+    context = current_context()
+    key = None if context is None else context.batch_descriptor
+    count = max_loras if key is None else min(key.num_active_loras, max_loras)  # guard: lora_count_of_the_key
     if count == 0 or num_tokens == 0:
         return
     if count < max_loras:
@@ -475,14 +477,6 @@ def _add_lora(
     # guard: lora_filled, lora_own_tokens
     low.view(num_tokens, count, rank).masked_fill_((slots.unsqueeze(1) != computed).unsqueeze(2), 0.0)
     out.view(num_tokens, -1).addmm_(low, lora_b.view(count * rank, -1))
-
-
-def _num_active(otherwise: int) -> int:
-    """The number of adapters in the forward context's batch descriptor; ``otherwise`` without a descriptor."""
-    context = current_context()
-    if context is None or context.batch_descriptor is None:
-        return otherwise
-    return context.batch_descriptor.num_active_loras  # guard: lora_count_of_the_key
 
 
 def _writes_out_only(*_: Any) -> None:

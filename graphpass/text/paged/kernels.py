@@ -129,15 +129,12 @@ class BatchedKeys:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashKeys:
-    """The keys of each request where flash attention reads them, copied or in their page; for layers with plain scores.
+    """The keys of each request, copied or in their page, as flash attention reads them; for plain scores alone."""
 
-    The attributes are those of keys in place, but for ``slots``.
-    """
-
-    #: of copied keys, which are concatenated: their slots, and those of values in the same layer's memory, int64
-    #: [2, keys]; None: each request's keys are read in place, from its one page
+    #: slots of the keys to copy, and of their values in the same layer's memory, int64 [2, keys]; None: each request's
+    #: keys are read in place, from its one page
     slots: torch.Tensor | None
-    starts: torch.Tensor  #: slot of each request's first key, and a 0, int32 [requests + 1]
+    starts: torch.Tensor  #: of keys in place: slot of each request's first key, and a 0, int32 [requests + 1]
     #: of uniform batches: index of each request's first token, unused requests included, int32 [requests + 1]
     query_bounds: torch.Tensor
 
@@ -310,7 +307,7 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
                 for numbers in (ends, [*(place * page_size for place in places), 0], lengths)
             )
             sequences = operators.PackedSequences(bounds, starts, used, query_len or max(query_lens), page_size)
-            expected = _one_by_one(query[: ends[-1]], keys, values, sequences, scale, window)
+            expected = _expected_attention(query[: ends[-1]], keys, values, sequences, scale, window)
             run = functools.partial(
                 operators.flash_attention, query[: ends[-1]], keys, values, sequences, scale=scale, causal_window=window
             )
@@ -320,7 +317,7 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return None
 
 
-def _one_by_one(
+def _expected_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
