@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from graphpass.modes import CUDAGraphMode
@@ -20,44 +20,44 @@ def problems_of(figures: ReportFigures) -> tuple[Problem, ...]:
     """All problems, the gravest kind first; first calls of a key, which run without a graph, are none."""
     found = (
         *figures.problems,
-        *_uncaptured(figures),
+        *_merged(_uncaptured(figures)),
         *_first_calls(figures),
-        *_endings(figures.callables),
+        *_merged(_endings(figures.callables)),
         *(problem for problem in cuts_of(figures.callables) if problem.remedy),
-        *_unpadded(figures.callables),
+        *_merged(_unpadded(figures.callables)),
     )
     return tuple(sorted(found, key=lambda problem: _KINDS.index(problem.kind)))
 
 
-def cuts_of(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+def cuts_of(callables: Sequence[CallableRecord]) -> tuple[Problem, ...]:
     """Why regions are eager: one problem for each reason and line, with all regions that have it.
 
-    The cuts that a callable's FULL graph holds have no remedy, nor those of a callable without graphs that nothing is
-    lost by: they cost nothing.
+    Cuts that a callable's FULL graph holds have no remedy, because they cost nothing. Neither have cuts in a callable
+    that runs without graphs on purpose.
     """
-    regions: dict[tuple[str, str, str], list[str]] = {}
-    for record in callables:
-        is_free = record.mode is CUDAGraphMode.FULL or (record.off is not None and not record.off.remedy)
-        for region in record.regions:
-            for reason in region.reasons:
-                remedy = "" if is_free else reason.remedy
-                regions.setdefault((reason.why, reason.where, remedy), []).append(f"{record.name}.{region.name}")
-    for (why, where, remedy), names in regions.items():
-        yield Problem("cut", why, tuple(names), where, remedy=remedy)
+    return _merged(_cuts(callables))
+
+
+def _merged(found: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Problems of one cause as one problem, with the places and times of all."""
+    causes: dict[Problem, tuple[dict[str, None], list[int]]] = {}
+    for problem in found:
+        places, times = causes.setdefault(replace(problem, places=(), times=None), ({}, []))
+        places.update(dict.fromkeys(problem.places))
+        times += [] if problem.times is None else [problem.times]
+    return tuple(
+        replace(cause, places=tuple(places), times=sum(times) if times else None)
+        for cause, (places, times) in causes.items()
+    )
 
 
 def _uncaptured(figures: ReportFigures) -> Iterator[Problem]:
     off = {record.name for record in figures.callables if record.off is not None}
-    graphs: dict[tuple[str, str], list[str]] = {}
-    times: dict[tuple[str, str], int] = {}
     for calls in figures.uncaptured:
-        if not calls.reason.is_expected and calls.subject not in off:
-            cause = (calls.reason.why, calls.reason.remedy)
-            named = [f"{calls.subject} {sizes}" for sizes in calls.sizes()]
-            graphs.setdefault(cause, []).extend(named or [calls.subject])
-            times[cause] = times.get(cause, 0) + calls.n
-    for (reason, remedy), names in graphs.items():
-        yield Problem("no graph", reason, tuple(names), times=times[reason, remedy], remedy=remedy)
+        reason = calls.reason
+        if not reason.is_expected and calls.subject not in off:
+            named = tuple(f"{calls.subject} {sizes}" for sizes in calls.sizes())
+            yield Problem("no graph", reason.why, named or (calls.subject,), times=calls.n, remedy=reason.remedy)
 
 
 def _first_calls(figures: ReportFigures) -> Iterator[Problem]:
@@ -75,17 +75,22 @@ def _first_calls(figures: ReportFigures) -> Iterator[Problem]:
 
 
 def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
-    names: dict[tuple[str, str, str, str], list[str]] = {}
     for record in callables:
         for kind, reason in (("graph break", record.ends), ("never captured", record.off)):
             if reason is not None and reason.remedy:
-                names.setdefault((kind, reason.why, reason.where, reason.remedy), []).append(record.name)
-    for (kind, why, where, remedy), graphs in names.items():
-        yield Problem(kind, why, tuple(graphs), where, remedy=remedy)
+                yield Problem(kind, reason.why, (record.name,), reason.where, remedy=reason.remedy)
+
+
+def _cuts(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+    for record in callables:
+        is_free = record.mode is CUDAGraphMode.FULL or (record.off is not None and not record.off.remedy)
+        for region in record.regions:
+            for reason in region.reasons:
+                remedy = "" if is_free else reason.remedy
+                yield Problem("cut", reason.why, (f"{record.name}.{region.name}",), reason.where, remedy=remedy)
 
 
 def _unpadded(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
-    found: dict[tuple[str, str, str], list[str]] = {}
     for record in callables:
         for size in record.sizes:
             if size.remedy:
@@ -93,6 +98,5 @@ def _unpadded(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
                 why = "no proof covers it" if cause is None else f"{cause.op} ({cause.why})"
                 effect = "padded without a check" if size.is_padded else "not padded, each of its sizes is captured"
                 where = "" if cause is None else cause.where
-                found.setdefault((f"{size.field} is {effect}: {why}", where, size.remedy), []).append(record.name)
-    for (what, where, remedy), graphs in found.items():
-        yield Problem("not padded", what, tuple(dict.fromkeys(graphs)), where, remedy=remedy)
+                what = f"{size.field} is {effect}: {why}"
+                yield Problem("not padded", what, (record.name,), where, remedy=size.remedy)
