@@ -9,7 +9,7 @@ from dataclasses import replace
 from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
 from graphpass.errors import CaptureError
 from graphpass.ledger import Reason, named_sizes, why_failed
-from graphpass.regions.padding.calls import DECLARE_MASK
+from graphpass.regions.padding import DECLARE_MASK
 from graphpass.report.problems import OF_A_NEW_KEY
 
 __all__ = [

@@ -15,9 +15,7 @@ from graphpass.ledger import Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.padrules import PadRule
-from graphpass.regions.padding import PaddingProof, Verdict
-from graphpass.regions.padding.calls import CHECK_IF_DECLARED
-from graphpass.regions.padding.compose import prove_partition
+from graphpass.regions.padding import CHECK_IF_DECLARED, PaddingProof, Verdict, prove_partition
 from graphpass.regions.split import Partition
 
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"

@@ -27,8 +27,7 @@ from graphpass.errors import CaptureError, ShapeError
 from graphpass.ladder.modelstate import PythonState
 from graphpass.ledger import Reason
 from graphpass.paddedmemory import PaddedBuffer
-from graphpass.regions.padding import PaddingFinding
-from graphpass.regions.padding.mixing import mixing_of
+from graphpass.regions.padding import PaddingFinding, mixing_of
 from graphpass.regions.split import Partition
 
 Reached = Sequence[ReachedCall]

@@ -1,4 +1,4 @@
-"""One operator call, as padding rules receive it."""
+"""One operator call, as padding rules receive it, and what they answer."""
 
 from __future__ import annotations
 
@@ -8,32 +8,20 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from graphpass.regions.padding.nodes import ResultShape, TensorShape
-from graphpass.regions.padding.sizes import Sizes
+from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.values import (
     Factors,
     Pad,
     PaddedValue,
     PaddingFinding,
     Place,
+    ResultShape,
     Size,
+    TensorShape,
     Verdict,
     blurred,
     is_finite,
 )
-
-__all__ = [
-    "CHECK_IF_DECLARED",
-    "DECLARE_MASK",
-    "HIDE_PADDING",
-    "REGISTER_RULE",
-    "OpCall",
-    "PaddingReason",
-    "PaddingRule",
-    "Unknown",
-    "padded_sizes_in",
-    "tensors_of",
-]
 
 CHECK_IF_DECLARED = "set padding_check='declared'"
 DECLARE_MASK = (
@@ -55,19 +43,12 @@ REGISTER_RULE = "say what the operator does with padding (graphpass.regions.regi
 
 @dataclass(frozen=True, slots=True)
 class PaddingReason:
-    """Why every entry of an operator's results may differ in a padded run.
+    """Why every entry of an operator's results may differ in a padded run."""
 
-    Attributes:
-        why: the operator's effect, for the report: "mean over the padded dimension 1".
-        verdict: RUNTIME if the contents of a call decide, else UNPROVED.
-        size: the padded size that causes it, if it is known.
-        remedy: a change of the model after which the size can be padded; empty if no padding suits the operator.
-    """
-
-    why: str
-    verdict: Verdict = Verdict.UNPROVED
-    size: Size | None = None
-    remedy: str = ""
+    why: str  #: the operator's effect, for the report: "mean over the padded dimension 1"
+    verdict: Verdict = Verdict.UNPROVED  #: RUNTIME if the contents of a call decide, else UNPROVED
+    size: Size | None = None  #: the padded size that causes it, if it is known
+    remedy: str = ""  #: a change of the model after which the size can be padded; empty if there is none
 
 
 class Unknown(Exception):  # noqa: N818 - control flow within the rules, never raised to a caller
@@ -80,27 +61,18 @@ class Unknown(Exception):  # noqa: N818 - control flow within the rules, never r
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call of an operator.
+    """One call of an operator."""
 
-    Attributes:
-        op: the operator's name with its overload, ``aten.mean.dim``.
-        name: the operator's base name, ``mean``.
-        arguments: schema name -> argument, defaults included. A tensor is a :class:`PaddedValue`, a symbolic number a
-            sympy expression, a list a tuple.
-        result: the shape of the result, or of each result.
-        where: the line of the user's code.
-        sizes: which sizes are padded.
-        assumptions: the conditions on which the proof depends; rules add to them.
-        everywhere: findings for the whole graph, even if its outputs do not use the results; rules add to them.
-    """
-
-    op: str
-    name: str
+    op: str  #: the operator's name with its overload, ``aten.mean.dim``
+    name: str  #: the operator's base name, ``mean``
+    #: Schema name -> argument, defaults included. A tensor is a :class:`PaddedValue`, a symbolic number a sympy
+    #: expression, a list a tuple.
     arguments: Mapping[str, Any]
-    result: ResultShape
-    where: str
-    sizes: Sizes
-    assumptions: set[str]
+    result: ResultShape  #: the shape of the result, or of each result
+    where: str  #: the line of the user's code
+    sizes: Sizes  #: which sizes are padded, and what is asked
+    assumptions: set[str]  #: the conditions on which the proof depends; rules add to them
+    #: Findings for the whole graph, even if its outputs do not use the results; rules add to them.
     everywhere: set[PaddingFinding]
 
     def tensor(self, *names: str) -> PaddedValue:
@@ -128,7 +100,7 @@ class OpCall:
 
         If so, a rule must return a reason also where an entry depends on earlier or masked entries only.
         """
-        return not self.sizes.ordered
+        return self.sizes.question is Question.INDEPENDENCE
 
     @property
     def shape(self) -> TensorShape:
@@ -142,10 +114,20 @@ class OpCall:
         return self.result
 
     @property
+    def results(self) -> tuple[ResultShape, ...]:
+        """The shape of each result."""
+        return self.result if isinstance(self.result, tuple) else (self.result,)
+
+    @property
     def shapes(self) -> tuple[TensorShape, ...]:
         """The shapes of all results that are tensors."""
-        results = self.result if isinstance(self.result, tuple) else (self.result,)
-        return tuple(result for result in results if isinstance(result, TensorShape))
+        return tuple(result for result in self.results if isinstance(result, TensorShape))
+
+    def each(self, make: Callable[[TensorShape], PaddedValue]) -> PaddedValue | tuple[PaddedValue | None, ...]:
+        """What a rule returns: ``make`` of the result's shape, or of each result that is a tensor."""
+        if isinstance(self.result, tuple):
+            return tuple(make(shape) if isinstance(shape, TensorShape) else None for shape in self.result)
+        return make(self.shape)
 
     def fresh(self, shape: TensorShape | None = None) -> PaddedValue:
         """A value of the result's shape with no findings, one factor for each dimension, and unknown padding."""
@@ -184,6 +166,12 @@ class OpCall:
             raise TypeError(f"{self.op}: {dim!r} is not a dimension")
         return dim % rank if rank else 0
 
+    def dims(self, dims: Any, rank: int) -> list[int]:
+        """``dims`` as non-negative dimensions; all dimensions if there are none."""
+        if dims is None or dims == ():
+            return list(range(rank))
+        return sorted({self.dim(dim, rank) for dim in (dims if isinstance(dims, tuple) else (dims,))})
+
     def refuse(self, why: str, size: object = None, remedy: str = "") -> Unknown:
         """The exception to raise because the results depend on padding, for the reason ``why``."""
         text = why if len(why) <= _MOST_LETTERS else f"{why[:_MOST_LETTERS]}..."  # sizes may be long expressions
@@ -193,9 +181,9 @@ class OpCall:
         """The exception to raise because the call does ``what`` ("sums products over") with the factor at ``place``."""
         pad = value.pad_at(place)
         contents = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
-        size = value.factors[place[0]][place[1]]
         if remedy and not is_finite(pad):
             remedy = MAKE_FINITE
+        size = value.factors[place[0]][place[1]]
         return self.refuse(f"{what} the padded dimension {place[0]}{contents}", size, remedy)
 
     def unpadded(self, value: PaddedValue, dims: Iterable[int], what: str, remedy: str = "") -> None:
@@ -206,6 +194,13 @@ class OpCall:
         """
         for place in self.places(value, dims):
             raise self.refuse_place(value, place, what, remedy)
+
+    def unpadded_weights(self, *names: str) -> None:
+        """Require that none of the tensors among these arguments has a padded dimension."""
+        for name in names:
+            weight = self.argument(name)
+            if isinstance(weight, PaddedValue):
+                self.unpadded(weight, range(weight.rank), f"has a {name} with")
 
     def no_padded_numbers(self, *but: str) -> None:
         """Require that no argument except those named ``but`` contains a padded size as a number.
@@ -226,13 +221,21 @@ class OpCall:
         """
         common = self.sizes.unified(first, second)
         if common is None:
-            at_fault = next(size for size in (*first, *second) if self.padded(size))
             fields = [
                 {field for size in factors for field in self.sizes.fields_of(size)} for factors in (first, second)
             ]
             remedy = _ONE_NAME if all(fields) and fields[0] != fields[1] else ""
-            raise self.refuse(f"a dimension of factors {list(first)} meets one of {list(second)}", at_fault, remedy)
+            why = f"a dimension of factors {list(first)} meets one of {list(second)}"
+            raise self.refuse(why, self.sizes.first_padded(first, second), remedy)
         return common
+
+    def unify_into(self, factors: Sequence[Factors], other: PaddedValue, *but: int) -> list[Factors]:
+        """``factors`` unified with those of a tensor that is broadcast to them, in all dimensions except ``but``."""
+        offset = len(factors) - other.rank
+        return [
+            self.unify(of_dim, other.factors[dim - offset]) if dim >= offset and dim not in but else of_dim
+            for dim, of_dim in enumerate(factors)
+        ]
 
     def findings_for(self, reason: PaddingReason) -> frozenset[PaddingFinding]:
         """One finding for each key field whose padding ``reason`` is about."""
@@ -246,19 +249,21 @@ class OpCall:
         sizes = [size for value in tensors_of(self.arguments.values()) for of_dim in value.factors for size in of_dim]
         sizes += [size for argument in self.arguments.values() for size in padded_sizes_in(argument, self.sizes)]
         sizes += [size for shape in self.shapes for size in shape.sizes]
-        fields = sorted({field for size in sizes for field in self.sizes.fields_of(size)})
-        return tuple(fields) or tuple(sorted(set(self.sizes.fields.values())))
+        fields = {field for size in sizes for field in self.sizes.fields_of(size)}
+        return tuple(sorted(fields or set(self.sizes.fields.values())))
 
-    def reached(self, value: PaddedValue, reason: PaddingReason) -> PaddedValue:
-        """``value`` with findings for ``reason``: its clean entries depend on padding."""
-        return value.with_findings(self.findings_for(reason))
+    def reached(self, value: PaddedValue, *reasons: PaddingReason) -> PaddedValue:
+        """``value`` with findings for ``reasons``: its clean entries depend on padding."""
+        return value.with_findings(finding for reason in reasons for finding in self.findings_for(reason))
 
     def with_arguments(self, **arguments: Any) -> OpCall:
         """This call with some arguments replaced."""
         return replace(self, arguments={**self.arguments, **arguments})
 
 
-PaddingRule: TypeAlias = Callable[[OpCall], PaddedValue | tuple[PaddedValue | None, ...] | PaddingReason]
+Returned: TypeAlias = PaddedValue | tuple[PaddedValue | None, ...]
+
+PaddingRule: TypeAlias = Callable[[OpCall], Returned | PaddingReason]
 """A rule returns the abstract value of the result, a tuple of them for several results, or a reason.
 
 The reason says why the results depend on padding. For an operator that writes to arguments, the new values of these

@@ -1,4 +1,4 @@
-"""The proof of a whole graph from the aten graphs of its regions.
+"""The proof of a whole graph from the aten graphs of its regions, and whether its entries are independent.
 
 The walk follows the stitched code region by region and maps value names to abstract values. Regions of one structure
 share an aten graph, so 240 equal layers are interpreted once and looked up 239 times.
@@ -6,8 +6,9 @@ share an aten graph, so 240 equal layers are interpreted once and looked up 239 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import sympy
@@ -19,32 +20,24 @@ from graphpass.regions.assign import Region
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.names import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
-from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import PaddingProof, decided, findings_of_results
-from graphpass.regions.padding.sizes import Sizes, as_size
-from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size
+from graphpass.regions.padding.sizes import Question, Sizes, as_size
+from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size, TensorShape
 from graphpass.regions.split import Partition
-
-__all__ = ["PartitionRun", "RegionGraph", "prove_partition"]
 
 Abstract: TypeAlias = PaddedValue | Size | None
 
 _NAMED_OPS = 3
+_RANDOM = "random numbers"
 
 
 class RegionGraph(Protocol):
-    """The aten graph of a region.
-
-    Attributes:
-        result: the :class:`AtenGraph`, shared by regions of one structure; None if there is no graph.
-        problem: why there is no graph; None if there is one.
-        symbols: pairs (symbol of the aten graph, symbol of the region).
-    """
+    """The aten graph of a region."""
 
     @property
     def result(self) -> Any:
-        """The :class:`AtenGraph`, or None."""
+        """The :class:`AtenGraph`, shared by regions of one structure; None if there is none."""
 
     @property
     def problem(self) -> str | None:
@@ -74,123 +67,187 @@ def prove_partition(
     Returns:
         The verdict for each key field, and the size factors of each output leaf of the partition.
     """
-    run = PartitionRun(parts, graphs, declared or {})
-    targets = {p: f"written input '{graph_input.shown}'" for p, graph_input in enumerate(parts.inputs)}
-
-    def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
-        sizes = Sizes(candidates)
-        interpreted = run.interpretation(candidates)
-        before = run.inputs(sizes)
-        into = {p: value for p in interpreted.written if isinstance(value := before[p], PaddedValue)}
-        return interpreted, findings_of_results(interpreted, sizes, into, targets)
-
-    return decided(symbols, attempt)
+    run = _PartitionRun(parts, graphs, declared or {})
+    return decided(symbols, lambda candidates: run.with_findings(Sizes(candidates)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """The abstract results of one region for some inputs, in the symbols of the whole graph.
+def mixing_of(
+    parts: Partition,
+    graphs: Mapping[str, RegionGraph],
+    symbols: Mapping[sympy.Symbol, str],
+    trusted: Collection[str] = (),
+) -> tuple[PaddingFinding, ...]:
+    """The operators through which an entry along a size depends on other entries along it, or on their number.
 
-    Attributes:
-        outputs: one value for each output of the region.
-        written: (position of an input, its value after the region).
-        findings: findings for the whole graph, even if nothing uses the outputs.
-        assumptions: the conditions on which these values depend.
-        needs_real_contents: see :class:`Interpretation`.
+    Stricter than a proof of padding: any entries may be the real ones, not only the first, so causal order, masks,
+    windows and zero padding do not help. An output without that size may contain entries selected by data, such as the
+    logits of each request's last token. The index of an entry depends on the entries before it, so it may only select
+    that same entry. Random numbers depend on how many are drawn, but do not count as dependence.
+
+    Args:
+        parts: the partition.
+        graphs: region name -> its aten graph, for captured and eager regions.
+        symbols: the symbols of one key field -> that field.
+        trusted: qualified names of operators that do not mix entries, even if their rule says so.
+
+    Returns:
+        One finding for each operator and line; empty if all entries are independent.
     """
+    run = _PartitionRun(parts, graphs, {}, frozenset(trusted))
+    independence = Sizes(symbols, Question.INDEPENDENCE)  # guard: manager_mixing_causal
+    # guard: manager_mixing_counts
+    findings = [*_mixed(run, independence), *_counted(run, Sizes(symbols))]
+    first: dict[tuple[str, str], PaddingFinding] = {}
+    for finding in findings:
+        first.setdefault((finding.op, finding.where), finding)
+    return tuple(first.values())
 
-    outputs: tuple[Abstract, ...]
-    written: tuple[tuple[int, PaddedValue], ...]
-    findings: frozenset[PaddingFinding]
-    assumptions: frozenset[str]
-    needs_real_contents: bool
+
+def _mixed(run: _PartitionRun, sizes: Sizes) -> list[PaddingFinding]:
+    """Findings for entries that depend on other indices along the size."""
+    interpreted = run.interpretation(sizes)
+    findings = [finding for finding in interpreted.findings if finding.target != _RANDOM]
+    results = [(f"output {at}", value) for at, value in enumerate(interpreted.outputs)]
+    results += [(run.targets[at], value) for at, value in interpreted.written.items()]
+    for target, value in results:
+        if not isinstance(value, PaddedValue):
+            continue
+        places = sizes.places(value)
+        by_data = not places and not target.startswith("written")
+        findings += [f.reaching(target) for f in value.findings if not (by_data and f.is_by_contents)]
+        findings += [f.reaching(target) for f in value.by_position]  # guard: manager_mixing_positions
+        if len(places) > 1:
+            why = f"its entries stand along {[value.factors[dim][at] for dim, at in places]}"
+            fields = dict.fromkeys(sizes.fields.values())
+            findings += [PaddingFinding(field, "result", why, target=target) for field in fields]
+    return sorted(set(findings), key=str)
 
 
-@dataclass(slots=True)
-class PartitionRun:
+def _counted(run: _PartitionRun, sizes: Sizes) -> Iterator[PaddingFinding]:
+    """Findings for uses of the size as a number: they mix no entries, but depend on the number of entries."""
+    for finding in run.with_findings(sizes)[1]:
+        if not finding.is_by_contents and finding.target != _RANDOM:
+            yield finding
+
+
+class _PartitionRun:
     """Interprets a partition for several sets of padded sizes; caches the results of each region by its inputs.
 
     Args:
         parts: the partition.
         graphs: region name -> its aten graph.
         declared: position of an input of the partition -> the constant in its padding; None for unknown contents.
-        ordered: whether real entries come first, see :class:`Sizes`.
         trusted: operators whose results the caller guarantees, see :func:`interpret`.
     """
 
-    parts: Partition
-    graphs: Mapping[str, RegionGraph]
-    declared: Mapping[int, float | int | bool | None]
-    ordered: bool = True
-    trusted: frozenset[str] = frozenset()
-    _interpreted: dict[Any, Interpretation] = field(default_factory=dict)
-    _passed: dict[Any, _Passed] = field(default_factory=dict)
-    _storages: dict[str, frozenset[int]] = field(default_factory=dict)
+    def __init__(
+        self,
+        parts: Partition,
+        graphs: Mapping[str, RegionGraph],
+        declared: Mapping[int, float | int | bool | None],
+        trusted: frozenset[str] = frozenset(),
+    ) -> None:
+        self._parts, self._graphs, self._declared, self._trusted = parts, graphs, declared, trusted
+        self._interpreted: dict[Any, Interpretation] = {}  # in the symbols of an aten graph
+        self._passed: dict[Any, Interpretation] = {}  # in the symbols of the whole graph
+        self.targets = {at: f"written input '{given.shown}'" for at, given in enumerate(parts.inputs)}
 
-    def interpretation(self, fields: Mapping[sympy.Symbol, str]) -> Interpretation:
-        """The interpretation of the whole graph; its outputs are the output leaves of the partition.
+    @functools.cached_property
+    def _storages(self) -> dict[str, frozenset[int]]:
+        """Name of a value -> its storages."""
+        found = {given.name: storages_of(given.value) for given in self._parts.inputs}
+        for region in self._parts.regions:
+            results: Any = region.graph_module.graph.output_node().args[0]
+            found |= {name: storages_of(value_of(node)) for name, node in zip(region.outputs, results, strict=True)}
+        return found
 
-        Args:
-            fields: padded symbol -> key field.
-        """
-        return _Walk(self, fields).run()
+    def with_findings(self, sizes: Sizes) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        """The interpretation of the whole graph, and the findings of its results."""
+        run = self.interpretation(sizes)
+        return run, findings_of_results(run, sizes, self._inputs(sizes), self.targets)
 
-    def inputs(self, sizes: Sizes) -> tuple[Abstract, ...]:
-        """The abstract inputs of the partition before the first region runs."""
-        shapes = tuple(_shape_of(graph_input.value) for graph_input in self.parts.inputs)
-        names = tuple(graph_input.name for graph_input in self.parts.inputs)
-        values = input_values(AtenGraph(shapes, names, (), (), ()), sizes, self.declared)
-        return tuple(
-            replace(value, sign=Sign.REAL_SIZE) if given.is_real_size and isinstance(value, PaddedValue) else value
-            for given, value in zip(self.parts.inputs, values, strict=True)
+    def interpretation(self, sizes: Sizes) -> Interpretation:
+        """The interpretation of the whole graph; its outputs are the output leaves of the partition."""
+        inputs = self._parts.inputs
+        values = {given.name: value for given, value in zip(inputs, self._inputs(sizes), strict=True)}
+        passed = [self._through(region, values, sizes) for region in self._parts.regions]
+        outputs = tuple(values.get(name) for name, _ in self._parts.output_values())
+        written = {position: values[inputs[position].name] for position in self._parts.mutated_inputs}
+        return Interpretation(
+            outputs,
+            {position: value for position, value in written.items() if isinstance(value, PaddedValue)},
+            frozenset[PaddingFinding]().union(*(of_region.findings for of_region in passed)),
+            frozenset[str]().union(*(of_region.assumptions for of_region in passed)),
+            any(of_region.needs_real_contents for of_region in passed),
         )
 
-    def pass_through(self, region: Region, inputs: tuple[Abstract, ...], sizes: Sizes) -> _Passed | None:
-        """The results of a region that has an aten graph; None if that graph lacks a symbol of ``inputs``."""
-        graph = self.graphs[region.name]
-        key = (id(graph.result), graph.symbols, inputs, frozenset(sizes.fields.items()))
-        passed = self._passed.get(key)
-        if passed is not None:
-            return passed
-        names = _Renaming(graph.symbols, sizes)
-        renamed = tuple(names.inside(value) for value in inputs)
-        if any(value is None for value, original in zip(renamed, inputs, strict=True) if original is not None):
-            return None
-        inner_key = (id(graph.result), renamed, tuple(names.fields.items()))
-        run = self._interpreted.get(inner_key)
-        if run is None:
-            within = Sizes(names.fields, ordered=self.ordered)
-            run = self._interpreted[inner_key] = interpret(graph.result, renamed, within, self.trusted)
-        written = {position: names.outside(value) for position, value in run.written.items()}
-        outputs = tuple(names.outside(value) for value in run.outputs)
-        if None in written.values() or any(
-            isinstance(one, PaddedValue) and other is None for one, other in zip(run.outputs, outputs, strict=True)
-        ):
-            return None
-        tensors = {position: value for position, value in written.items() if isinstance(value, PaddedValue)}
-        passed = _Passed(outputs, tuple(tensors.items()), run.findings, run.assumptions, run.needs_real_contents)
-        self._passed[key] = passed
+    def _inputs(self, sizes: Sizes) -> tuple[Abstract, ...]:
+        """The abstract inputs of the partition before the first region runs."""
+        shapes = tuple(_shape_of(given.value) for given in self._parts.inputs)
+        names = tuple(given.name for given in self._parts.inputs)
+        values = input_values(AtenGraph(shapes, names, (), (), ()), sizes, self._declared)
+        return tuple(
+            replace(value, sign=Sign.REAL_SIZE) if given.is_real_size and isinstance(value, PaddedValue) else value
+            for given, value in zip(self._parts.inputs, values, strict=True)
+        )
+
+    def _through(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> Interpretation:
+        """Interpret one region: ``values`` has its inputs, and gets its outputs and what it wrote."""
+        inputs = tuple(values.get(name) for name in region.inputs)
+        graph = self._graphs.get(region.name)
+        problem = "it was not traced" if graph is None else graph.problem
+        passed = None
+        if graph is not None and problem is None:
+            passed = self._traced(graph, inputs, sizes)
+            problem = "its inputs have sizes that its aten graph lacks"
+        if passed is None:
+            passed = _opaque(region, inputs, problem or "", sizes)
+        values.update((region.inputs[position], value) for position, value in passed.written.items())
+        if region.mutated_inputs:
+            self._follow_writes(region, values, sizes)
+        values.update(zip(region.outputs, passed.outputs, strict=True))
         return passed
 
-    def names_in(self, storages: frozenset[int]) -> set[str]:
-        """The names of the values whose storage is among ``storages``."""
-        return {name for name, own in self._all_storages().items() if own & storages}
+    def _traced(self, graph: RegionGraph, inputs: tuple[Abstract, ...], sizes: Sizes) -> Interpretation | None:
+        """The results of a region that has an aten graph; None if that graph lacks a symbol of ``inputs``."""
+        key = (id(graph.result), graph.symbols, inputs, frozenset(sizes.fields.items()), sizes.question)
+        if key in self._passed:
+            return self._passed[key]
+        names = _Renaming(graph.symbols, sizes)
+        renamed = tuple(names.inside(value) for value in inputs)
+        if _lacks(inputs, renamed):
+            return None
+        inner_key = (id(graph.result), renamed, tuple(names.fields.items()), sizes.question)
+        run = self._interpreted.get(inner_key)
+        if run is None:
+            within = Sizes(names.fields, sizes.question)
+            run = self._interpreted[inner_key] = interpret(graph.result, renamed, within, self._trusted)
+        written = {position: names.outside(value) for position, value in run.written.items()}
+        outputs = tuple(names.outside(value) for value in run.outputs)
+        tensors = [value if isinstance(value, PaddedValue) else None for value in run.outputs]
+        if _lacks(tensors, outputs) or _lacks(run.written.values(), written.values()):
+            return None
+        self._passed[key] = replace(run, outputs=outputs, written=written)
+        return self._passed[key]
 
-    def storages_of(self, names: Iterable[str]) -> frozenset[int]:
-        """The storages of the values with these names."""
-        known = self._all_storages()
-        return frozenset[int]().union(*(known.get(name, frozenset()) for name in names))
+    def _follow_writes(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> None:
+        """Add findings to the values that share memory with an input that the region wrote to."""
+        names = [region.inputs[position] for position in region.mutated_inputs]
+        written = [values.get(name) for name in names]
+        findings = {f for v in written if isinstance(v, PaddedValue) for f in v.findings | v.by_position}
+        storages = frozenset[int]().union(*(self._storages.get(name, frozenset()) for name in names))
+        for name in {name for name, own in self._storages.items() if own & storages} - set(region.inputs):
+            value = values.get(name)
+            if isinstance(value, PaddedValue):
+                fields = {field for one in (value, *written) for field in _fields_of(one, sizes)}
+                why = "it writes to memory that other values share"
+                findings |= {PaddingFinding(f, _ops_of(region), why, _place_of(region)) for f in sorted(fields)}
+                values[name] = _unknown(value, findings)
 
-    def _all_storages(self) -> dict[str, frozenset[int]]:
-        if not self._storages:
-            self._storages.update(
-                (graph_input.name, storages_of(graph_input.value)) for graph_input in self.parts.inputs
-            )
-            for region in self.parts.regions:
-                results: Any = region.graph_module.graph.output_node().args[0]
-                pairs = zip(region.outputs, results, strict=True)
-                self._storages.update((name, storages_of(value_of(node))) for name, node in pairs)
-        return self._storages
+
+def _lacks(values: Iterable[Abstract], renamed: Iterable[Abstract]) -> bool:
+    """Whether a value has no name on the other side."""
+    return any(other is None for value, other in zip(values, renamed, strict=True) if value is not None)
 
 
 class _Renaming:
@@ -215,102 +272,36 @@ class _Renaming:
         """``value`` in the symbols of the aten graph; None if the graph lacks one of them."""
         return None if self._fixed else _renamed(value, self._inside)
 
-    def outside(self, value: Abstract) -> Abstract:
+    def outside(self, value: Abstract) -> Any:
         """``value`` in the symbols of the whole graph; None if one of them has no name there."""
         return _renamed(value, self._outside)
 
 
 def _renamed(value: Abstract, names: Mapping[sympy.Basic, sympy.Basic]) -> Abstract:
     if isinstance(value, PaddedValue):
-        factors = tuple(tuple(_renamed_size(size, names) for size in of_dim) for of_dim in value.factors)
-        if any(size is None for of_dim in factors for size in of_dim):
-            return None
-        return replace(value, factors=factors)
-    return value if value is None else _renamed_size(value, names)
+        factors = tuple(tuple(_renamed(size, names) for size in of_dim) for of_dim in value.factors)
+        missing = any(size is None for of_dim in factors for size in of_dim)
+        return None if missing else replace(value, factors=factors)
+    if value is None or isinstance(value, int):
+        return value
+    return as_size(value.xreplace(dict(names))) if value.free_symbols <= names.keys() else None
 
 
-def _renamed_size(size: Size, names: Mapping[sympy.Basic, sympy.Basic]) -> Size | None:
-    if isinstance(size, int):
-        return size
-    if not size.free_symbols <= names.keys():
-        return None
-    return as_size(size.xreplace(dict(names)))
-
-
-class _Walk:
-    """One walk over the regions of a partition, for one set of padded sizes."""
-
-    def __init__(self, run: PartitionRun, fields: Mapping[sympy.Symbol, str]) -> None:
-        self._run = run
-        self._parts = run.parts
-        self._sizes = Sizes(fields, ordered=run.ordered)
-        self._values: dict[str, Abstract] = {}
-        self._findings: set[PaddingFinding] = set()
-        self._assumptions: set[str] = set()
-        self._needs_real_contents = False
-
-    def run(self) -> Interpretation:
-        """Interpret the regions in order."""
-        inputs = self._parts.inputs
-        self._values = {
-            graph_input.name: v for graph_input, v in zip(inputs, self._run.inputs(self._sizes), strict=True)
-        }
-        for region in self._parts.regions:
-            self._region(region)
-        outputs = tuple(self._values.get(name) for name, _ in self._parts.output_values())
-        written = {position: self._values[inputs[position].name] for position in self._parts.mutated_inputs}
-        tensors = {position: value for position, value in written.items() if isinstance(value, PaddedValue)}
-        findings, assumptions = frozenset(self._findings), frozenset(self._assumptions)
-        return Interpretation(outputs, tensors, findings, assumptions, self._needs_real_contents)
-
-    def _region(self, region: Region) -> None:
-        inputs = tuple(self._values.get(name) for name in region.inputs)
-        graph = self._run.graphs.get(region.name)
-        problem = "it was not traced" if graph is None else graph.problem
-        passed = None
-        if problem is None:
-            passed = self._run.pass_through(region, inputs, self._sizes)
-            problem = "its inputs have sizes that its aten graph lacks" if passed is None else None
-        if passed is None:
-            passed = self._opaque(region, inputs, problem or "")
-        self._needs_real_contents |= passed.needs_real_contents
-        self._findings |= passed.findings
-        self._assumptions |= passed.assumptions
-        for position, value in passed.written:
-            self._values[region.inputs[position]] = value
-        if region.mutated_inputs:
-            self._follow_writes(region)
-        self._values.update(zip(region.outputs, passed.outputs, strict=True))
-
-    def _opaque(self, region: Region, inputs: Sequence[Abstract], problem: str) -> _Passed:
-        """The results of a region without an aten graph: all of them depend on the padding of its inputs."""
-        results: Any = region.graph_module.graph.output_node().args[0]
-        fresh = [_fresh(value_of(node), self._sizes) for node in results]
-        fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, self._sizes)}
-        findings = {f for value in inputs if isinstance(value, PaddedValue) for f in value.findings | value.by_position}
-        findings |= {PaddingFinding(name, _ops_of(region), problem, _place_of(region)) for name in sorted(fields)}
-        written = tuple(
-            (position, _unknown(value, findings))
-            for position in region.mutated_inputs
-            if isinstance(value := inputs[position], PaddedValue)
-        )
-        outputs = tuple(v.with_findings(findings) if isinstance(v, PaddedValue) else v for v in fresh)
-        effects = frozenset(finding.reaching(f"what region {region.name} does") for finding in findings)
-        return _Passed(outputs, written, effects, frozenset(), needs_real_contents=True)
-
-    def _follow_writes(self, region: Region) -> None:
-        """Add findings to the values that share memory with an input that the region wrote to."""
-        written = [self._values.get(region.inputs[position]) for position in region.mutated_inputs]
-        findings = {f for v in written if isinstance(v, PaddedValue) for f in v.findings | v.by_position}
-        storages = self._run.storages_of(region.inputs[position] for position in region.mutated_inputs)
-        for name in self._run.names_in(storages) - set(region.inputs):
-            value = self._values.get(name)
-            if not isinstance(value, PaddedValue):
-                continue
-            fields = {field for one in (value, *written) for field in _fields_of(one, self._sizes)}
-            why = "it writes to memory that other values share"
-            findings |= {PaddingFinding(f, _ops_of(region), why, _place_of(region)) for f in sorted(fields)}
-            self._values[name] = _unknown(value, findings)
+def _opaque(region: Region, inputs: Sequence[Abstract], problem: str, sizes: Sizes) -> Interpretation:
+    """The results of a region without an aten graph: all of them depend on the padding of its inputs."""
+    results: Any = region.graph_module.graph.output_node().args[0]
+    fresh = [_fresh(value_of(node), sizes) for node in results]
+    fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, sizes)}
+    findings = {f for value in inputs if isinstance(value, PaddedValue) for f in value.findings | value.by_position}
+    findings |= {PaddingFinding(name, _ops_of(region), problem, _place_of(region)) for name in sorted(fields)}
+    outputs = tuple(v.with_findings(findings) if isinstance(v, PaddedValue) else v for v in fresh)
+    written = {
+        position: _unknown(value, findings)
+        for position in region.mutated_inputs
+        if isinstance(value := inputs[position], PaddedValue)
+    }
+    effects = frozenset(finding.reaching(f"what region {region.name} does") for finding in findings)
+    return Interpretation(outputs, written, effects, frozenset(), needs_real_contents=True)
 
 
 def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedValue:
@@ -334,10 +325,7 @@ def _fresh(value: Any, sizes: Sizes) -> Abstract:
 
 def _fields_of(value: Abstract, sizes: Sizes) -> Iterator[str]:
     """The key fields that are padded in ``value``."""
-    if not isinstance(value, PaddedValue):
-        yield from sizes.fields_of(value)
-        return
-    for of_dim in value.factors:
+    for of_dim in value.factors if isinstance(value, PaddedValue) else ((value,),):
         for size in of_dim:
             yield from sizes.fields_of(size)
 

@@ -10,7 +10,6 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.regions.padding.bounds import needs_real_contents, new_fields, reads_outside
 from graphpass.regions.padding.calls import (
     REGISTER_RULE,
     OpCall,
@@ -20,16 +19,19 @@ from graphpass.regions.padding.calls import (
     padded_sizes_in,
     tensors_of,
 )
-from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape, references
-from graphpass.regions.padding.positions import by_position
-from graphpass.regions.padding.program import AtenGraph
-from graphpass.regions.padding.registry import is_registered, rule_for
-from graphpass.regions.padding.rules.scalars import cast_pad
-from graphpass.regions.padding.signs import sign_of
+from graphpass.regions.padding.contents import by_position, needs_real_contents, new_fields, reads_outside, sign_of
+from graphpass.regions.padding.program import CONSTANT, GETITEM, NUMBER, AtenGraph, AtenNode, Ref, references
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
-from graphpass.regions.padding.values import IndexAlong, PaddedValue, PaddingFinding, Sign, Size
-
-__all__ = ["Interpretation", "input_values", "interpret"]
+from graphpass.regions.padding.table import is_registered, rule_for
+from graphpass.regions.padding.values import (
+    IndexAlong,
+    PaddedValue,
+    PaddingFinding,
+    Sign,
+    Size,
+    TensorShape,
+    cast_pad,
+)
 
 _ONE_EACH = (
     "return a tuple from the padding rule: one PaddedValue for each tensor of call.result, None for what is no tensor,"
@@ -48,21 +50,15 @@ def _to_correct(call: OpCall) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Interpretation:
-    """The effects of a graph on the padding of its inputs.
+    """The effects of a graph on the padding of its inputs."""
 
-    Attributes:
-        outputs: for each flat output the abstract value of a tensor, the expression of a number, else None.
-        written: input position -> the abstract value that the graph writes to it.
-        findings: findings for the whole graph, even if nothing uses its outputs: random numbers, host reads.
-        assumptions: the conditions on which the values depend.
-        needs_real_contents: whether an operator may fail for numbers in the padding that no real entry has.
-    """
-
+    #: For each flat output the abstract value of a tensor, the expression of a number, else None.
     outputs: tuple[PaddedValue | Size | None, ...]
-    written: Mapping[int, PaddedValue]
+    written: Mapping[int, PaddedValue]  #: input position -> the abstract value that the graph writes to it
+    #: Findings for the whole graph, even if nothing uses its outputs: random numbers, host reads.
     findings: frozenset[PaddingFinding]
-    assumptions: frozenset[str]
-    needs_real_contents: bool
+    assumptions: frozenset[str]  #: the conditions on which the values depend
+    needs_real_contents: bool  #: an operator may fail for numbers in the padding that no real entry has
 
 
 def input_values(
@@ -70,11 +66,8 @@ def input_values(
 ) -> tuple[PaddedValue | Size | None, ...]:
     """Abstract inputs from the shapes of a graph's inputs, with one factor for each dimension.
 
-    Args:
-        graph: the graph.
-        sizes: which sizes are padded.
-        declared: input position -> the constant in its padding; None for contents that the caller chooses. Inputs that
-            are not in it repeat real entries.
+    ``declared`` says what the padding of inputs holds: a constant, or None for contents that the caller chooses. Other
+    inputs repeat real entries.
     """
     values: list[PaddedValue | Size | None] = []
     for position, shape in enumerate(graph.inputs):
@@ -82,21 +75,18 @@ def input_values(
             values.append(shape)
             continue
         value = PaddedValue(sizes.one_each(shape.sizes), dtype=shape.dtype)
+        places, pad = sizes.places(value), declared.get(position)  # guard: proof_declared_padding
         if position in declared:
-            places, pad = sizes.places(value), declared[position]
             fields = {field for dim, at in places for field in sizes.fields_of(value.factors[dim][at])}
             value = replace(value, new_fields=frozenset(fields))
-            if pad is not None:
-                value = value.with_pads(dict.fromkeys(places, cast_pad(pad, shape.dtype)))
+        if pad is not None:
+            value = value.with_pads(dict.fromkeys(places, cast_pad(pad, shape.dtype)))
         values.append(value)
     return tuple(values)
 
 
 def interpret(
-    graph: AtenGraph,
-    inputs: Sequence[PaddedValue | Size | None],
-    sizes: Sizes | Mapping[sympy.Symbol, str],
-    trusted: Collection[str] = (),
+    graph: AtenGraph, inputs: Sequence[PaddedValue | Size | None], sizes: Sizes, trusted: Collection[str] = ()
 ) -> Interpretation:
     """Run a graph over abstract values.
 
@@ -104,12 +94,11 @@ def interpret(
         graph: the graph.
         inputs: for each input of the graph the abstract value of a tensor, the expression of a number, else None. The
             product of a dimension's factors must be the size of that dimension in the graph.
-        sizes: which sizes are padded, or candidate symbol -> key field. All other symbols have the same value in both
-            runs.
+        sizes: which sizes are padded, and what is asked. All other symbols have the same value in both runs.
         trusted: qualified names, without overload, of operators whose results never depend on padding; the caller
             guarantees this.
     """
-    return _Run(graph, sizes if isinstance(sizes, Sizes) else Sizes(sizes), frozenset(trusted)).run(inputs)
+    return _Run(graph, sizes, frozenset(trusted)).run(inputs)
 
 
 class _Run:
@@ -214,15 +203,14 @@ class _Run:
             return (), ()
         tensors = list(tensors_of(call.arguments.values()))
         findings = frozenset[PaddingFinding]().union(*(value.findings for value in tensors))
-        own = call.result if isinstance(call.result, tuple) else () if call.result is None else (call.result,)
+        own = () if call.result is None else call.results
         wanted = (*own, *(self._shape_of(call, name) for name in node.writes))
         self._needs_real_contents |= self._depends[-1] and needs_real_contents(call, tensors)
-        values = self._applied(call, node, tensors, wanted)
         outside = reads_outside(call)
-        if outside is not None:
-            values = self._refused(call, wanted, outside)
+        values = self._applied(call, node, tensors, wanted)
+        values = values if outside is None else self._fresh(call, wanted, outside)
         if tensors and not any(isinstance(shape, TensorShape) for shape in wanted):
-            self._read_by_host(call, own, values, tensors)  # guard: proof_host_reads
+            self._read_by_host(call, own, tensors)  # guard: proof_host_reads
             return own, ()
         results = tuple(
             replace(
@@ -239,7 +227,7 @@ class _Run:
         return results[: len(own)], tuple(value for value in results[len(own) :] if isinstance(value, PaddedValue))
 
     def _by_position(self, node: AtenNode, call: OpCall, value: PaddedValue) -> frozenset[PaddingFinding]:
-        if self._sizes.ordered or node.op.partition(".")[0] in self._trusted:
+        if self._sizes.real_first or node.op.partition(".")[0] in self._trusted:
             return frozenset()
         return by_position(call, rule_for(node.op), value, depends=self._depends[-1])
 
@@ -254,26 +242,24 @@ class _Run:
     ) -> tuple[PaddedValue | None, ...]:
         """One value for each wanted tensor: from the operator's rule, or with findings if the rule refuses."""
         if node.op.partition(".")[0] in self._trusted:
-            return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
+            return self._fresh(call, wanted)
         rule = rule_for(node.op)
         touched = self._touched(call, tensors)
-        if not self._sizes.ordered and not self._depends[-1]:
+        if not self._sizes.real_first and not self._depends[-1]:
             return tuple(self._shared(call, rule, shape) for shape in wanted)
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
-            return tuple(call.fresh(shape) if isinstance(shape, TensorShape) else None for shape in wanted)
+            return self._fresh(call, wanted)
         if rule is None:
             # guard: proof_operators_without_a_rule
-            return self._refused(call, wanted, PaddingReason("it has no padding rule", remedy=REGISTER_RULE))
+            return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=REGISTER_RULE))
         try:
             returned = rule(call)
         except Unknown as unknown:
-            return self._refused(call, wanted, unknown.reason)
+            returned = unknown.reason
         except Exception as error:
-            return self._refused(
-                call, wanted, PaddingReason(f"its padding rule failed: {error!r}", remedy=_to_correct(call))
-            )
+            returned = PaddingReason(f"its padding rule failed: {error!r}", remedy=_to_correct(call))
         if isinstance(returned, PaddingReason):
-            return self._refused(call, wanted, returned)
+            return self._fresh(call, wanted, returned)
         if isinstance(returned, PaddedValue) and is_registered(node.op):
             if any(returned is value for value in tensors):  # its rows depend on the argument's; they are not equal
                 returned = call.carried(PaddedValue(returned.factors), returned)  # guard: proof_rows_by_a_rule
@@ -282,7 +268,7 @@ class _Run:
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) != len(wanted):
             why = f"its padding rule returned {len(returned)} value(s) for {len(wanted)} results of other sizes"
-            return self._refused(call, wanted, PaddingReason(why, remedy=_ONE_EACH))
+            return self._fresh(call, wanted, PaddingReason(why, remedy=_ONE_EACH))
         return tuple(self._checked(call, value, shape) for value, shape in zip(returned, wanted, strict=True))
 
     def _shared(self, call: OpCall, rule: PaddingRule | None, shape: Any) -> PaddedValue | None:
@@ -306,9 +292,10 @@ class _Run:
             return True
         return any(True for argument in call.arguments.values() for _ in padded_sizes_in(argument, self._sizes))
 
-    def _refused(self, call: OpCall, wanted: tuple[Any, ...], reason: PaddingReason) -> tuple[PaddedValue | None, ...]:
+    def _fresh(self, call: OpCall, wanted: tuple[Any, ...], *reasons: PaddingReason) -> tuple[PaddedValue | None, ...]:
+        """Values of unknown contents, which depend on padding for each of ``reasons``."""
         return tuple(
-            call.reached(call.fresh(shape), reason) if isinstance(shape, TensorShape) else None for shape in wanted
+            call.reached(call.fresh(shape), *reasons) if isinstance(shape, TensorShape) else None for shape in wanted
         )
 
     def _checked(self, call: OpCall, value: PaddedValue | None, shape: Any) -> PaddedValue | None:
@@ -325,8 +312,8 @@ class _Run:
             if not self._sizes.grows(size):
                 why = f"its result has a dimension of size {size}, which need not grow with the padded size"
                 return call.reached(call.fresh(shape), PaddingReason(why, size=size))
-        ordered = self._sizes.ordered
-        pads = {place: cast_pad(pad, shape.dtype) for place, pad in value.padding if ordered and place in places}
+        known = value.padding if self._sizes.real_first else ()
+        pads = {place: cast_pad(pad, shape.dtype) for place, pad in known if place in places}
         constant = cast_pad(value.constant, shape.dtype) if value.constant is not None else None
         exact = shape.dtype in (torch.int64, torch.int32)
         index = value.index if exact and value.index is not None and self._is_place(value, value.index) else None
@@ -349,9 +336,7 @@ class _Run:
 
     # --- effects besides the outputs
 
-    def _read_by_host(
-        self, call: OpCall, own: tuple[Any, ...], results: tuple[PaddedValue | None, ...], tensors: list[PaddedValue]
-    ) -> None:
+    def _read_by_host(self, call: OpCall, own: tuple[Any, ...], tensors: list[PaddedValue]) -> None:
         """Add findings for an operator without tensor results: a host number, an assertion, an outside effect."""
         findings = {finding for value in tensors for finding in value.findings}
         if self._touched(call, tensors):

@@ -1,10 +1,14 @@
-"""An aten graph as a plain record: proofs need no graph module, and equal regions share one record."""
+"""An aten graph as a plain record: proofs need no graph module, and equal regions share one record.
+
+The interpreter reads :class:`AtenNode` alone. This file makes them from a graph of AOTAutograd: operators without a
+rule are recorded as the operators they consist of, and a few that a compiler decomposed are recognised.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -13,38 +17,64 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.compat.nnmodules import where_of
-from graphpass.regions.padding.bounds import checks_numbers
-from graphpass.regions.padding.nodes import CONSTANT, GETITEM, NUMBER, AtenNode, Ref, TensorShape
-from graphpass.regions.padding.patterns import recognised
-from graphpass.regions.padding.registry import rule_for
+from graphpass.regions.padding.contents import checks_numbers
+from graphpass.regions.padding.indexing import FROM_START
 from graphpass.regions.padding.sizes import as_size
-from graphpass.regions.padding.values import Size
+from graphpass.regions.padding.table import rule_for
+from graphpass.regions.padding.values import ResultShape, Size, TensorShape
 
-__all__ = ["AtenGraph"]
+GETITEM = "getitem"
+NUMBER = "number"
+CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An earlier value of the graph by its index: the inputs come first, then the nodes in order."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtenNode:
+    """One operator of the graph."""
+
+    op: str  #: the qualified name, ``aten::add.Tensor``; or ``getitem``, ``number`` or ``constant``
+    #: (schema name, argument) pairs, defaults included; tensors are :class:`Ref`, symbolic sizes are expressions.
+    arguments: tuple[tuple[str, Any], ...]
+    result: ResultShape  #: the shape of the result
+    where: str = ""  #: the line of the user's code
+    writes: tuple[str, ...] = ()  #: schema names of the arguments that the operator writes to
+    has_token: bool = False  #: the operator is ordered with other effects, and its first result is a token
+    #: For an op inside ``auto_functionalized``, the schema names of the written tensors, in the order in which their
+    #: new values follow the results.
+    bases: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AtenGraph:
-    """A graph of aten operators with symbolic sizes.
+    """A graph of aten operators with symbolic sizes."""
 
-    Attributes:
-        inputs: for each placeholder the shape of a tensor, the expression of a number, else None.
-        input_names: the names of the placeholders.
-        nodes: the operators, in order.
-        outputs: for each flat output a :class:`Ref`, a number, or None.
-        symbols: the symbols of the inputs in order of first occurrence.
-    """
-
+    #: For each placeholder the shape of a tensor, the expression of a number, else None.
     inputs: tuple[TensorShape | Size | None, ...]
-    input_names: tuple[str, ...]
-    nodes: tuple[AtenNode, ...]
-    outputs: tuple[Ref | Size | None, ...]
-    symbols: tuple[sympy.Symbol, ...]
+    input_names: tuple[str, ...]  #: the names of the placeholders
+    nodes: tuple[AtenNode, ...]  #: the operators, in order
+    outputs: tuple[Ref | Size | None, ...]  #: for each flat output a :class:`Ref`, a number, or None
+    symbols: tuple[sympy.Symbol, ...]  #: the symbols of the inputs in order of first occurrence
 
     @staticmethod
     def of(graph_module: fx.GraphModule) -> AtenGraph:
         """The record of a graph from AOTAutograd, whose nodes have their fake values in ``meta["val"]``."""
         return _Reader(graph_module).read()
+
+
+def references(argument: Any) -> Iterator[int]:
+    """The indices of the earlier values in ``argument``, also those nested in tuples."""
+    if isinstance(argument, Ref):
+        yield argument.index
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from references(part)
 
 
 class _Reader:
@@ -79,7 +109,7 @@ class _Reader:
         return AtenGraph(shapes, names, tuple(self._nodes), outputs, _symbols_of(shapes))
 
     def _added(self, node: AtenNode) -> Ref:
-        self._nodes.extend(recognised(node, self._inputs, self._nodes))
+        self._nodes.extend(_recognised(node, self._inputs, self._nodes))
         return Ref(len(self._inputs) + len(self._nodes) - 1)
 
     def _decomposed(self, node: fx.Node) -> Any | None:
@@ -251,3 +281,135 @@ def _symbols_of(inputs: tuple[TensorShape | Size | None, ...]) -> tuple[sympy.Sy
             if isinstance(size, sympy.Basic):
                 symbols.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
     return tuple(symbols)
+
+
+# --- operators that a compiler decomposed, where padding can be proved for the whole operator only
+
+
+def _recognised(node: AtenNode, inputs: Sequence[Any], nodes: Sequence[AtenNode]) -> tuple[AtenNode, ...]:
+    """The nodes to record for ``node``, which follows ``nodes``: itself, or the operator that it completes."""
+    earlier = _Earlier(inputs, nodes)
+    for pattern in (_softmax, _log_softmax, _cut_padding, _from_start):
+        match = pattern(node, earlier)
+        if match is not None:
+            op, arguments = match
+            return (replace(node, op=op, arguments=arguments),)
+    return _comparison(node, earlier) or (node,)
+
+
+class _Earlier:
+    """The values that exist before a node."""
+
+    def __init__(self, inputs: Sequence[Any], nodes: Sequence[AtenNode]) -> None:
+        self._inputs = inputs
+        self._nodes = nodes
+
+    def node(self, argument: Any, op: str) -> dict[str, Any] | None:
+        """The arguments of the node that computed ``argument``; None if its operator is not ``op``."""
+        at = argument.index - len(self._inputs) if isinstance(argument, Ref) else -1
+        return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else None
+
+    @property
+    def count(self) -> int:
+        """The number of earlier values."""
+        return len(self._inputs) + len(self._nodes)
+
+    def shape(self, argument: Any) -> TensorShape | None:
+        """The shape of an earlier value; None if it is no tensor."""
+        if not isinstance(argument, Ref):
+            return None
+        at = argument.index - len(self._inputs)
+        shape = self._nodes[at].result if at >= 0 else self._inputs[argument.index]
+        return shape if isinstance(shape, TensorShape) else None
+
+
+_Match = tuple[str, tuple[tuple[str, Any], ...]] | None
+
+
+def _exponentials(total: Any, earlier: _Earlier) -> tuple[Any, Any, Any] | None:
+    """(scores, dim, scores - maximum) if ``total`` is ``exp(scores - scores.amax(dim)).sum(dim)``, else None."""
+    summed = earlier.node(total, "aten::sum.dim_IntList")
+    powers = earlier.node(summed["self"], "aten::exp") if summed is not None else None
+    shifted = earlier.node(powers["self"], "aten::sub.Tensor") if powers is not None else None
+    greatest = earlier.node(shifted["other"], "aten::amax") if shifted is not None else None
+    if summed is None or powers is None or shifted is None or greatest is None:
+        return None
+    same = greatest["self"] == shifted["self"] and shifted["alpha"] == 1 and greatest["dim"] == summed["dim"]
+    if not same or len(summed["dim"]) != 1 or not (greatest["keepdim"] is summed["keepdim"] is True):
+        return None
+    return shifted["self"], summed["dim"][0], powers["self"]
+
+
+def _softmax(node: AtenNode, earlier: _Earlier) -> _Match:
+    arguments = dict(node.arguments)
+    if node.op != "aten::div.Tensor":
+        return None
+    summed = earlier.node(arguments["other"], "aten::sum.dim_IntList")
+    parts = _exponentials(arguments["other"], earlier)
+    if summed is None or parts is None or summed["self"] != arguments["self"]:
+        return None
+    return "aten::_softmax", (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
+
+
+def _log_softmax(node: AtenNode, earlier: _Earlier) -> _Match:
+    arguments = dict(node.arguments)
+    if node.op != "aten::sub.Tensor" or arguments["alpha"] != 1:
+        return None
+    logarithm = earlier.node(arguments["other"], "aten::log")
+    parts = _exponentials(logarithm["self"], earlier) if logarithm is not None else None
+    if parts is None or parts[2] != arguments["self"]:
+        return None
+    return "aten::_log_softmax", (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
+
+
+def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Match:
+    """A tensor extended at its end and cut to its old size, as for the alignment of an attention mask, is unchanged."""
+    if node.op != "aten::slice.Tensor" or not isinstance(node.result, TensorShape):
+        return None
+    arguments = dict(node.arguments)
+    extended = earlier.node(arguments["self"], "aten::constant_pad_nd")
+    before = earlier.shape(extended["self"]) if extended is not None else None
+    if extended is None or before is None or arguments["start"] not in (0, None) or arguments["step"] != 1:
+        return None
+    at_front = extended["pad"][::2]
+    if any(amount != 0 for amount in at_front) or before.sizes != node.result.sizes:
+        return None
+    dim = arguments["dim"] % len(before.sizes)
+    others = (right for turn, right in enumerate(extended["pad"][1::2]) if len(before.sizes) - 1 - turn != dim)
+    return ("aten::alias", (("self", extended["self"]),)) if all(right == 0 for right in others) else None
+
+
+def _from_start(node: AtenNode, earlier: _Earlier) -> _Match:
+    """``where(i < 0, i + n, i)`` counts a negative index from the start of a dimension of size n."""
+    if node.op != "aten::where.self":
+        return None
+    arguments = dict(node.arguments)
+    index = arguments["other"]
+    negative = earlier.node(arguments["condition"], "aten::lt.Scalar")
+    counted = earlier.node(arguments["self"], "aten::add.Tensor")
+    if negative is None or counted is None or negative["self"] != index or negative["other"] != 0:
+        return None
+    if counted["self"] != index or counted["alpha"] != 1 or earlier.shape(counted["other"]) is None:
+        return None
+    return f"graphpass::{FROM_START}", (("self", index), ("length", counted["other"]))
+
+
+def _comparison(node: AtenNode, earlier: _Earlier) -> tuple[AtenNode, ...] | None:
+    """``i - j <= k`` over integers becomes ``i <= j + k``: a comparison of indices, as in a decomposed triangle."""
+    if node.op not in _COMPARISONS:
+        return None
+    arguments = dict(node.arguments)
+    difference, number = earlier.node(arguments["self"], "aten::sub.Tensor"), arguments["other"]
+    if difference is None or difference["alpha"] != 1 or type(number) is not int:
+        return None
+    sides = earlier.shape(difference["self"]), earlier.shape(difference["other"])
+    if any(side is None or side.dtype not in (torch.int32, torch.int64) for side in sides):
+        return None
+    raised = AtenNode(
+        "aten::add.Tensor", (("self", difference["other"]), ("other", number), ("alpha", 1)), sides[1], node.where
+    )
+    compared = (("self", difference["self"]), ("other", Ref(earlier.count)))
+    return raised, replace(node, op=node.op.replace("Scalar", "Tensor"), arguments=compared)
+
+
+_COMPARISONS = frozenset(f"aten::{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))

@@ -10,34 +10,25 @@ import sympy
 from torch import fx
 
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
-from graphpass.regions.padding.nodes import TensorShape
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.sizes import Sizes
 from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Size, Verdict
-
-__all__ = ["PaddingProof", "decided", "findings_of_results", "padding_of"]
 
 ResultFactors = tuple[tuple[sympy.Expr, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PaddingProof:
-    """Which sizes of a graph may be padded, and why others may not. See Note [Padding verdicts].
+    """Which sizes of a graph may be padded, and why others may not. See Note [Padding verdicts]."""
 
-    Attributes:
-        verdicts: key field -> verdict. All PROVED fields may be padded together; RUNTIME fields may be added if their
-            calls are checked.
-        output_factors: for each flat output the factors of each dimension, outermost first; None if it is no tensor.
-        findings: the reasons why fields are not PROVED.
-        assumptions: the conditions on which the verdicts depend.
-        needs_real_contents: whether an operator may fail for numbers in the padding that no real entry has.
-    """
-
+    #: Key field -> verdict. All PROVED fields may be padded together; RUNTIME fields may be added if their calls are
+    #: checked.
     verdicts: Mapping[str, Verdict]
+    #: For each flat output the factors of each dimension, outermost first; None if it is no tensor.
     output_factors: tuple[ResultFactors | None, ...]
-    findings: tuple[PaddingFinding, ...]
-    assumptions: tuple[str, ...]
-    needs_real_contents: bool
+    findings: tuple[PaddingFinding, ...]  #: the reasons why fields are not PROVED
+    assumptions: tuple[str, ...]  #: the conditions on which the verdicts depend
+    needs_real_contents: bool  #: an operator may fail for numbers in the padding that no real entry has
 
 
 def padding_of(
@@ -63,38 +54,20 @@ def padding_of(
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
         inputs = input_values(record, sizes, declared or {})
-        run = interpret(record, inputs, candidates)
+        run = interpret(record, inputs, sizes)
         targets = {position: f"written input '{names[position]}'" for position in run.written}
-        into = {position: _as_input(record, sizes, inputs, position) for position in run.written}
-        return run, findings_of_results(run, sizes, into, targets)
+        return run, findings_of_results(run, sizes, inputs, targets)
 
     return decided(fields, attempt)
 
 
-def _as_input(
-    graph: AtenGraph, sizes: Sizes, inputs: Sequence[PaddedValue | Size | None], position: int
-) -> PaddedValue:
-    value, shape = inputs[position], graph.inputs[position]
-    if isinstance(value, PaddedValue):
-        return value
-    return PaddedValue(sizes.one_each(shape.sizes) if isinstance(shape, TensorShape) else ())
-
-
 def findings_of_results(
-    run: Interpretation,
-    sizes: Sizes,
-    into: Mapping[int, PaddedValue],
-    targets: Mapping[int, str],
+    run: Interpretation, sizes: Sizes, inputs: Sequence[PaddedValue | Size | None], targets: Mapping[int, str]
 ) -> tuple[PaddingFinding, ...]:
     """Findings for everything that leaves a graph: outputs, written inputs, numbers for the host, random numbers.
 
-    An output that is a size causes no finding: the caller evaluates its expression at the real sizes.
-
-    Args:
-        run: the interpretation of the graph.
-        sizes: which sizes are padded.
-        into: input position -> the value of a written input before the run.
-        targets: input position -> the name of a written input for findings.
+    An output that is a size causes no finding: the caller evaluates its expression at the real sizes. ``targets`` names
+    the written ones among ``inputs``, which are the values before the run.
     """
     findings = list(run.findings)
     for position, output in enumerate(run.outputs):
@@ -105,7 +78,9 @@ def findings_of_results(
     for position, value in run.written.items():
         target = targets[position]
         findings += [finding.reaching(target) for finding in value.findings]  # guard: proof_written_inputs
-        for ours, theirs in zip(into[position].factors, value.factors, strict=True):
+        before = inputs[position]
+        assert isinstance(before, PaddedValue), "what a graph writes to is a tensor"
+        for ours, theirs in zip(before.factors, value.factors, strict=True):
             if sizes.unified(ours, theirs) != ours:
                 findings += _cut_wrongly(sizes, theirs or ours, f"entries {list(theirs)} go to {list(ours)}", target)
     order = {target: at for at, target in enumerate(targets.values())}
@@ -133,9 +108,7 @@ Attempt = Callable[[Mapping[sympy.Symbol, str]], tuple[Interpretation, tuple[Pad
 def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProof:
     """The proof for the largest set of key fields that may be padded together; earlier fields take precedence.
 
-    Args:
-        fields: candidate symbol -> key field.
-        attempt: runs the pass with some of the candidates; returns the run and its findings.
+    ``attempt`` runs the pass with some of the candidates in ``fields``; it returns the run and its findings.
     """
     order = tuple(dict.fromkeys(fields.values()))
     verdicts: dict[str, Verdict] = {}

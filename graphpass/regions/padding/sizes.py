@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,14 @@ import sympy
 
 from graphpass.regions.padding.values import Factors, PaddedValue, Place, Size
 
-__all__ = ["Regrouping", "Sizes", "as_size", "product", "quotient"]
+
+class Question(enum.Enum):
+    """What a run of the pass asks."""
+
+    #: Is padding harmless? The real entries are the first ones of each padded factor.
+    PADDING = "padding"
+    #: Are the rows independent? Any entries may be the real ones: none may move, and nothing is known of padding.
+    INDEPENDENCE = "independence"
 
 
 def as_size(value: object) -> Size:
@@ -69,13 +77,13 @@ class Sizes:
 
     Args:
         fields: candidate symbol -> key field. The symbols of one field have the same value.
-        ordered: the real entries come first. False for ``mixing_of``, where any entries may be real: then no entry
-            may move, and nothing is known of the padding.
+        question: what the run asks.
     """
 
-    def __init__(self, fields: Mapping[sympy.Symbol, str], *, ordered: bool = True) -> None:
+    def __init__(self, fields: Mapping[sympy.Symbol, str], question: Question = Question.PADDING) -> None:
         self.fields = dict(fields)
-        self.ordered = ordered
+        self.question = question
+        self.real_first = question is Question.PADDING  #: the real entries come first along each padded factor
         first: dict[str, sympy.Symbol] = {}
         for symbol, field in self.fields.items():
             first.setdefault(field, symbol)
@@ -142,13 +150,17 @@ class Sizes:
         """Whether one of the factors is padded."""
         return any(self.padded(size) for size in factors)
 
+    def first_padded(self, *factors: Factors) -> Size | None:
+        """The first padded factor of these dimensions."""
+        return next((size for of_dim in factors for size in of_dim if self.padded(size)), None)
+
     def is_prefix(self, factors: Factors) -> bool:
         """Whether only the outermost factor of a dimension is padded, if any: no padding lies between real entries."""
         return not self.any_padded(factors[1:])
 
     def starts_clean(self, factors: Factors) -> bool:
         """Whether the clean entries of a dimension are its first ones, so an entry may depend on earlier entries."""
-        return self.is_prefix(factors) if self.ordered else not self.any_padded(factors)
+        return self.is_prefix(factors) if self.real_first else not self.any_padded(factors)
 
     def merged(self, factors: Sequence[Size]) -> Factors:
         """``factors`` with adjacent unpadded factors multiplied, and without factors of 1."""
@@ -174,15 +186,10 @@ class Sizes:
         padded = self.any_padded(first), self.any_padded(second)
         if not any(padded):
             return first
-        if (
-            self.ordered
-            and all(padded)
-            and self.is_prefix(first)
-            and self.is_prefix(second)
-            and product(first) == product(second)
-        ):
-            return (product(first),)
-        return None
+        if not (self.real_first and all(padded) and product(first) == product(second)):
+            return None
+        # guard: proof_mirrored_factors
+        return (product(first),) if self.is_prefix(first) and self.is_prefix(second) else None
 
 
 class Regrouping:
@@ -248,7 +255,7 @@ class Regrouping:
 
     def _splits(self, outer: Size, inner: Size) -> bool:
         # guard: proof_split_size
-        return self._sizes.ordered and self._sizes.padded(outer) and not self._sizes.padded(inner)
+        return self._sizes.real_first and self._sizes.padded(outer) and not self._sizes.padded(inner)
 
     def _merge_following(self) -> None:
         at = self._next

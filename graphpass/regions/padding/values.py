@@ -1,32 +1,19 @@
-"""The abstract value of a tensor in the padding pass: size factors, contents of padding, and findings."""
+"""The abstract value of a tensor, its findings, and what is known of the numbers in its padding."""
 
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
 
-__all__ = [
-    "ALL_FINITE",
-    "COUNT_FROM_START",
-    "LOW_SCORES",
-    "VISIBLE_ENTRY",
-    "Approximate",
-    "Factors",
-    "IndexAlong",
-    "Pad",
-    "PaddedValue",
-    "PaddingFinding",
-    "Place",
-    "Sign",
-    "Size",
-    "Verdict",
-]
+from graphpass.compat import operators
 
 Size: TypeAlias = int | sympy.Expr
 """A size: an int, or a sympy expression over the symbols of the graph."""
@@ -78,25 +65,15 @@ Pad: TypeAlias = bool | int | float | Approximate
 
 @dataclass(frozen=True, slots=True)
 class PaddingFinding:
-    """A way in which real entries depend on padding.
+    """A way in which real entries depend on padding."""
 
-    Attributes:
-        field: the key field of the padding.
-        op: the operator that makes real entries depend on it, ``aten.mean.dim``.
-        why: the operator's effect, for the report.
-        where: the line of the user's code and its text; empty if unknown.
-        target: the output, written input or effect that depends on the padding; empty for values inside a graph.
-        verdict: RUNTIME if the contents of a call decide, else UNPROVED.
-        remedy: a change of the model after which the size can be padded; empty if no padding suits the operator.
-    """
-
-    field: str
-    op: str
-    why: str
-    where: str = ""
-    target: str = ""
-    verdict: Verdict = Verdict.UNPROVED
-    remedy: str = ""
+    field: str  #: the key field of the padding
+    op: str  #: the operator that makes real entries depend on it, ``aten.mean.dim``
+    why: str  #: the operator's effect, for the report
+    where: str = ""  #: the line of the user's code and its text; empty if unknown
+    target: str = ""  #: the output, written input or effect that depends on it; empty for values inside a graph
+    verdict: Verdict = Verdict.UNPROVED  #: RUNTIME if the contents of a call decide, else UNPROVED
+    remedy: str = ""  #: a change of the model after which the size can be padded; empty if there is none
 
     @property
     def is_by_contents(self) -> bool:
@@ -116,6 +93,18 @@ class PaddingFinding:
         return f"{rows} {may} on padding of '{self.field}' through {self.op} ({self.why}){line}"
 
 
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """The symbolic sizes and the dtype of a tensor."""
+
+    sizes: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+ResultShape: TypeAlias = "TensorShape | Size | tuple[ResultShape, ...] | None"
+"""The shape of a node's result: a tensor, a number, a tuple of these, or None."""
+
+
 class IndexAlong(NamedTuple):
     """Every entry of the tensor, real or padding, equals its index along one factor plus ``offset``."""
 
@@ -130,31 +119,22 @@ class PaddedValue:
 
     An entry is *clean* if its index along each padded factor is below that factor's real size. Without findings, each
     clean entry equals the entry with the same indices in the run at the real sizes. See Note [Padding verdicts].
-
-    Attributes:
-        factors: the factors of each dimension.
-        padding: (place, value) pairs, sorted by place. The value is that of the entries whose index is in the padding
-            along the factor at that place and real along every *other* padded factor. Nothing is known of entries with
-            two indices in padding.
-        index: set if each entry equals its index along a factor plus an offset.
-        constant: the value of all entries, if it is known; then also the value of all padding.
-        sign: what is known of the sign of real entries, which say whether an index counts from the start.
-        dtype: the dtype; a rule may leave it None to use the dtype of the graph.
-        findings: the ways in which clean entries depend on padding; empty if they do not.
-        new_fields: key fields along which padding may have values that no real entry has.
-            See Note [Contents of padding].
-        by_position: findings for the index of each entry in its batch, which the contents depend on. Only ``mixing_of``
-            asks for them; they do not count where the value is an index that pairs each entry with itself.
     """
 
-    factors: tuple[Factors, ...]
+    factors: tuple[Factors, ...]  #: the factors of each dimension
+    #: (place, value) pairs, sorted by place. The value is that of the entries whose index is in the padding along the
+    #: factor at that place and real along every *other* padded factor. Nothing is known of entries with two indices
+    #: in padding.
     padding: tuple[tuple[Place, Pad], ...] = ()
-    index: IndexAlong | None = None
-    constant: Pad | None = None
-    sign: Sign = Sign.UNKNOWN
-    dtype: torch.dtype | None = None
-    findings: frozenset[PaddingFinding] = frozenset()
+    index: IndexAlong | None = None  #: set if each entry equals its index along a factor plus an offset
+    constant: Pad | None = None  #: the value of all entries, if it is known; then also the value of all padding
+    sign: Sign = Sign.UNKNOWN  #: of the real entries: the sign of an index says whether it counts from the start
+    dtype: torch.dtype | None = None  #: the dtype; a rule may leave it None to use the dtype of the graph
+    findings: frozenset[PaddingFinding] = frozenset()  #: the ways in which clean entries depend on padding
+    #: Key fields along which padding may have values that no real entry has. See Note [Contents of padding].
     new_fields: frozenset[str] = frozenset()
+    #: Findings for the index of each entry in its batch, which the contents depend on. Only ``mixing_of`` asks for
+    #: them; they do not count where the value is an index that pairs each entry with itself.
     by_position: frozenset[PaddingFinding] = frozenset()
 
     @property
@@ -175,17 +155,19 @@ class PaddedValue:
 
     def with_pads(self, pads: Mapping[Place, Pad | None]) -> PaddedValue:
         """This value with ``pads`` in place of its padding; None means unknown."""
-        return replace(self, padding=sorted_pads(pads))
+        known = ((place, pads[place]) for place in sorted(pads))
+        return replace(self, padding=tuple((place, pad) for place, pad in known if pad is not None))
 
     def with_findings(self, findings: Iterable[PaddingFinding]) -> PaddedValue:
         """This value with ``findings`` added."""
         added = frozenset(findings)
         return replace(self, findings=self.findings | added) if not added <= self.findings else self
 
-
-def sorted_pads(pads: Mapping[Place, Pad | None]) -> tuple[tuple[Place, Pad], ...]:
-    """The known entries of ``pads``, sorted for ``PaddedValue.padding``."""
-    return tuple((place, value) for place, value in sorted(pads.items(), key=lambda item: item[0]) if value is not None)
+    def moved(self, factors: tuple[Factors, ...], to: Mapping[int, int]) -> PaddedValue:
+        """This value with ``factors``, its old dimension d now being dimension ``to[d]``; others are gone."""
+        pads = {(to[dim], at): pad for (dim, at), pad in self.padding if dim in to}
+        index = self.index._replace(dim=to[self.index.dim]) if self.index and self.index.dim in to else None
+        return replace(self, factors=factors, index=index).with_pads(pads)
 
 
 def is_low(pad: Pad | None) -> bool:
@@ -219,3 +201,129 @@ def either(first: Pad | None, second: Pad | None) -> Pad | None:
     """What holds of entries that are each of the one or of the other."""
     same = type(first) is type(second) and repr(first) == repr(second)
     return first if same else blurred(first, second)
+
+
+# --- pads through casts and pointwise operators
+
+
+def cast_pad(pad: Pad | None, dtype: torch.dtype) -> Pad | None:
+    """``pad`` cast to ``dtype``; None if the value becomes unknown."""
+    if pad is None:
+        return None
+    if isinstance(pad, Approximate):
+        return pad if dtype.is_floating_point or (dtype.is_complex and pad is Approximate.NOT_FINITE) else None
+    if dtype is torch.bool:
+        return bool(pad)
+    if dtype.is_complex:
+        return None if math.isfinite(pad) else Approximate.NOT_FINITE
+    if dtype.is_floating_point:
+        return _rounded(float(pad), dtype)
+    if isinstance(pad, float) and not (math.isfinite(pad) and abs(pad) < 2**53):
+        return None
+    limits = torch.iinfo(dtype)
+    return int(pad) if limits.min <= pad <= limits.max else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounded(number: float, dtype: torch.dtype) -> Pad:
+    return _without_nan(float(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype).item()))
+
+
+def _without_nan(number: bool | int | float) -> Pad:
+    return Approximate.NOT_FINITE if isinstance(number, float) and math.isnan(number) else number
+
+
+_NUMBERS: dict[Approximate | None, tuple[float, ...]] = {
+    Approximate.MASKED: (-1e4, -6e4),
+    Approximate.POSITIVE: (1e-3, 0.5, 1.0, 2.0, 8.0),
+    Approximate.NONNEGATIVE: (0.0, 1e-3, 0.5, 1.0, 2.0, 8.0),
+    Approximate.FINITE: (-8.0, -2.0, -1.0, -0.5, 0.0, 1e-3, 0.5, 1.0, 2.0, 8.0),
+    Approximate.NOT_FINITE: (math.nan, math.inf, -math.inf),
+    None: (0.3, 0.9),
+}
+"""Numbers of each kind, on both sides of where pointwise functions have their poles and the ends of their domains.
+
+Contents that follow from no known value (None) are assumed to lie where functions are finite.
+"""
+
+
+class Entry(tuple[str, torch.dtype, bool]):
+    """A tensor entry as argument of :func:`evaluated`: (number or kind as text, dtype, whether it has dimensions)."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(pad: Pad | None, dtype: torch.dtype, *, has_dims: bool) -> Entry:
+        """The entry that holds ``pad``."""
+        return Entry((pad.name if isinstance(pad, Approximate) else repr(pad), dtype, has_dims))
+
+    def numbers(self) -> tuple[bool | int | float, ...]:
+        """The number of the entry, or numbers of its kind."""
+        text, dtype, _ = self
+        if text in Approximate.__members__:
+            return _NUMBERS[Approximate[text]]
+        if text == "None":
+            return (False, True) if dtype is torch.bool else _NUMBERS[None] if dtype.is_floating_point else (1, 2)
+        if text in ("True", "False"):
+            return (text == "True",)
+        return (float(text) if dtype is torch.bool or dtype.is_floating_point else int(text),)
+
+
+def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
+    """The result of a pointwise operator for one entry of each tensor; None if nothing is known of it.
+
+    It is a number if all entries are numbers. Otherwise the operator is computed for numbers of each kind.
+
+    Args:
+        op: the operator's qualified name.
+        arguments: (schema name, argument) pairs, each tensor as an :class:`Entry`.
+    """
+    plain = (
+        (name, type(value).__name__, repr(value) if isinstance(value, float) else value) for name, value in arguments
+    )
+    try:
+        return _evaluated(op, tuple(plain))
+    except TypeError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(op: str, arguments: tuple[tuple[str, str, Any], ...]) -> Pad | None:
+    called = operator_named(op)
+    entries = {name: value for name, _, value in arguments if isinstance(value, Entry)}
+    cases = list(itertools.product(*(entry.numbers() for entry in entries.values())))
+    if called is None:
+        return None
+    keywords = {name: float(value) if kind == "float" else value for name, kind, value in arguments}
+    for (name, (_, dtype, has_dims)), column in zip(entries.items(), zip(*cases, strict=True), strict=True):
+        shape = (len(cases),) if has_dims or len(cases) > 1 else ()
+        keywords[name] = torch.tensor(column, dtype=dtype, device="cpu").reshape(shape)
+    try:
+        result = called(**keywords)
+        numbers = result.tolist() if result.numel() == len(cases) else None
+    except Exception:
+        return None
+    if numbers is None or result.dtype.is_complex:
+        return None
+    if len(cases) == 1:
+        return _without_nan(result.item())
+    return _kind_of(numbers, signed=all(entry[0] != "None" for entry in entries.values()))
+
+
+def _kind_of(numbers: Sequence[bool | int | float], *, signed: bool) -> Approximate | None:
+    if not isinstance(numbers[0], float):
+        return None
+    if not all(map(math.isfinite, numbers)):
+        return Approximate.NOT_FINITE
+    if not signed or min(numbers) < 0:
+        return Approximate.FINITE
+    return Approximate.POSITIVE if min(numbers) > 0 else Approximate.NONNEGATIVE
+
+
+@functools.lru_cache(maxsize=4096)
+def operator_named(name: str) -> operators.OpOverload | None:
+    """The operator with a qualified name (``aten::add.Tensor``); None if it does not exist."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    op = getattr(operators.operator_packet(namespace, base), overload or "default", None)
+    return op if isinstance(op, operators.OpOverload) else None

@@ -16,8 +16,7 @@ from graphpass import partition
 from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, RegionCompiler, traced_regions
 from graphpass.regions import AtenGraph, OpCall, PaddedValue, PaddingProof, Partition, Verdict, register_padding_rule
-from graphpass.regions.padding import compose
-from graphpass.regions.padding.compose import prove_partition
+from graphpass.regions.padding import compose, prove_partition
 
 PROVED, RUNTIME, UNPROVED = Verdict.PROVED, Verdict.RUNTIME, Verdict.UNPROVED
 

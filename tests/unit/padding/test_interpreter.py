@@ -25,12 +25,13 @@ from graphpass.regions.padding import (
     PaddingFinding,
     PaddingProof,
     PaddingReason,
+    Sizes,
     Verdict,
     interpret,
+    mixing_of,
     padding_of,
     register_padding_rule,
 )
-from graphpass.regions.padding.mixing import mixing_of
 from graphpass.regions.padding.values import LOW_SCORES, VISIBLE_ENTRY
 
 aten = torch.ops.aten
@@ -207,13 +208,13 @@ def test_a_graph_may_start_from_what_another_left() -> None:
     b, s, d = traced.batch, traced.seq, traced.features
     inputs: list[Any] = list(traced.graph.inputs)
     inputs[0] = PaddedValue(((b,), (s,), (d,))).with_pads({(1, 0): 0.0})
-    run = interpret(traced.graph, inputs, traced.fields)
+    run = interpret(traced.graph, inputs, Sizes(traced.fields))
     (output,) = run.outputs
     assert isinstance(output, PaddedValue)
     assert output.factors == ((b,), (d,))
     assert not output.findings
     inputs[0] = PaddedValue(((b,), (b,), (d,)))
-    (output,) = interpret(traced.graph, inputs, traced.fields).outputs
+    (output,) = interpret(traced.graph, inputs, Sizes(traced.fields)).outputs
     assert isinstance(output, PaddedValue)
     assert any("other sizes than its graph" in finding.why for finding in output.findings)
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass.regions.padding import PaddedValue, PaddingFinding, Verdict
-from graphpass.regions.padding.rules.scalars import Entry, cast_pad, evaluated
-from graphpass.regions.padding.sizes import Regrouping, Sizes, product, quotient
-from graphpass.regions.padding.values import Approximate, IndexAlong, Size
+from graphpass.regions.padding.sizes import Question, Regrouping, Sizes, product, quotient
+from graphpass.regions.padding.values import Approximate, Entry, IndexAlong, Size, cast_pad, evaluated
 
 b, s, t, w = (sympy.Symbol(name, positive=True, integer=True) for name in "bstw")
 SIZES = Sizes({b: "batch", s: "seq", t: "seq"})
@@ -96,7 +95,7 @@ def test_two_dimensions_meet_where_their_clean_entries_agree(
 
 
 def test_without_order_only_equal_factors_meet() -> None:
-    unordered = Sizes({s: "seq"}, ordered=False)
+    unordered = Sizes({s: "seq"}, Question.INDEPENDENCE)
     assert unordered.unified((s, 2), (2 * s,)) is None
     assert unordered.unified((s,), (s,)) == (s,)
     assert not unordered.starts_clean((s,))

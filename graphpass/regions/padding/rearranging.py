@@ -1,4 +1,4 @@
-"""Operators that cut a dimension or concatenate tensors along it."""
+"""Relations of operators that move entries: regroups, permutes, repeats, cuts, joins."""
 
 from __future__ import annotations
 
@@ -9,14 +9,184 @@ from typing import Any
 
 import sympy
 
-from graphpass.regions.padding.calls import OpCall, PaddingRule, Unknown
-from graphpass.regions.padding.rules.pointwise import broadcast
-from graphpass.regions.padding.rules.shapes import without_dims
-from graphpass.regions.padding.rules.tables import aten, prims
-from graphpass.regions.padding.sizes import as_size, product
-from graphpass.regions.padding.values import Factors, Pad, PaddedValue, Place, Size, either, is_number
+from graphpass.regions.padding.calls import OpCall, Returned, Unknown
+from graphpass.regions.padding.combining import without_dims
+from graphpass.regions.padding.pointwise import broadcast
+from graphpass.regions.padding.sizes import Regrouping, as_size, product
+from graphpass.regions.padding.values import (
+    Factors,
+    IndexAlong,
+    Pad,
+    PaddedValue,
+    Place,
+    Size,
+    either,
+    is_number,
+)
 
-__all__ = ["RULES", "cut", "selected"]
+
+def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> PaddedValue:
+    """``value`` viewed with the sizes ``shape``.
+
+    Raises:
+        Unknown: the view cuts through a padded factor.
+    """
+    if value.constant is not None or any(size == 0 for size in shape):
+        return PaddedValue(call.sizes.one_each(shape), constant=value.constant)
+    walk = Regrouping(call.sizes, value.factors)
+    factors: list[Factors] = []
+    places: dict[Place, Place] = {}
+    for dim, size in enumerate(shape):
+        of_dim = walk.take(call.sizes.renamed(size))
+        if of_dim is None:
+            raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
+        merged: list[Size] = []
+        for factor, was in of_dim:
+            if was is not None:
+                places[was] = (dim, len(merged))
+                merged.append(factor)
+            elif merged and not call.padded(merged[-1]):
+                merged[-1] = product((merged[-1], factor))
+            else:
+                merged.append(factor)
+        factors.append(tuple(merged))
+    if not walk.finished():
+        raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
+    result = PaddedValue(tuple(factors))
+    index = value.index
+    if index is not None:
+        at = places.get(index[:2])
+        whole = at is not None and result.factors[at[0]][at[1]] == value.factors[index.dim][index.factor]
+        index = IndexAlong(*at, index.offset) if at is not None and whole else None
+    pads = {places[was]: pad for was, pad in value.padding if was in places}
+    return replace(result.with_pads(pads), index=index)
+
+
+def _text(value: PaddedValue) -> str:
+    return str([list(of_dim) for of_dim in value.factors])
+
+
+def view(call: OpCall) -> PaddedValue:
+    """A view with other sizes, or with another dtype of the same width."""
+    value = call.tensor("self", "a", "input")
+    if "dtype" not in call.arguments:
+        return regrouped(call, value, call.shape.sizes)
+    call.unpadded(value, [value.rank - 1] if value.rank else [], "reinterprets the bytes of")
+    return PaddedValue((*value.factors[:-1], *call.fresh().factors[-1:])) if value.rank else call.fresh()
+
+
+def permute(call: OpCall) -> PaddedValue:
+    """``permute``, ``transpose`` and ``movedim``: the dimensions in another order."""
+    value = call.tensor("self", "a")
+    dims = call.argument("dims", "permutation")
+    if dims is None:
+        dims = _exchanged(call, value) if "source" not in call.arguments else _shifted(call, value)
+    order = [call.dim(dim, value.rank) for dim in dims]
+    return value.moved(tuple(value.factors[dim] for dim in order), {dim: at for at, dim in enumerate(order)})
+
+
+def _exchanged(call: OpCall, value: PaddedValue) -> list[int]:
+    order = list(range(value.rank))
+    first, second = (call.dim(call.argument(name, default=at), value.rank) for at, name in ((0, "dim0"), (1, "dim1")))
+    if value.rank > 1:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _shifted(call: OpCall, value: PaddedValue) -> list[int]:
+    sources, targets = (
+        [call.dim(dim, value.rank) for dim in (dims if isinstance(dims, tuple) else (dims,))]
+        for dims in (call.argument("source"), call.argument("destination"))
+    )
+    at = dict(zip(targets, sources, strict=True))
+    left = iter(dim for dim in range(value.rank) if dim not in sources)
+    return [at[target] if target in at else next(left) for target in range(value.rank)]
+
+
+def expand(call: OpCall) -> PaddedValue:
+    """Dimensions of size 1 get any size; the entries along them are equal."""
+    value, wanted = call.tensor("self", "a"), call.fresh().factors
+    if call.name == "broadcast_in_dim":
+        to = dict(enumerate(call.argument("broadcast_dimensions")))
+        spread: list[Factors] = [()] * len(wanted)
+        for dim, target in to.items():
+            spread[target] = value.factors[dim]
+        value = value.moved(tuple(spread), to)
+    offset = len(wanted) - value.rank
+    factors = (value.factors[dim - offset] if dim >= offset else () for dim in range(len(wanted)))
+    return broadcast(call, value, [own or of_dim for own, of_dim in zip(factors, wanted, strict=True)])
+
+
+def diagonal(call: OpCall) -> PaddedValue:
+    """The diagonal of two unpadded dimensions becomes the last one."""
+    value = call.tensor("self")
+    dims = [call.dim(call.argument(name), value.rank) for name in ("dim1", "dim2")]
+    call.no_padded_numbers()
+    call.unpadded(value, dims, "takes a diagonal of")
+    rest = without_dims(value, dims, keepdim=False)
+    return replace(rest, factors=(*rest.factors, call.fresh().factors[-1]), index=None)
+
+
+def repeat(call: OpCall) -> PaddedValue:
+    """``repeat``: each dimension gets the number of repetitions as its outermost factor."""
+    value, repeats = call.tensor("self"), call.argument("repeats", "dims")
+    factors = ((),) * (len(call.shape.sizes) - value.rank) + value.factors
+    offset = len(factors) - value.rank
+    repeats = (1,) * (len(factors) - len(repeats)) + tuple(repeats)
+    result: list[Factors] = []
+    to: dict[Place, Place] = {}
+    for dim, (of_dim, times) in enumerate(zip(factors, repeats, strict=True)):
+        whole: list[Size] = list(call.sizes.merged([times]))
+        for at, size in enumerate(of_dim):
+            if call.padded(size) or not whole or call.padded(whole[-1]):
+                whole.append(size)
+            else:
+                whole[-1] = product((whole[-1], size))
+            to[dim - offset, at] = (dim, len(whole) - 1)
+        result.append(tuple(whole))  # guard: proof_repeated_order
+    pads = {to[place]: pad for place, pad in value.padding}
+    return replace(PaddedValue(tuple(result)).with_pads(pads), constant=value.constant)
+
+
+def triangle(call: OpCall) -> PaddedValue:
+    """``tril`` and ``triu``: entries above or below a diagonal become zero."""
+    value, diagonal = call.tensor("self"), call.argument("diagonal", default=0)
+    row, col = value.rank - 2, value.rank - 1
+    if not isinstance(diagonal, int):
+        raise call.refuse(f"the padded size {diagonal} is a diagonal", diagonal)
+    for dim in (row, col):
+        if not call.sizes.is_prefix(value.factors[dim]):
+            raise call.refuse(f"a triangle over the factors {list(value.factors[dim])}", value.factors[dim][-1])
+    square = len(value.factors[row]) == 1 and value.factors[row] == value.factors[col]
+    pads: dict[Place, Pad | None] = {}
+    for place in call.places(value):
+        pad = value.pad_at(place)
+        beyond = {row: -1, col: 1}.get(place[0]) if square else None  # guard: proof_triangle_side
+        if beyond is not None and _drops(call.name, diagonal, beyond):
+            pads[place] = 0
+        elif beyond is not None and _keeps(call.name, diagonal, beyond):
+            pads[place] = pad
+        else:
+            pads[place] = either(pad, 0.0)
+    return PaddedValue(value.factors).with_pads(pads)
+
+
+def _drops(name: str, diagonal: int, beyond: int) -> bool:
+    """Whether a triangle drops every entry whose column minus row is at least 1, or at most -1."""
+    return (
+        # guard: proof_triangle_diagonal
+        diagonal <= 0 if (name, beyond) == ("tril", 1) else diagonal >= 0 if (name, beyond) == ("triu", -1) else False
+    )
+
+
+def _keeps(name: str, diagonal: int, beyond: int) -> bool:
+    """Whether a triangle keeps every entry whose column minus row is at least 1, or at most -1."""
+    return (
+        diagonal >= -1 if (name, beyond) == ("tril", -1) else diagonal <= 1 if (name, beyond) == ("triu", 1) else False
+    )
+
+
+# --- cuts and joins
 
 
 def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step: Any = 1) -> PaddedValue:
@@ -69,7 +239,8 @@ def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedVa
     return without_dims(value, [dim], keepdim=False)
 
 
-def _slice(call: OpCall) -> PaddedValue:
+def slice_of(call: OpCall) -> PaddedValue:
+    """``slice`` and ``narrow``."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dim", default=0), value.rank)
     start = call.argument("start")
@@ -77,18 +248,13 @@ def _slice(call: OpCall) -> PaddedValue:
     return cut(call, value, dim, 0 if start is None else start, size, call.argument("step", default=1))
 
 
-def _narrow(call: OpCall) -> PaddedValue:
-    value = call.tensor("self")
-    dim = call.dim(call.argument("dim"), value.rank)
-    return cut(call, value, dim, call.argument("start"), call.shape.sizes[dim])
-
-
-def _select(call: OpCall) -> PaddedValue:
+def select(call: OpCall) -> PaddedValue:
+    """One entry of a dimension."""
     value = call.tensor("self")
     return selected(call, value, call.dim(call.argument("dim"), value.rank), call.argument("index"))
 
 
-def _split(call: OpCall) -> tuple[PaddedValue, ...]:
+def split(call: OpCall) -> Returned:
     """Each piece is a slice; only pieces that start after a padded piece are refused."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dim", default=0), value.rank)
@@ -105,15 +271,15 @@ def _split(call: OpCall) -> tuple[PaddedValue, ...]:
     return tuple(pieces)
 
 
-def _cat(call: OpCall) -> PaddedValue:
+def cat(call: OpCall) -> PaddedValue:
+    """``cat`` and ``stack``: no padding before the last part, along the joined dimension."""
     parts = [part for part in call.argument("tensors") if isinstance(part, PaddedValue)]
     rank = len(call.shape.sizes)
+    dim = call.dim(call.argument("dim", default=0), rank)
     if call.name == "stack":
-        dim = call.dim(call.argument("dim", default=0), rank)
         parts = [_with_dim(part, dim) for part in parts]
     else:
         parts = [part for part in parts if part.factors != ((0,),)] or parts[:1]
-        dim = call.dim(call.argument("dim", default=0), rank)
     call.no_padded_numbers("tensors")
     for part in parts[:-1]:
         for place in call.places(part, [dim]):
@@ -122,12 +288,9 @@ def _cat(call: OpCall) -> PaddedValue:
     if len(parts) > 1 and not call.sizes.starts_clean(last.factors[dim]):
         moved = last.factors[dim]
         raise call.refuse(f"moves entries along the padded dimension {dim} of {list(moved)}", product(moved))
-    factors: list[Factors] = []
-    for at in range(rank):
-        met = last.factors[at]
-        for part in parts[:-1]:
-            met = met if at == dim else call.unify(met, part.factors[at])
-        factors.append(met)
+    factors = list(last.factors)
+    for part in parts[:-1]:
+        factors = call.unify_into(factors, part, dim)
     factors[dim] = last.factors[dim] if len(parts) == 1 else call.sizes.merged([call.shape.sizes[dim]])
     return PaddedValue(tuple(factors)).with_pads(_pads_of_joined(call, parts, tuple(factors), dim))
 
@@ -147,12 +310,12 @@ def _pads_of_joined(
 
 
 def _with_dim(value: PaddedValue, dim: int) -> PaddedValue:
-    factors = (*value.factors[:dim], (), *value.factors[dim:])
-    pads = {(at + (at >= dim), factor): pad for (at, factor), pad in value.padding}
-    return replace(value, factors=factors, index=None).with_pads(pads)
+    to = {at: at + (at >= dim) for at in range(value.rank)}
+    return replace(value.moved((*value.factors[:dim], (), *value.factors[dim:]), to), index=None)
 
 
-def _constant_pad(call: OpCall) -> PaddedValue:
+def constant_pad(call: OpCall) -> PaddedValue:
+    """A fill behind padding must equal the padding; a fill in front moves it on."""
     value, amounts, fill = call.tensor("self"), call.argument("pad"), call.argument("value", default=0)
     call.no_padded_numbers("pad")
     factors: list[Factors] = list(value.factors)
@@ -188,7 +351,7 @@ def _check_behind(call: OpCall, value: PaddedValue, dim: int, right: Any, fill: 
         raise call.refuse(f"puts {fill} behind the padding of dimension {dim}", of_dim[0])
 
 
-def _scattered(call: OpCall) -> PaddedValue:
+def replaced_part(call: OpCall) -> PaddedValue:
     """``slice_scatter`` and ``select_scatter``, which replace a part of a dimension."""
     value, source = call.tensor("self"), call.tensor("src")
     dim = call.dim(call.argument("dim", default=0), value.rank)
@@ -197,10 +360,7 @@ def _scattered(call: OpCall) -> PaddedValue:
         source = _with_dim(source, dim)
     else:
         _check_replaced(call, value, source, dim)
-    factors: list[Factors] = list(value.factors)
-    for at in range(value.rank):
-        if at != dim:
-            factors[at] = call.unify(value.factors[at], source.factors[at])
+    factors = call.unify_into(value.factors, source, dim)
     places = call.places(PaddedValue(tuple(factors)), [at for at in range(value.rank) if at != dim])
     common = {place: either(value.pad_at(place), source.pad_at(place)) for place in places}
     return PaddedValue(tuple(factors)).with_pads(common)
@@ -228,17 +388,3 @@ def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: 
     to_the_end = step == 1 and padded and sympy.expand(product(of_dim) - start - length) == 0
     if not to_the_end and (moving or call.padded(end)):  # guard: proof_replaced_slice
         raise call.refuse(f"writes padding to dimension {dim}, or ends at a padded size", length)
-
-
-RULES: dict[str, PaddingRule] = {
-    **aten(_slice, "slice"),
-    **aten(_narrow, "narrow"),
-    **aten(_select, "select"),
-    **aten(
-        _split, "split split_with_sizes unsafe_split unsafe_split_with_sizes unbind chunk unsafe_chunk tensor_split"
-    ),
-    **aten(_cat, "cat stack"),
-    **prims(_cat, "cat"),
-    **aten(_constant_pad, "constant_pad_nd"),
-    **aten(_scattered, "slice_scatter select_scatter"),
-}

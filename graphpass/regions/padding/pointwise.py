@@ -1,4 +1,4 @@
-"""Operators that compute each entry from the entries of the same indices."""
+"""Operators that compute each entry from the entries of the same indices, and those that make tensors from sizes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass.regions.padding.calls import OpCall, PaddingRule
-from graphpass.regions.padding.nodes import TensorShape
-from graphpass.regions.padding.rules.scalars import Entry, cast_pad, evaluated
-from graphpass.regions.padding.rules.tables import aten, prims
+from graphpass.regions.padding.calls import OpCall, PaddingReason, Returned
 from graphpass.regions.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
     Approximate,
+    Entry,
     Factors,
     IndexAlong,
     Pad,
     PaddedValue,
     Place,
     blurred,
+    cast_pad,
     either,
+    evaluated,
     is_finite,
     is_low,
     is_number,
     is_zero,
 )
 
-__all__ = ["RULES", "broadcast", "cast", "entry_by_entry"]
 
-
-def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]:
+def entry_by_entry(call: OpCall) -> Returned:
     """A pointwise operator: the operands' factors must agree; the padding of the result is computed from theirs."""
     call.no_padded_numbers()  # guard: proof_size_as_number
     tensors = {name: value for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
@@ -44,7 +42,7 @@ def entry_by_entry(call: OpCall) -> PaddedValue | tuple[PaddedValue | None, ...]
     result = PaddedValue(factors)
     if isinstance(call.result, tuple):
         result = call.carried(result, *aligned.values())
-        return tuple(result if isinstance(shape, TensorShape) else None for shape in call.result)
+        return call.each(lambda _: result)
     pads = {place: _pad(call, tensors, aligned, place) for place in call.places(result)}
     constant = None
     if all(value.constant is not None for value in aligned.values()):
@@ -88,15 +86,12 @@ def cast(call: OpCall) -> PaddedValue:
     return call.tensor("self", "a", "input")
 
 
-def _copy(call: OpCall) -> PaddedValue | tuple[PaddedValue, ...]:
+def copied(call: OpCall) -> Returned:
     """``copy`` and ``copy_``: the source, broadcast to the shape of the tensor that it overwrites."""
     target, source = call.tensor("self"), call.tensor("src")
-    factors = list(target.factors)
-    for dim, of_dim in enumerate(source.factors, target.rank - source.rank):
-        if source.constant is None:
-            factors[dim] = call.unify(factors[dim], of_dim)
-    copied = broadcast(call, source, factors)
-    return (copied, copied) if call.name == "copy_" else copied
+    factors = target.factors if source.constant is not None else call.unify_into(target.factors, source)
+    copy = broadcast(call, source, factors)
+    return (copy, copy) if call.name == "copy_" else copy
 
 
 # --- the value of the padding
@@ -282,21 +277,68 @@ def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[P
     return pads
 
 
-RULES: dict[str, PaddingRule] = {
-    **prims(
-        entry_by_entry,
-        "abs acos acosh asin asinh atan atan2 atanh add bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh"
-        " div eq erf erfc exp exp2 expm1 floor fmax fmin fmod ge gt isfinite le lgamma log log10 log1p log2 lt maximum"
-        " minimum mul ne neg pow reciprocal remainder round rsqrt shift_left sign signbit sin sinh sqrt sub tan tanh"
-        " trunc where",
-    ),
-    **aten(
-        entry_by_entry,
-        "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp polar complex"
-        " leaky_relu",  # without the tag in torch 2.11
-    ),
-    **aten(_copy, "copy copy_"),
-    **aten(cast, "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive"),
-    **prims(cast, "convert_element_type device_put view_of clone"),
-}
-"""Copies, and pointwise operators without the tag ``pointwise``."""
+# --- tensors made from sizes: constants, indices, random numbers
+
+_FILLS = {"zeros": 0, "new_zeros": 0, "zero": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
+
+
+def filled(call: OpCall) -> PaddedValue:
+    """A tensor of one value, with the factors of another tensor where the operator is like it."""
+    fill = _FILLS.get(call.name, call.argument("fill_value", "s", "value", "scalar", "data"))
+    if call.padded(fill):  # guard: proof_filled_with_a_size
+        raise call.refuse(f"the padded size {fill} is a number in it", fill)
+    constant = cast_pad(fill, call.shape.dtype) if isinstance(fill, (bool, int, float)) else None
+    if isinstance(fill, PaddedValue):
+        constant = fill.constant
+    value = call.fresh()
+    factors = call.tensor("self", "a").factors if call.name == "fill" or "_like" in call.name else value.factors
+    return replace(value, factors=factors, constant=constant)
+
+
+def unwritten(call: OpCall) -> PaddedValue:
+    """Memory that was never written: the contents are arbitrary in both runs."""
+    return call.fresh()
+
+
+def counted(call: OpCall) -> PaddedValue:
+    """``arange``: indices, if it counts in steps of one."""
+    start, step = call.argument("start", default=0), call.argument("step", default=1)
+    for number in (start, step):
+        if call.padded(number):  # guard: proof_range_from_a_size
+            raise call.refuse(f"the padded size {number} is where its numbers start or how they step", number)
+    value = call.fresh()
+    # guard: proof_range_in_steps
+    whole = type(start) is int and type(step) is int and step == 1 and value.factors != ((),)
+    return replace(value, index=IndexAlong(0, 0, start)) if whole else value
+
+
+def identity_matrix(call: OpCall) -> PaddedValue:
+    """``eye``: padding columns are zero in real rows, and padding rows in real columns."""
+    value = call.fresh()
+    square = value.factors[0] == value.factors[1]
+    return value.with_pads(dict.fromkeys(call.places(value), 0)) if square else value
+
+
+def draws(call: OpCall) -> None:
+    """Add a finding if the number of random numbers that the call draws depends on padding."""
+    tensors = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]
+    padded = any(call.padded(size) for shape in call.shapes for size in shape.sizes)
+    if padded or any(call.places(value) for value in tensors):  # guard: proof_drawn_numbers
+        findings = call.findings_for(PaddingReason("it draws random numbers for padded entries"))
+        call.everywhere.update(finding.reaching("random numbers") for finding in findings)
+
+
+def random_numbers(call: OpCall) -> Returned:
+    """A padded tensor gets other numbers than the real one, and advances the generator further."""
+    draws(call)
+    return call.each(call.fresh)
+
+
+def dropout(call: OpCall) -> Returned:
+    """Dropout; a copy outside of training or with probability zero."""
+    value = call.tensor("input", "self")
+    trains = call.argument("train", "training", default=True)
+    if trains is not False and call.argument("p", default=0.5) != 0:
+        draws(call)
+    copy = call.carried(PaddedValue(value.factors))
+    return call.each(lambda _: copy)

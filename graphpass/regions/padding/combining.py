@@ -1,0 +1,534 @@
+"""Relations of operators that combine entries along dimensions: mixes, reduces, contracts, and attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphpass.regions.padding.calls import DECLARE_MASK, HIDE_PADDING, OpCall, PaddingReason, PaddingRule, Returned
+from graphpass.regions.padding.pointwise import broadcast, draws, entry_by_entry
+from graphpass.regions.padding.sizes import product
+from graphpass.regions.padding.values import (
+    ALL_FINITE,
+    LOW_SCORES,
+    VISIBLE_ENTRY,
+    Approximate,
+    Factors,
+    Pad,
+    PaddedValue,
+    Place,
+    TensorShape,
+    blurred,
+    is_finite,
+    is_low,
+    is_number,
+    is_zero,
+)
+
+# --- mixes: entries are combined within some dimensions, which must be unpadded; all others stay as they are
+
+Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
+
+WEIGHTS = ("weight", "bias", "running_mean", "running_var")
+
+
+def mixes(over: Dims, what: str = "", weights: Sequence[str] = (), may_count: Sequence[str] = ()) -> PaddingRule:
+    """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize.
+
+    Args:
+        over: the dimensions.
+        what: what the operator does with them, for reasons; by default its name.
+        weights: the names of tensors that must be unpadded.
+        may_count: the names of arguments that may be padded sizes.
+    """
+
+    def rule(call: OpCall) -> Returned:
+        value = call.tensor("self", "input", "a")
+        call.no_padded_numbers(*may_count)
+        dims = list(over(call, value))
+        call.unpadded(value, dims, what or f"{call.name.strip('_')} over")  # guard: proof_mixed_padding
+        call.unpadded_weights(*weights)
+        return call.each(lambda shape: _beside(call, value, dims, shape))
+
+    return rule
+
+
+def _beside(call: OpCall, value: PaddedValue, dims: Sequence[int], shape: TensorShape) -> PaddedValue:
+    """A result that has the dimensions of ``value`` except ``dims``, which are resized, or gone in a smaller result."""
+    new = call.fresh(shape).factors
+    kept = [dim for dim in range(value.rank) if len(new) >= value.rank or dim not in dims]
+    factors = [new[at] if dim in dims else value.factors[dim] for at, dim in enumerate(kept)]
+    result = PaddedValue((*factors, *new[len(kept) :]))
+    # guard: proof_computed_zeros
+    pads = {(kept.index(dim), at): blurred(value.pad_at((dim, at))) for dim, at in call.places(value)}
+    return result.with_pads(_normalised(call, pads))
+
+
+def _normalised(call: OpCall, pads: dict[Place, Pad | None]) -> dict[Place, Pad | None]:
+    """Rows of equal entries have a variance of zero, so a normalisation without an epsilon makes NaN of them."""
+    without_epsilon = call.argument("eps") == 0
+    return {at: Approximate.NOT_FINITE if without_epsilon and pad is not None else pad for at, pad in pads.items()}
+
+
+def last_dim(call: OpCall, value: PaddedValue) -> list[int]:
+    """The last dimension."""
+    return [value.rank - 1] if value.rank else []
+
+
+def named_dims(call: OpCall, value: PaddedValue) -> list[int]:
+    """The dimensions that the call names; all if it names none."""
+    return call.dims(call.argument("dim", "dims", "axis", "dimension"), value.rank)
+
+
+def dim_or_last(call: OpCall, value: PaddedValue) -> list[int]:
+    """The dimension that the call names, or the last one."""
+    return [call.dim(call.argument("dim", default=-1), value.rank)] if value.rank else []
+
+
+def no_dims(call: OpCall, value: PaddedValue) -> tuple[int, ...]:
+    """None: the operator works entry by entry, and its result has one more dimension."""
+    return ()
+
+
+def features(call: OpCall, value: PaddedValue) -> range:
+    """The last dimensions, as many as ``normalized_shape`` has."""
+    return range(value.rank - len(call.argument("normalized_shape")), value.rank)
+
+
+def after_rows(call: OpCall, value: PaddedValue) -> range:
+    """All dimensions but the first."""
+    return range(1, value.rank)
+
+
+def channels_and_positions(call: OpCall, value: PaddedValue) -> range:
+    """The channels of a convolution, and the positions that its window moves over."""
+    return range(1 if value.rank == call.tensor("weight").rank else 0, value.rank)
+
+
+def positions(call: OpCall, value: PaddedValue) -> range:
+    """The last dimensions, over which a window moves; their number is in the operator's name or in its window."""
+    named = re.search(r"([123])d", call.name)
+    count = int(named[1]) if named else len(call.argument("kernel_size", "output_size", default=()))
+    if not 1 <= count <= value.rank:
+        raise call.refuse("its window is not known")
+    return range(value.rank - count, value.rank)
+
+
+def within_rows(call: OpCall, value: PaddedValue) -> range:
+    """All dimensions of one image or sequence, behind those of the batch."""
+    count = {"col2im": 2, "channel_shuffle": value.rank - 1}.get(call.name, 3)
+    return range(max(value.rank - count, 0), value.rank)
+
+
+def batch_norm(call: OpCall) -> Returned:
+    """Rows are independent with running statistics; in training, all rows of a channel are combined."""
+    value = call.tensor("input")
+    call.no_padded_numbers()
+    channels = value.factors[1]
+    for name in WEIGHTS:
+        weight = call.argument(name)
+        if isinstance(weight, PaddedValue) and call.unify(channels, weight.factors[0]) != channels:
+            raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
+    reasons = []
+    if _trains(call):  # guard: proof_training_statistics
+        for dim, at in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
+            why = f"its statistics run over the padded dimension {dim}"
+            reasons.append(PaddingReason(why, size=value.factors[dim][at]))
+    normalised = call.carried(PaddedValue(value.factors), value)
+    normalised = normalised.with_pads(_normalised(call, dict(normalised.pads)))
+    values: list[PaddedValue | None] = [call.reached(normalised, *reasons)]
+    for shape in call.results[1:]:
+        if isinstance(shape, TensorShape):
+            own = call.fresh(shape)
+            values.append(call.reached(own if own.factors == ((0,),) else PaddedValue((channels,)), *reasons))
+        else:
+            values.append(None)
+    return tuple(values) if isinstance(call.result, tuple) else values[0]  # type: ignore[return-value]
+
+
+def _trains(call: OpCall) -> bool:
+    """Whether the operator computes the statistics from the batch."""
+    if "_with_update" in call.name or call.argument("running_mean") is None:
+        return True
+    if call.name.endswith(("_no_update", "_no_training")):
+        return False
+    return call.argument("training", "train", default=True) is not False  # guard: proof_named_training
+
+
+def grid_sample(call: OpCall) -> PaddedValue:
+    """Samples of each image of a batch at the places of its own grid."""
+    value, grid = call.tensor("input", "a"), call.tensor("grid")
+    call.no_padded_numbers()
+    call.unpadded(value, range(1, value.rank), "samples")
+    call.unpadded(grid, range(1, grid.rank), "samples at")
+    batch = call.unify(value.factors[0], grid.factors[0])
+    return call.carried(PaddedValue((batch, *call.fresh().factors[1:])))
+
+
+# --- reduces: a padded dimension may be combined where its padding is neutral
+
+Neutral = Callable[[Pad], bool]
+
+_SUMS = f"compute it from sums {DECLARE_MASK}"
+_FROM_SUMS = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
+_WITH_INDEX = ("max", "min", "mode", "median", "nanmedian", "kthvalue")
+
+
+def is_true(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to ``all``."""
+    return is_number(pad) and bool(pad)
+
+
+def is_one(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to a product."""
+    return is_number(pad) and pad == 1
+
+
+def is_least(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to a maximum."""
+    return pad is False or pad == -math.inf  # guard: proof_low_maximum
+
+
+def is_greatest(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to a minimum."""
+    return pad is True or pad == math.inf
+
+
+def reduces(neutral: Neutral | None) -> PaddingRule:
+    """The relation of an operator without the dimensions that it combines, whose padding must be neutral.
+
+    Args:
+        neutral: whether known padding changes nothing; None if any padding does.
+    """
+
+    def rule(call: OpCall) -> Returned:
+        value = call.tensor("self", "inp", "x", "a", "input")
+        call.no_padded_numbers()
+        dims = named_dims(call, value)
+        places = _require_neutral(call, value, dims, neutral)
+        if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
+            raise call.refuse_place(value, places[0], f"the index of {call.name} over")
+        # Entries with two indices in padding are unknown: beside padded sums, only whether it is finite stays.
+        of_rows = blurred if places else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
+        known = {place: of_rows(pad) for place, pad in value.padding if place[0] not in dims}
+        rank = len(call.shapes[0].sizes)
+        rest = without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
+        blurry = rest.with_pads({place: blurred(pad) for place, pad in rest.padding})
+        return call.each(lambda _: blurry if isinstance(call.result, tuple) else rest)
+
+    return rule
+
+
+def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral | None) -> list[Place]:
+    """The places of the padded factors in ``dims``, all of them neutral, and one alone or all entries alike."""
+    places = call.places(value, dims)
+    for place in places:
+        pad = value.pad_at(place)
+        # guard: proof_any_padding_is_neutral, proof_statistics
+        known = neutral is not None and pad is not None and neutral(pad)
+        if known and len(places) > 1 and value.constant is None:  # guard: proof_two_padded_factors
+            sizes = tuple(value.factors[dim][at] for dim, at in places)
+            raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
+        if not known:
+            remedy = HIDE_PADDING if neutral is not None else _SUMS if call.name in _FROM_SUMS else ""
+            raise call.refuse_place(value, place, f"{call.name.strip('_')} over", remedy)
+        if is_low(pad) and pad != -math.inf:
+            call.assumptions.add(VISIBLE_ENTRY)
+            if pad is Approximate.MASKED or float(pad) > -1e30:  # type: ignore[arg-type]
+                call.assumptions.add(LOW_SCORES)
+    return places
+
+
+def _of_rows(name: str, pad: Pad) -> Pad | None:
+    """The result of a reduction of entries that all hold ``pad``, of which the number is unknown."""
+    if name in ("any", "all"):
+        return bool(pad) if is_number(pad) else None
+    if name in ("amax", "amin", "mean", "max", "min"):
+        return pad
+    if not is_finite(pad):
+        return Approximate.NOT_FINITE
+    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and is_zero(pad):
+        return 0
+    above = pad is Approximate.POSITIVE or (is_number(pad) and float(pad) > 0)  # type: ignore[arg-type]
+    if (above and name in ("sum", "nansum")) or ("norm" in name and (above or is_number(pad))):
+        return Approximate.POSITIVE
+    never_below = pad is Approximate.NONNEGATIVE and name in ("sum", "nansum")
+    return Approximate.NONNEGATIVE if never_below or "norm" in name or name in ("var", "std") else Approximate.FINITE
+
+
+def extremes(neutral: Neutral) -> PaddingRule:
+    """``max`` and ``min``, of one tensor or of two entry by entry."""
+    reduction = reduces(neutral)
+    return lambda call: entry_by_entry(call) if "other" in call.arguments else reduction(call)
+
+
+def norm(call: OpCall) -> Returned | PaddingReason:
+    """Norms: zero padding is neutral for a positive order."""
+    order = call.argument("ord", "p", default=2)
+    has_neutral = order is None or (isinstance(order, (int, float)) and order > 0)
+    return reduces(is_zero if has_neutral else None)(call)
+
+
+def softmax(call: OpCall) -> PaddedValue:
+    """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
+    value = call.tensor("self")
+    call.no_padded_numbers()
+    places = _require_neutral(call, value, named_dims(call, value), is_low)
+    pads: dict[Place, Pad | None] = dict.fromkeys(places, None if "log_" in call.name else 0.0)
+    for place in call.places(value):
+        pad = value.pad_at(place)
+        if place not in pads and pad is not None:
+            hidden = call.name == "_safe_softmax" and pad == -math.inf
+            # guard: proof_hidden_rows
+            pads[place] = Approximate.NONNEGATIVE if hidden or is_finite(pad) else Approximate.NOT_FINITE
+            if "log_" in call.name:
+                pads[place] = blurred(pads[place])
+    return PaddedValue(value.factors).with_pads(pads)
+
+
+def scan(call: OpCall) -> Returned:
+    """Forward scans: an entry depends on earlier entries only, which are real if it is real."""
+    value = call.tensor("self")
+    call.no_padded_numbers()
+    dim = call.dim(call.argument("dim"), value.rank)
+    if value.rank and not call.sizes.starts_clean(value.factors[dim]):  # guard: proof_scan_inside
+        of_dim = value.factors[dim]
+        raise call.refuse(f"{call.name} along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    result = call.carried(PaddedValue(value.factors))
+    pads = {place: pad for place, pad in result.padding if place[0] != dim or not is_finite(pad)}
+    if call.name == "cumsum":
+        pads |= {place: 0 for place, pad in value.padding if place[0] != dim and is_zero(pad)}
+    return call.each(lambda _: result.with_pads(pads))
+
+
+def without_dims(value: PaddedValue, dims: Sequence[int], *, keepdim: bool) -> PaddedValue:
+    """``value`` without ``dims``, or with size 1 in them if ``keepdim``."""
+    remaining = [dim for dim in range(value.rank) if keepdim or dim not in dims]
+    to = {dim: at for at, dim in enumerate(remaining) if dim not in dims}
+    return value.moved(tuple(value.factors[dim] if dim in to else () for dim in remaining), to)
+
+
+# --- contracts: products are summed over a dimension of two operands, where padding of zeros is neutral
+
+
+def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> PaddingRule:
+    """The relation of a matrix product of the arguments ``first`` and ``second``, plus ``bias``."""
+
+    def rule(call: OpCall) -> PaddedValue:
+        call.no_padded_numbers()
+        matrix = _product_of(call, call.tensor(*first), call.tensor(*second))
+        return _with_bias(call, matrix, call.argument(bias))
+
+    return rule
+
+
+def linear(call: OpCall) -> PaddedValue:
+    """A product with the transpose of an unpadded weight, plus a bias."""
+    call.no_padded_numbers()
+    call.unpadded_weights("weight")
+    value, weight = call.tensor("input"), call.tensor("weight")
+    call.unpadded(value, [value.rank - 1], "sums products over")
+    transposed = PaddedValue(weight.factors[::-1])
+    return _with_bias(call, _product_of(call, value, transposed), call.argument("bias"))
+
+
+def outer(call: OpCall) -> PaddedValue:
+    """The products of each entry of one vector and each of another."""
+    sides = call.tensor("self"), call.tensor("vec2")
+    result = PaddedValue((sides[0].factors[0], sides[1].factors[0]))
+    pads = {(dim, at): _product_pad(call, sides[dim].pad_at((0, at))) for dim, at in call.places(result)}
+    return result.with_pads(pads)
+
+
+def scaled_product(call: OpCall) -> PaddedValue:
+    """Products of 8-bit operands, with one scale for each operand or for each row."""
+    first, second = call.tensor("self"), call.tensor("mat2")
+    call.no_padded_numbers()
+    call.unpadded(first, [1], "sums products over")
+    call.unpadded(second, [0, 1], "has a weight with")
+    for name, value in call.arguments.items():
+        if name.startswith("scale_") and isinstance(value, PaddedValue):
+            rows = value.factors[:1]
+            if call.places(value) and (name != "scale_a" or rows != first.factors[:1] or call.places(value, [1])):
+                raise call.refuse(f"{name} has other rows than its operand")
+    matrix = call.carried(PaddedValue((first.factors[0], second.factors[1])), first)
+    return _with_bias(call, matrix, call.argument("bias"))
+
+
+def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedValue, second_dim: int) -> bool:
+    """Check the summed dimensions of two operands. Returns whether they are padded."""
+    ours, theirs = first.factors[first_dim], second.factors[second_dim]
+    if not call.sizes.any_padded((*ours, *theirs)):
+        return False
+    places = call.places(first, [first_dim]), call.places(second, [second_dim])
+    if ours != theirs or len(places[0]) != 1:  # guard: proof_contracted_factors
+        why = f"sums products over dimensions of factors {list(ours)} and {list(theirs)}"
+        raise call.refuse(why, call.sizes.first_padded(ours, theirs))
+    pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
+    for zero, other in (pads, pads[::-1]):
+        if is_zero(zero) and is_finite(other):  # guard: proof_masked_sum_of_products, proof_nan_in_products
+            if other is None:
+                call.assumptions.add(ALL_FINITE)
+            return True
+    raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
+
+
+def _product_pad(call: OpCall, *factors: Pad | None) -> Pad | None:
+    """The padding of a product whose factors hold ``factors`` there: zero if one is zero and all are finite."""
+    if all(map(is_finite, factors)) and any(map(is_zero, factors)):
+        call.assumptions.add(ALL_FINITE)
+        return 0
+    return blurred(*factors)
+
+
+def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedValue:
+    """The matrix product of two operands with at least one dimension each; batch dimensions are broadcast."""
+    summed_padding = _contract(call, first, first.rank - 1, second, max(second.rank - 2, 0))
+    depth = max(first.rank - 2, second.rank - 2, 0)
+    sources = [(at - depth + first.rank - 2, at - depth + second.rank - 2) for at in range(depth)]
+    factors: list[Factors] = []
+    for ours, theirs in sources:
+        factors.append(
+            call.unify(first.factors[ours] if ours >= 0 else (), second.factors[theirs] if theirs >= 0 else ())
+        )
+    if first.rank > 1:
+        factors.append(first.factors[-2])
+        sources.append((first.rank - 2, -1))
+    if second.rank > 1:
+        factors.append(second.factors[-1])
+        sources.append((-1, second.rank - 1))
+    pads: dict[Place, Pad | None] = {}
+    for dim, at in call.places(PaddedValue(tuple(factors))):
+        operands = zip((first, second), sources[dim], strict=True)
+        held = [value.pad_at((own, at)) for value, own in operands if own >= 0 and value.factors[own] == factors[dim]]
+        # guard: proof_rows_of_a_product
+        pads[dim, at] = blurred(*held) if summed_padding else _product_pad(call, *held)
+    return PaddedValue(tuple(factors)).with_pads(pads)
+
+
+def _with_bias(call: OpCall, matrix: PaddedValue, bias: object) -> PaddedValue:
+    if not isinstance(bias, PaddedValue):
+        return matrix
+    offset = matrix.rank - bias.rank
+    factors = call.unify_into(matrix.factors, bias)
+    result, added = PaddedValue(tuple(factors)), broadcast(call, bias, factors)
+    pads: dict[Place, Pad | None] = {}
+    for place in call.places(result):
+        ours, theirs = matrix.pad_at(place), added.pad_at(place)
+        varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
+        pads[place] = blurred(ours, theirs) if varies else blurred(ours)
+        if is_zero(ours) and is_zero(theirs):  # guard: proof_bias_of_zero_rows
+            pads[place] = 0
+    return result.with_pads(pads)
+
+
+# --- attention: padded keys need a mask or causal order
+
+
+def attention(call: OpCall) -> Returned:
+    """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
+    call.no_padded_numbers()
+    if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
+        draws(call)
+    query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
+    for tensor in (query, key, value):
+        call.unpadded(tensor, [tensor.rank - 1], "attends with features over")  # guard: proof_attention_features
+    given = call.argument("attn_mask", "attn_bias")
+    mask = given if isinstance(given, PaddedValue) else None
+    batches = query.factors[:-2]
+    for other in (key, value, *([mask] if mask is not None else [])):
+        offset = query.rank - other.rank
+        of_batches = PaddedValue(other.factors[max(0, -offset) : -2])
+        batches = tuple(call.unify_into(batches, of_batches))
+    keys = call.unify(key.factors[-2], value.factors[-2])
+    queries = query.factors[-2]
+    if mask is not None and mask.rank > 1 and call.sizes.unified(mask.factors[-2], queries) != queries:
+        raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
+    if call.sizes.any_padded(keys):
+        _check_keys(call, queries, keys, mask)
+        for tensor in (key, value):
+            for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
+                if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
+                    raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
+    elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
+        raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
+    result = call.carried(PaddedValue((*batches, queries, value.factors[-1])), query, key, value)
+    if mask is not None:
+        result = _without_hidden_rows(call, result, mask)
+    if not isinstance(call.result, tuple):
+        return result
+    reason = PaddingReason("the outputs for its backward are not followed")
+    sides = (call.reached(call.fresh(of), reason) if isinstance(of, TensorShape) else None for of in call.result[1:])
+    return (result, *sides)
+
+
+def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:
+    """``result``, not finite in padding from which the mask hides all keys: some kernels compute NaN there."""
+    wide = broadcast(call, mask, (*result.factors[:-1], mask.factors[-1]))
+    pads = {place: wide.pad_at(place) for place in call.places(result)}
+    hidden = [place for place, pad in pads.items() if pad is False or not is_finite(pad)]
+    return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
+
+
+def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: PaddedValue | None) -> None:
+    """Refuse padded keys that a real query may see."""
+    at_fault, is_causal = call.sizes.first_padded(keys), call.argument("is_causal", default=False)
+    if mask is not None and mask.factors[-1] == keys:
+        places = call.places(mask, [mask.rank - 1])
+        pad = mask.pad_at(places[0]) if len(places) == 1 else None
+        # guard: proof_attention_bool_mask, proof_attention_mask
+        hides = pad is False if mask.dtype is torch.bool else is_low(pad)
+        if hides:
+            call.assumptions.update([ALL_FINITE, VISIBLE_ENTRY, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
+            return
+        if not is_causal:
+            contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
+            why = f"attends to padded keys: the mask does not hide them{contents}"
+            raise call.refuse(why, at_fault, HIDE_PADDING)
+    if is_causal and queries == keys and call.sizes.starts_clean(keys):
+        call.assumptions.add(ALL_FINITE)
+        return
+    # guard: proof_attention_without_mask
+    raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
+
+
+def self_attention(call: OpCall) -> Returned:
+    """``nn.TransformerEncoderLayer`` in eval mode: self-attention, then operators within rows."""
+    value = call.tensor("src")
+    call.unpadded_weights(*(name for name in call.arguments if name not in ("src", "mask")))
+    return attention(call.with_arguments(query=value, key=value, value=value, attn_mask=_shown(call)))
+
+
+def multi_head_attention(call: OpCall) -> Returned:
+    """``nn.MultiheadAttention`` in eval mode: its second result are the weights [batch, (heads,) queries, keys]."""
+    call.unpadded_weights(*(name for name in call.arguments if name not in ("query", "key", "value", "mask")))
+    attended = attention(replace(call.with_arguments(attn_mask=_shown(call)), result=call.shapes[0]))
+    assert isinstance(attended, PaddedValue), "attention with one result returns one value"
+
+    def weights(shape: TensorShape) -> PaddedValue:
+        batch, queries = attended.factors[:2]
+        value = PaddedValue((batch, *call.fresh(shape).factors[1:-2], queries, call.tensor("key").factors[1]))
+        to = {0: 0, 1: value.rank - 2}
+        pads: dict[Place, Pad | None] = {(to[dim], at): pad for (dim, at), pad in attended.padding}
+        return value.with_pads(pads | dict.fromkeys(call.places(value, [value.rank - 1]), 0.0))
+
+    return (attended, *(weights(of) if isinstance(of, TensorShape) else None for of in call.results[1:]))
+
+
+def _shown(call: OpCall) -> PaddedValue | None:
+    """The mask as attention takes it. True, or a number other than zero, hides a key; ``mask_type`` names the shape.
+
+    0: [queries, keys], 1: [batch, keys], 2: [batch, heads, queries, keys]
+    """
+    mask = call.argument("mask")
+    if not isinstance(mask, PaddedValue):
+        return None
+    dims = {0: (0, 1), 1: (0, None, 1), 2: (0, 2, 3)}[call.argument("mask_type", default=0) or 0]
+    factors = tuple(mask.factors[dim] if dim is not None else () for dim in dims)
+    pads = {(dims.index(dim), at): not pad for (dim, at), pad in mask.padding if dim in dims and is_number(pad)}
+    return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
