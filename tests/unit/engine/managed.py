@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,7 +21,7 @@ from graphpass import (
     GraphRuntime,
     InputSpec,
 )
-from graphpass.errors import ShapeError
+from graphpass.errors import CaptureError, ShapeError
 from graphpass.regions import register_padding_rule
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -64,11 +65,12 @@ def made(
     specs: Sequence[InputSpec] = (X,),
     *,
     query_len: int = 1,
+    max_num_reqs: int = LARGEST,
     attention: Any = None,
     runtime: GraphRuntime | None = None,
     **options: Any,
 ) -> CudaGraphManager:
-    dispatcher = CudagraphDispatcher(mode, sizes, max_num_reqs=LARGEST, uniform_decode_query_len=query_len)
+    dispatcher = CudagraphDispatcher(mode, sizes, max_num_reqs=max_num_reqs, uniform_decode_query_len=query_len)
     options = {"compiler": "eager", "on_fallback": "silent", **options}
     return CudaGraphManager(model, dispatcher, specs, attention=attention, runtime=runtime, **options)
 
@@ -78,6 +80,15 @@ def captured(model: Any, *args: Any, **given: Any) -> CudaGraphManager:
     if manager.needs_capture():
         manager.capture()
     return manager
+
+
+def refused(match: str, model: Any, *args: Any, error: type[Exception] = CaptureError, **given: Any) -> Any:
+    """The error of a capture that is refused before there is a graph."""
+    manager = made(model, *args, **given)
+    with pytest.raises(error, match=match) as raised:
+        manager.capture()
+    assert manager.runtime.stats().captured == 0
+    return raised.value
 
 
 def rows(num_tokens: int, width: int = WIDTH) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from graphpass import Batch, InputSpec
-from graphpass.errors import CaptureError, ShapeError
-from tests.unit.engine.managed import LARGEST, WIDTH, Doubled, captured, made, rows, run, sum_of_rows
+from graphpass.errors import ShapeError
+from tests.unit.engine.managed import LARGEST, WIDTH, Doubled, captured, refused, rows, run, sum_of_rows
 
 # -- results
 
@@ -93,16 +93,12 @@ def test_parameters_and_what_is_never_padded_are_returned_whole(mode: str) -> No
 
 
 def test_a_model_that_computes_nothing_is_refused() -> None:
-    manager = made(lambda x: x)
-    with pytest.raises(CaptureError, match="nothing was captured"):
-        manager.capture()
+    refused("nothing was captured", lambda x: x)
 
 
 @pytest.mark.parametrize("size", [lambda x: x.shape[0], lambda x: x.shape[0] * 2, lambda x: 8], ids=["", "twice", "8"])
 def test_a_number_that_may_be_a_padded_size_is_refused(size: Callable[[torch.Tensor], int]) -> None:
-    manager = made(lambda x: (x * 2, size(x)))
-    with pytest.raises(ShapeError, match="a number that comes from the padded size"):
-        manager.capture()
+    refused("a number that comes from the padded size", lambda x: (x * 2, size(x)), error=ShapeError)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -114,10 +110,8 @@ def test_a_width_that_equals_a_key_is_not_cut(mode: str, width: int) -> None:
 
 
 def test_a_result_that_nothing_says_how_to_cut_is_refused_by_name() -> None:
-    manager = made(lambda x: x.reshape(-1))
-    with pytest.raises(ShapeError, match="output 0") as raised:
-        manager.capture()
-    assert "separate dimension" in raised.value.remedy
+    error = refused("output 0", lambda x: x.reshape(-1), error=ShapeError)
+    assert "separate dimension" in error.remedy
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec
+from graphpass import Batch, CudaGraphManager, InputSpec
 from graphpass.engine.buffers import InputBuffers
 from graphpass.engine.recipe import Recipe, result_buffers
 from graphpass.errors import OptionError, ShapeError
 from graphpass.regions import register_padding_rule
-from tests.unit.engine.managed import sum_of_rows
+from tests.unit.engine.managed import captured, sum_of_rows
 
 WIDTH, LARGEST = 4, 10
 CPU = torch.device("cpu")
@@ -38,11 +38,7 @@ def mask(buffers: InputBuffers) -> torch.Tensor:
 def manager_of(
     model: Callable[..., Any], specs: Sequence[InputSpec], mode: str = "FULL", sizes: Any = (4, 8), **given: Any
 ) -> CudaGraphManager:
-    dispatcher = CudagraphDispatcher(mode, sizes, max_num_reqs=given.pop("max_num_reqs", LARGEST))
-    manager = CudaGraphManager(model, dispatcher, specs, compiler="eager", on_fallback="silent", **given)
-    if manager.needs_capture():
-        manager.capture()
-    return manager
+    return captured(model, mode, sizes, specs, **given)
 
 
 # -- the buffers alone
