@@ -95,7 +95,8 @@ def _compare(program: Program, sides: Sequence[_Side], under_test: Callable[...,
             return Outcome(step, replayed=False, mismatch=f"call {step}: the generator is not where eager leaves it")
         # A view that was fed back has had its last use when the next replay overwrites it.
         ended = "x" if program.outputs == "view" and call.layout == "feedback" else ""
-        seen = [_seen(s, g, r, without=ended) for s, g, r in zip(sides, given, (wanted, found), strict=True)]
+        lasting = [name for name, value in _named(wanted).items() if not ended or value is not given[0][0]]
+        seen = [_seen(s, g, r, lasting, ended) for s, g, r in zip(sides, given, (wanted, found), strict=True)]
         difference = _difference(*seen, with_aliases=not whole)
         if difference is None and program.outputs == "clone":
             differing = (s for s, old, now in kept if _difference(old, now, with_aliases=False))
@@ -123,18 +124,20 @@ def _calls(program: Program) -> Sequence[Call]:
     return (*program.calls, *(Call(program.calls[0].mode, rows) for rows in range(1, max(_GRAPHED_SIZES) + 1)))
 
 
-def _seen(side: _Side, given: Sequence[torch.Tensor], results: Sequence[Any], *, without: str) -> dict[str, Any]:
-    """All that a caller can look at after a call: arguments, both modules' state, results; not the one ``without``."""
+def _seen(
+    side: _Side, given: Sequence[torch.Tensor], results: Sequence[Any], lasting: Sequence[str], ended: str
+) -> dict[str, Any]:
+    """All that a caller can look at after a call: arguments but ``ended``, both modules' state, ``lasting`` results.
+
+    A result that is an argument whose memory has ended does not last.
+    """
     state = {
         f"{name} of module {index}": getattr(module, name)
         for index, module in enumerate(side.modules)
         for name in STATE
     }
-    arguments = {name: value for name, value in zip("xyi", given, strict=True) if name != without}
-    ended = [value for name, value in zip("xyi", given, strict=True) if name == without]
-    # Dynamo's code may hand an argument back that the graph never sees: its memory ends with its argument's.
-    lasting = {name: value for name, value in _named(results).items() if all(value is not tensor for tensor in ended)}
-    return {**arguments, **state, **lasting}
+    arguments = {name: value for name, value in zip("xyi", given, strict=True) if name != ended}
+    return {**arguments, **state, **{name: value for name, value in _named(results).items() if name in lasting}}
 
 
 def _named(results: Sequence[Any]) -> dict[str, Any]:
