@@ -30,6 +30,11 @@ class RegionRecord:
     reasons: tuple[Reason, ...] = ()  #: why it is eager; empty if it is captured
     like: str = ""  #: the first region of the callable with the same compiled artifact, which may be itself
 
+    @property
+    def why(self) -> str:
+        """The reasons as one line."""
+        return "; ".join(dict.fromkeys(reason.why for reason in self.reasons))
+
 
 @dataclass(frozen=True, slots=True)
 class PaddingCause:
