@@ -123,11 +123,7 @@ class DeviceError(GraphpassError, RuntimeError):
 
 
 def compiles_late(found: str) -> CaptureError:
-    """The error of a call that would compile although its model was captured ahead, with ``on_fallback="error"``.
-
-    Args:
-        found: how the call differs from those of the capture; empty if unknown.
-    """
+    """The error of a call that would compile although its model was captured ahead, with ``on_fallback="error"``."""
     return CaptureError(
         "a call would compile while the model serves, and on_fallback is 'error'",
         expected="calls of the kinds that were captured ahead",

@@ -99,11 +99,7 @@ class CountedReason:
 
 
 class Ledger:
-    """The counts and reasons of a runtime, a manager or an encoder.
-
-    Args:
-        trace: writes an artifact for tlparse, by its name and a function that makes it; None for no artifacts.
-    """
+    """The counts and reasons of a runtime, a manager or an encoder."""
 
     def __init__(self, trace: Callable[[str, Callable[[], Mapping[str, Any]]], None] | None = None) -> None:
         #: {(subject, event): {key: the event's sums}}
@@ -122,14 +118,7 @@ class Ledger:
         return self.uncaptured.setdefault((subject, reason.why), CountedReason(subject, reason))
 
     def note(self, reason: Reason, *, at: str = "", level: int = logging.INFO, is_problem: bool = False) -> None:
-        """Count a reason for the log; log its first time, and at INFO the first time at each further place.
-
-        Args:
-            reason: what happened and why, without regions and keys.
-            at: the region, key or sizes that it happened to.
-            level: the level of the first log record.
-            is_problem: whether it is a problem of its own in the report; other counts of the report may say it.
-        """
+        """Count a reason for the log; log its first time, and at INFO the first time at each further place."""
         note = self._notes.get((reason.why, reason.remedy))
         first_level = level if note is None else min(level, logging.INFO)
         if note is None:

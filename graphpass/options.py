@@ -61,11 +61,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Settings:
-        """Validate a user's options.
-
-        Raises:
-            OptionError: an unknown name (the error lists the nearest known names), or an invalid value.
-        """
+        """Validate a user's options."""
         options = dict(options or {})
         known = _names()
         for name in options:
@@ -92,11 +88,7 @@ class Settings:
                     one_of(name, sorted(named), problem, remedy="name the dimension in dynamic_dims, too")
 
     def with_names(self, aliases: Mapping[str, str]) -> Settings:
-        """These options with the inputs under the names that a graph has for them.
-
-        Args:
-            aliases: {name of an input that a user may write: its name in the graph}.
-        """
+        """These options with the inputs under the names that a graph has for them."""
         if aliases.keys().isdisjoint({*self.dynamic_dims, *self.padding}):
             return self
         return replace(

@@ -27,11 +27,7 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 
 class PaddedMemory(Generic[_Name]):
-    """One allocation for each input, large enough for the largest size; smaller sizes use the start of it.
-
-    Args:
-        allocated: {input: its allocation}; :meth:`view` allocates for further inputs.
-    """
+    """One allocation for each input, large enough for the largest size; smaller sizes use the start of it."""
 
     def __init__(self, allocated: Mapping[_Name, torch.Tensor] | None = None) -> None:
         self._memory = dict(allocated or {})
@@ -40,14 +36,7 @@ class PaddedMemory(Generic[_Name]):
     def view(
         self, name: _Name, shape: tuple[int, ...], like: torch.Tensor, order: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """The buffer of an input at one shape: the same dense tensor, at a static address, in every call.
-
-        Args:
-            name: the input.
-            shape: its padded shape.
-            like: a tensor with its dtype and device.
-            order: its dimensions by ascending stride; None for a contiguous buffer.
-        """
+        """The buffer of an input at one shape: the same dense tensor, at a static address, in every call."""
         view = self._by_shape.get((name, shape))
         if view is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -86,13 +75,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 
 
 def padding_parts(buffer: torch.Tensor, real_sizes: Mapping[int, int], rule: PadRule) -> PaddingParts:
-    """The parts of a buffer's padding, and the contents of each.
-
-    Args:
-        buffer: the padded tensor; its real entries are the first along each dimension.
-        real_sizes: {dimension: number of real entries} of the dimensions that may be padded.
-        rule: a value, or ``"repeat"``, which is zero where there are no real entries.
-    """
+    """The parts of a buffer's padding, and the contents of each."""
     parts: list[tuple[torch.Tensor, torch.Tensor | float]] = []
     for dim, real in real_sizes.items():
         padded = buffer.shape[dim]
@@ -294,13 +277,7 @@ class OutputCuts:
         return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
 
     def apply(self, outputs: Sequence[Any], args: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-        """The flat outputs at the real sizes.
-
-        Args:
-            outputs: flat outputs of the replay.
-            args: the caller's arguments.
-            pool_storages: addresses of the pool storages that the replay has written.
-        """
+        """The flat outputs at the real sizes."""
         cut_outputs = list(outputs)
         if self.whole:
             whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,3 +106,9 @@ def test_the_check_of_links_sees_broken_ones(tmp_path: Path) -> None:
     page.write_text("# Some `code`: one, two\n[a](page.md#some-code-one-two) [b](gone.md)\n```text\n[c](no.md)\n```\n")
     assert links_of(page) == ["page.md#some-code-one-two", "gone.md"]
     assert anchors_of(page) == {"some-code-one-two"}
+
+
+def test_pages_made_from_the_code_are_as_the_code_is() -> None:
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    stale = [n for n, page in generate["PAGES"].items() if (ROOT / "docs" / n).read_text(encoding="utf-8") != page()]
+    assert stale == [], "write them: python docs/generate.py"

@@ -418,6 +418,22 @@ def test_files_and_functions_are_short() -> None:
     assert {name: lines for source in SOURCES for name, lines in too_long(source).items()} == {}
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_a_file_has_the_form_of_the_house(source: Path) -> None:
+    """`__all__` in package fronts, fields described where they stand, sections in docstrings of what users call."""
+    tree = parsed(source)
+    is_front = source.name == "__init__.py" or source.parent.name + "." + source.stem in PUBLIC_NAMES
+    assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+    assert is_front or "__all__" not in assigned
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            fields = {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+            described = (ast.get_docstring(node) or "").partition("Attributes:\n")[2]
+            assert fields.isdisjoint(re.findall(r"^    (\w+):", described, re.MULTILINE)), node.name
+        elif isinstance(node, ast.FunctionDef) and re.match(r"_(?!_)", node.name):
+            assert not re.search(r"^(Args|Returns|Raises):$", ast.get_docstring(node) or "", re.MULTILINE), node.name
+
+
 def test_the_measures_of_the_house_are_printed() -> None:
     """`python -m pytest -rP -k measures tests/test_house.py`."""
     texts = [source.read_text(encoding="utf-8") for source in SOURCES]
@@ -443,17 +459,6 @@ def test_the_files_that_a_walk_enters_are_printed(name: str) -> None:
     entered = WALKS[name]()
     print(f"{name}: {len(entered)} files")
     assert entered
-
-
-def test_each_guarantee_is_linked_to_tests_that_exist() -> None:
-    page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
-    links = re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", page)
-    promised, _, _ = page.partition("## What it cannot see")
-    for guarantee in re.split(r"^- ", promised, flags=re.MULTILINE)[1:]:
-        assert "](../tests/" in guarantee, guarantee
-    missing = [link for link in links if link[0] not in (ROOT / link[1]).read_text(encoding="utf-8")]
-    assert links
-    assert missing == []
 
 
 def test_each_note_is_cited_by_the_code_and_each_citation_has_a_note() -> None:

@@ -48,10 +48,6 @@ class RealSizes:
 
     Each call has its own tensors, which the wrappers stage like any argument. So a size never changes under a graph
     that is running, or under a call of another thread.
-
-    Args:
-        wanted: (size, device) of each tensor.
-        places: (position of an argument, dimension) where each symbol is read; dimension None for an int argument.
     """
 
     def __init__(
@@ -77,13 +73,7 @@ class RealSizes:
 
 
 class AppendedInputs:
-    """The values of the appended inputs in each call.
-
-    Args:
-        attributes: attributes of Dynamo's graph module, in the order of their placeholders. Dynamo guards the identity
-            of these objects, and drops the callable when the optimizer that owns them dies.
-        sizes: the real sizes, whose placeholders follow; None if there are none.
-    """
+    """The values of the appended inputs in each call."""
 
     def __init__(self, attributes: Sequence[torch.Tensor], sizes: RealSizes | None) -> None:
         self._attributes, self._sizes = tuple(attributes), sizes
@@ -113,15 +103,7 @@ def attributes_read(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) -> list[torch.Tensor]:
-    """Turn the tensor attributes that a graph reads into inputs with static addresses.
-
-    Args:
-        graph_module: the module, whose graph is changed.
-        sources: {path: where Dynamo found the tensor}, for names.
-
-    Returns:
-        The attributes, in the order of their placeholders.
-    """
+    """Turn the tensor attributes that a graph reads into inputs with static addresses."""
     attributes = attributes_read(graph_module)
     lifted: dict[str, fx.Node] = {}
     for node in graph_module.graph.find_nodes(op="get_attr"):
@@ -157,15 +139,7 @@ def _shown(layout: tuple[Any, ...]) -> str:
 
 
 def count_from_start(graph_module: fx.GraphModule, settings: Settings) -> RealSizes | None:
-    """Rewrite all indices from data into dimensions with symbolic sizes; return the inputs that this appends.
-
-    Args:
-        graph_module: the backend's copy of Dynamo's graph, which is changed.
-        settings: only sizes that the user declares are padded although data indexes them.
-
-    Returns:
-        The sizes to append to the arguments; None if there are none.
-    """
+    """Rewrite all indices from data into dimensions with symbolic sizes; return the inputs that this appends."""
     if not settings.dispatches_itself() or not (settings.dynamic_dims or settings.padding):
         return None
     return _Rewriting(graph_module.graph, decomposes=settings.compiler == "inductor").run()

@@ -93,13 +93,7 @@ class AutoCall:
 
 
 class AutoDispatcher:
-    """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks.
-
-    Args:
-        name: the callable.
-        runtime: counts the calls, and holds the buffers in its report.
-        rules: sizes, keys and padding of the graph.
-    """
+    """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks."""
 
     def __init__(self, name: str, runtime: GraphRuntime, rules: AutoRules) -> None:
         self.rules = rules
@@ -119,15 +113,7 @@ class AutoDispatcher:
         runtime.adopt_dispatcher(self)
 
     def decide(self, args: Sequence[Any], scope: CaptureScope | None) -> AutoCall | Reason:
-        """How a call runs over a graph, or why it runs without one now.
-
-        Args:
-            args: the graph's arguments at their real sizes.
-            scope: the capture scope of this thread.
-
-        Raises:
-            CaptureError: a key that recurs has no graph, and ``on_fallback`` makes that an error.
-        """
+        """How a call runs over a graph, or why it runs without one now."""
         off = self.rules.off
         if off is not None:
             return off if off.is_expected else self._unless_error(off)
@@ -155,11 +141,7 @@ class AutoDispatcher:
         return replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS
 
     def without_graph(self, reason: Reason) -> None:
-        """Count a call that runs without a graph under ``reason``, and report the reason the first time.
-
-        Raises:
-            CaptureError: ``padding_check`` is ``strict``.
-        """
+        """Count a call that runs without a graph under ``reason``, and report the reason the first time."""
         calls = self._refused.get(reason.why)
         if calls is None:
             calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._name, reason)

@@ -59,12 +59,6 @@ class GraphedCallable:
 
     A FULL wrapper surrounds the stitched code, and a PIECEWISE wrapper surrounds each captured region in it. The kind
     of wrapper that the context's runtime mode names captures or replays; the other kind calls through.
-
-    Args:
-        graph: the graph.
-        runtime: owner of graphs and statistics.
-        settings: the backend's options.
-        rules: of the graph's own dispatcher; None if only a forward context dispatches.
     """
 
     def __init__(
@@ -125,13 +119,7 @@ class GraphedCallable:
         return self.call(args) if changed is None else self._changed(changed, args)
 
     def call(self, args: tuple[Any, ...]) -> Any:
-        """Run with one argument for each of the partition's inputs.
-
-        Raises:
-            CaptureError: runtime mode FULL, and the graph cannot be captured as a whole; or a wrapper's error.
-            ContextError: the callable was not built for the context's runtime mode.
-            ShapeError: the arguments do not have the sizes of the context's key.
-        """
+        """Run with one argument for each of the partition's inputs."""
         context = current_context()
         self.runtime.num_entered += 1
         if operators.transform_over(args) is not None:
@@ -255,15 +243,7 @@ class GraphedCallable:
         return [] if self._auto is None else [key.descriptor for key in self._auto.ladder(args)]
 
     def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes.
-
-        Args:
-            descriptor: the key.
-            args: example arguments; their entries are repeated to the sizes of the key.
-
-        Raises:
-            CaptureError: the key cannot be captured.
-        """
+        """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes."""
         auto = self._auto
         assert auto is not None, "only a callable that dispatches by itself has a ladder"
         key = next(key for key in auto.ladder(args) if key.descriptor == descriptor)

@@ -50,12 +50,7 @@ def explain(
 
 
 def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[RegionRecord, ...]:
-    """The regions of a graph.
-
-    Args:
-        parts: the partitioned graph.
-        artifacts: region name -> its artifact, for captured regions; equal regions have the same object.
-    """
+    """The regions of a graph."""
     first_with: dict[int, str] = {}
     return tuple(
         RegionRecord(
@@ -100,15 +95,7 @@ def report_graph(
     runtime: GraphRuntime,
     settings: Settings,
 ) -> None:
-    """Say what of a compiled graph gets no graph, and what is not padded, each with its remedy.
-
-    Args:
-        record: its record.
-        parts: its regions.
-        auto: rules of its dispatcher and the proof behind them; None if a forward context dispatches.
-        runtime: whose report it is.
-        settings: the backend's options.
-    """
+    """Say what of a compiled graph gets no graph, and what is not padded, each with its remedy."""
 
     def warn(text: str, remedy: str, at: str) -> None:
         runtime.warn(text, remedy, at=at, is_silent=settings.on_fallback == "silent", is_recorded=True)

@@ -243,10 +243,6 @@ class _OtherContents:
 
     A model may compute an index from several integers: the width of a box from its corners, a row from two inputs. So a
     slice of copied padding is one whole real slice, the same one in all inputs that are padded alike.
-
-    Args:
-        device: where the inputs are.
-        of_floats: whether floats are random numbers, or copies as integers are.
     """
 
     def __init__(self, device: torch.device, of_floats: Literal["random", "real"]) -> None:
@@ -316,11 +312,7 @@ class Float64Run:
         )
 
     def __call__(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
-        """Run the graph; returns its flat outputs, and {position: copy of a written input after the run}.
-
-        Args:
-            args: the graph's arguments at any sizes that it admits.
-        """
+        """Run the graph; returns its flat outputs, and {position: copy of a written input after the run}."""
         given = list(args)
         with torch.no_grad():
             for position in self._written:  # they share no memory, or the call would not be padded

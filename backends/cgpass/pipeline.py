@@ -219,13 +219,7 @@ class CallableCache:
         self._known: weakref.WeakValueDictionary[TraceKey, GraphedCallable] = weakref.WeakValueDictionary()
 
     def find(self, key: TraceKey | None, compiled: Mapping[str, CompiledRegion]) -> GraphedCallable | None:
-        """The callable of an earlier trace of the same graph; None if there is none.
-
-        Args:
-            key: of the new trace; None for a trace that is never repeated.
-            compiled: the compiled regions of the new trace. The callable must use the same ones, because the new trace
-                has guards for their assumptions only.
-        """
+        """The callable of an earlier trace of the same graph; None if there is none."""
         known = None if key is None else self._known.get(key)
         return known if known is not None and known.runs(compiled) else None
 

@@ -36,11 +36,7 @@ class PlannedReplay:
     replayed: Collection[int]  #: positions of region inputs that are outputs of earlier replays of the same plan
 
     def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
-        """The function that the stitched code calls: checks and copies the inputs that the plan did not, and replays.
-
-        Args:
-            reuses_outputs: return the same tensor objects in every step; callers must not reshape them in place.
-        """
+        """The function that the stitched code calls: checks and copies what the plan did not, and replays."""
         plan, outputs = self.entry.plan, self.entry.outputs
         # A replay may return a view of an input, in the caller's memory: such an output still has to be staged.
         settled = {*self.arguments, *set(self.replayed).difference(plan.dynamic_positions)}
@@ -77,14 +73,7 @@ class PlannedCallable:
 def plan_of_regions(
     callable_: PlannedCallable, replays: Mapping[str, PlannedReplay], args: Sequence[Any], key: str
 ) -> ReplayPlan:
-    """The plan of a callable for calls like ``args``.
-
-    Args:
-        callable_: the callable.
-        replays: the captured regions by name. ``arguments`` may name only arguments that no region writes to.
-        args: flat arguments of the call that was captured.
-        key: the key, for profiles.
-    """
+    """The plan of a callable for calls like ``args``."""
     plans = [planned.entry.plan for planned in replays.values()]
     baked = {storage for plan in plans for storage in plan.statics.storages}
     tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
@@ -121,15 +110,7 @@ def plan_of_regions(
 
 
 class ReplayPlans:
-    """Creates and owns the plans of one callable: up to ``MAX_STATIC_SETS`` for each key.
-
-    Args:
-        name: the callable.
-        partition: regions and stitched code.
-        callees: region name -> the callable that the stitched code uses without a plan.
-        runtime: owner of the graphs.
-        static: positions of the callable's static arguments.
-    """
+    """Creates and owns the plans of one callable: up to ``MAX_STATIC_SETS`` for each key."""
 
     def __init__(
         self,
@@ -165,13 +146,7 @@ class ReplayPlans:
     def add(
         self, descriptor: BatchDescriptor, args: Sequence[Any], replayed: Sequence[GraphEntry]
     ) -> ReplayPlan | None:
-        """Create the plan for calls like the one that has just run; None if one of its regions had no graph.
-
-        Args:
-            descriptor: the key's padded shape.
-            args: the call's flat arguments.
-            replayed: the entries that replayed in the call.
-        """
+        """Create the plan for calls like the one that has just run; None if one of its regions had no graph."""
         entries = {entry.region.region: entry for entry in replayed if entry.region.callable == self._callable.name}
         captured = [region for region in self._partition.regions if region.kind == "captured"]
         if any(region.name not in entries for region in captured):
@@ -212,12 +187,7 @@ class ReplayPlans:
 
 
 class _EagerRegion:
-    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls.
-
-    Args:
-        name: the region's name in its runtime.
-        run: its code.
-    """
+    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls."""
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
         self.name = name

@@ -12,18 +12,6 @@ from graphpass.ledger import Reason, named_sizes, why_failed
 from graphpass.regions.padding import DECLARE_MASK
 from graphpass.report.problems import OF_A_NEW_KEY
 
-__all__ = [
-    "BUSY",
-    "CHECKED",
-    "EMPTY",
-    "FIRST_CALLS",
-    "NOT_PADDED",
-    "NUMBER_IN_KEY",
-    "FailedCaptures",
-    "NoGraphNowError",
-    "refused",
-]
-
 _log = logging.getLogger("graphpass")
 
 FIRST_CALLS = Reason(OF_A_NEW_KEY, "", is_expected=True)
@@ -52,23 +40,14 @@ class NoGraphNowError(Exception):
 
 
 class FailedCaptures:
-    """Why captures of one callable failed: one reason for all keys that fail at the same place with the same error.
-
-    Args:
-        name: the callable.
-    """
+    """Why captures of one callable failed: one reason for all keys that fail at the same place with the same error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._known: dict[tuple[str, type[BaseException], str], Reason] = {}
 
     def failed(self, sizes: Sequence[tuple[str, int]], error: BaseException) -> Reason:
-        """The reason for all further calls of a key whose capture failed; the whole error is logged at DEBUG.
-
-        Args:
-            sizes: the sizes of the key.
-            error: the error of the capture.
-        """
+        """The reason for all further calls of a key whose capture failed; the whole error is logged at DEBUG."""
         _log.debug("%s %s: %s", self._name, named_sizes(sizes), error)
         cause, where = error, ""
         if isinstance(error, CaptureError) and error.where:
@@ -80,14 +59,7 @@ class FailedCaptures:
 
 
 def refused(name: str, reason: Reason, option: str, otherwise: str) -> CaptureError:
-    """The error of a call that would run without a graph, where an option makes that an error.
-
-    Args:
-        name: the callable.
-        reason: why it has no graph.
-        option: the option that makes it an error.
-        otherwise: the remedy that changes the option.
-    """
+    """The error of a call that would run without a graph, where an option makes that an error."""
     remedy = reason.remedy or "capture the sizes that calls have (capture_sizes, precapture)"
     return CaptureError(
         f"{name} would run without a graph, and {option}",

@@ -51,18 +51,7 @@ class AutoRules:
 def dispatched(
     name: str, parts: Partition, traces: Mapping[str, RegionTrace], settings: Settings
 ) -> tuple[AutoRules, PaddingProof]:
-    """The rules of a compiled graph's dispatcher, and the padding proof that they rely on.
-
-    Args:
-        name: the callable.
-        parts: the partitioned graph. Its regions are already compiled, so its guards hold
-            the assumptions of the compiler.
-        traces: region name -> its aten graph.
-        settings: the backend's options.
-
-    Raises:
-        CaptureError: ``padding_check`` is ``strict`` and a declared size is not proved.
-    """
+    """The rules of a compiled graph's dispatcher, and the padding proof that they rely on."""
     sizes = GraphSizes.of(parts, settings)
     outputs = GraphOutputs.of(parts, sizes.layouts)
     proof = _proof(parts, traces, sizes, settings)

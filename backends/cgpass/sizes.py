@@ -336,12 +336,7 @@ class NamedSizes:
         return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
 
     def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Compare the arguments' sizes with the key's.
-
-        Raises:
-            ShapeError: a dimension has another size than its key field, or no size in the key equals a dimension or a
-                product of dimensions.
-        """
+        """Compare the arguments' sizes with the key's."""
         if self.declared:
             self._check_declared(descriptor, args)
         elif self.symbolic:

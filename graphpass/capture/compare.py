@@ -91,12 +91,6 @@ class EagerGraph:
 
     If a wrong result remains, the model or the compiler causes it; if it disappears, the capture does. Each replay runs
     ``body`` and copies its results to the addresses of the first run's results.
-
-    Args:
-        name: the region.
-        body: the region over its fixed inputs; returns flat outputs.
-        inside: returns the settings and context in which the body runs, for the current forward context.
-        graph_inputs: the fixed inputs. Outputs that are views of them are not copied.
     """
 
     def __init__(
@@ -114,11 +108,7 @@ class EagerGraph:
         self.outputs = tuple(body())
 
     def replay(self) -> None:
-        """Run the region and copy its results to the addresses that a graph would write.
-
-        Raises:
-            CaptureError: a tensor has another shape, or a number another value, than at capture.
-        """
+        """Run the region and copy its results to the addresses that a graph would write."""
         assert self._body is not None, "a graph that was reset is not replayed"
         with torch.inference_mode(self._inference), torch.no_grad():
             with self._inside():
@@ -173,11 +163,7 @@ class EagerRun:
         context: ForwardContext,
         device: torch.device,
     ) -> EagerRun:
-        """Run the region of ``entry`` on copies of ``leaves``, and leave the random number generators as they are.
-
-        Raises:
-            MismatchError: a compiled region does not return what it returns as it was traced.
-        """
+        """Run the region of ``entry`` on copies of ``leaves``, and leave the random number generators as they are."""
         name, key, written = str(entry.region), f"{context.runtime_mode} {context.batch_descriptor}", entry.written
         touched = {storage_id(leaves[position]) for position in written}
         copies = clone_pool_tensors(leaves, touched - {0})
@@ -190,11 +176,7 @@ class EagerRun:
         return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), entry.plan.inputs.names, written)
 
     def compare(self, outputs: Sequence[Any], leaves: Sequence[Any], observed: Sequence[Observed]) -> None:
-        """Compare with what a replay returned and left.
-
-        Raises:
-            MismatchError: naming the first region that differs, its tensor, the row and how far it is off.
-        """
+        """Compare with what a replay returned and left."""
         for found, expected in zip(observed, self.observed, strict=True):
             self._refuse(found.region, f"output {found.index}", found.tensor, expected.tensor)
         for index, (result, reference) in enumerate(zip(outputs, self.outputs, strict=True)):

@@ -32,11 +32,6 @@ class CudaDevice:
 
     The pool is created on the first capture and lives as long as a graph captured into it. Warm-up runs on the caller's
     stream, capture on a stream that only this pool uses.
-
-    Args:
-        device: a CUDA device with an index.
-        pool: a pool handle (``torch.cuda.graph_pool_handle()``) to share; None: a new pool.
-        keeps_recordings: whether to store each ``cudaGraph_t``, so that more executables can be instantiated from it.
     """
 
     def __init__(self, device: torch.device, pool: Any = None, *, keeps_recordings: bool = False) -> None:
@@ -201,11 +196,7 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 
 
 class RecordingStream:
-    """A CUDA stream that runs only the recordings of one pool, see Note [Workspaces] in docs/design.
-
-    Raises:
-        DeviceError: the driver could not create the stream.
-    """
+    """A CUDA stream that runs only the recordings of one pool, see Note [Workspaces] in docs/design."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = ctypes.c_void_p()

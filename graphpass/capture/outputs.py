@@ -56,15 +56,7 @@ class OutputPlan:
         without_ownership: Callable[[torch.Tensor], torch.Tensor],
         elsewhere: Collection[int] = (),
     ) -> OutputPlan:
-        """Classify each of ``outputs`` by the memory that it is in.
-
-        Args:
-            outputs: flat outputs of the recorded body, at the graph's addresses.
-            graph_inputs: flat arguments that the body was recorded with: static tensors and staging buffers.
-            without_ownership: the device's; a tensor over the same memory that does not keep it allocated.
-            elsewhere: addresses of storages that existed before the recording and belong to no input, such as a global
-                tensor that the region returns. Such outputs are returned as they are, and are never overwritten.
-        """
+        """Classify each of ``outputs`` by the memory that it is in."""
         owners: dict[int, list[int]] = {}
         for position, leaf in enumerate(graph_inputs):
             if isinstance(leaf, torch.Tensor) and storage_id(leaf):

@@ -42,11 +42,7 @@ class PoolTurn:
         self._depth = 0
 
     def acquire(self, context: ForwardContext, who: str) -> bool:
-        """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already.
-
-        Raises:
-            PoolBusyError: another forward of this same thread is using the pool, so waiting would deadlock.
-        """
+        """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already."""
         thread = threading.get_ident()
         if self._thread == thread:
             if self._context is not context:  # guard: pool_busy
@@ -78,12 +74,6 @@ class PoolLease:
     """One graph pool: its device, the forward that uses it, the entries it replayed, and which outputs are stale.
 
     A runtime replaces the whole object to capture into another pool temporarily: see :meth:`fork_empty`.
-
-    Args:
-        ledger: the runtime's ledger.
-        pool: a CUDA graph pool handle to share; None creates a private pool.
-        device: the device that graphs run on; None means the device of the first captured call.
-        keeps_recordings: keep the recorded graphs after instantiation, for :meth:`recordings`.
     """
 
     def __init__(
@@ -129,11 +119,7 @@ class PoolLease:
         return None if self._device is None else self._device.device
 
     def device_for(self, leaves: Sequence[Any]) -> GraphDevice:
-        """The device for graphs over these arguments: the GPU that a tensor is on, else the CPU.
-
-        Raises:
-            DeviceError: the pool is already on another device.
-        """
+        """The device for graphs over these arguments: the GPU that a tensor is on, else the CPU."""
         if self._device is not None:
             wanted = self._device.device
             if wanted.type == "cpu" or any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves):
@@ -159,14 +145,7 @@ class PoolLease:
         return () if self._device is None else tuple(self._device.recordings)
 
     def acquire(self, context: ForwardContext, leaves: Sequence[Any], who: str) -> bool:
-        """Acquire the pool for ``context``, after waiting for other threads. Pair it with :meth:`release`.
-
-        Returns:
-            Whether this call starts the forward: its outputs then go to the caller, not to an enclosing region.
-
-        Raises:
-            PoolBusyError: another forward of this thread is using the pool.
-        """
+        """Acquire the pool for ``context``, after waiting for other threads. Pair it with :meth:`release`."""
         device = self.device_for(leaves)
         is_outermost = self.turn.acquire(context, who)
         if is_outermost:
@@ -258,11 +237,7 @@ class PoolLease:
 
 
 def device_of(leaves: Sequence[Any]) -> torch.device:
-    """The GPU of the tensors among ``leaves``; the CPU if there are none on a GPU.
-
-    Raises:
-        DeviceError: they are on several GPUs.
-    """
+    """The GPU of the tensors among ``leaves``; the CPU if there are none on a GPU."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
     accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
     if len(accelerators) > 1:

@@ -147,10 +147,6 @@ class Recorder:
         """Copy inputs into buffers, warm up and record; mutated tensors and generators are restored after each run.
 
         Returns the entry and the flat outputs of the recording. The outputs own their pool memory, the entry does not.
-
-        Raises:
-            CaptureError: the region writes to an input outside ``mutated_inputs``, or one of its ops failed.
-            DeviceError: an argument is on another device.
         """
         self._row(context, "warmed")  # the counts list the key, whatever comes of it
         device = self.runtime.lease.device_for(self.call.leaves)

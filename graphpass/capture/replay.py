@@ -56,9 +56,6 @@ def refuse_transforms(name: str, values: Iterable[Any]) -> None:
     """Refuse a replay if a ``torch.func`` transform is active on one of its arguments.
 
     A graph reads only the memory of a tensor, not its batch or tangent.
-
-    Raises:
-        CaptureError: one of ``values`` is batched by ``torch.func.vmap``, or carries a tangent or a gradient.
     """
     transform = operators.transform_over(values)
     if transform is not None:
@@ -250,25 +247,12 @@ class ReplayPlan:
         )
 
     def check(self, args: Sequence[Any], context: ForwardContext) -> None:
-        """Refuse arguments and a context that the graphs cannot read as they were captured.
-
-        Raises:
-            CaptureError: a number or flag differs from the one baked in.
-            ShapeError: a copied input has another shape, dtype or device; a static input another layout.
-            StaticInputError: an input in pool memory or a tensor of the context has another address.
-        """
+        """Refuse arguments and a context that the graphs cannot read as they were captured."""
         self.inputs.check(args)
         self.reads.check(context, self.name)  # guard: context_reads
 
     def run(self, args: Sequence[Any], lease: PoolLease) -> Any:
-        """Copy inputs, count, replay and copy back what the graphs wrote to inputs.
-
-        Returns:
-            The outputs of :attr:`launch`. Those in pool memory may be the same tensor objects in every run.
-
-        Raises:
-            CaptureError, ShapeError, StaticInputError: a tensor from an eager call does not fit the graph.
-        """
+        """Copy inputs, count, replay and copy back what the graphs wrote to inputs."""
         if self.inputs.staged:
             with without_grad():
                 self.inputs.copy_in(args)

@@ -144,9 +144,6 @@ class CaptureScopes:
 
         For many captures use :meth:`GraphRuntime.capturing <graphpass.capture.runtime.GraphRuntime.capturing>`, which
         also freezes existing objects for the garbage collector.
-
-        Raises:
-            CaptureError: a scope is open already.
         """
         with self._held(CaptureScope()) as scope:
             if scope is None:

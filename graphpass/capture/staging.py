@@ -52,11 +52,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def distinct_elements(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
-    """The view in which every element of ``tensor`` appears once: expanded dimensions are cut to size 1.
-
-    Raises:
-        ShapeError: elements overlap in another way, so that copying into the layout is not defined.
-    """
+    """The view in which every element of ``tensor`` appears once: expanded dimensions are cut to size 1."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -259,11 +259,7 @@ class TapeDevice:
         return _TapeGraph(tape.steps), outputs
 
     def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Refuse results of the last :meth:`record` in memory that the recording neither reads nor allocated.
-
-        Raises:
-            CaptureError: no replay would write such a result.
-        """
+        """Refuse results of the last :meth:`record` in memory that the recording neither reads nor allocated."""
         if any(output.numel() and storage_id(output) not in self._made for output in outputs):
             raise CaptureError(
                 "a result of the region cannot be captured on the CPU tape",

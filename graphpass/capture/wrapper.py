@@ -294,10 +294,6 @@ class CUDAGraphWrapper:
         If a static input has moved, the key is captured again for the new set of static inputs. Once a module instance
         has :data:`MAX_STATIC_SETS` sets, the moving inputs are staged instead. Each instance is counted separately,
         because 24 blocks that share a region have different parameters without any of them moving.
-
-        Raises:
-            CaptureError: capture is not permitted, and the key has no graph for these arguments.
-            StaticInputError: capture is not permitted, and a static input moved.
         """
         scope = self._runtime.scopes.current()
         is_open, is_automatic = scope is not None, scope is not None and scope.is_automatic

@@ -19,8 +19,6 @@ from graphpass.report.problems import cuts_of
 from graphpass.report.records import CallableRecord
 from graphpass.report.report import assumptions_table, not_proved_table, region_maps, regions_table, sizes_table
 
-__all__ = ["explain", "quiet_compiler"]
-
 
 def explain(program: Program, options: Mapping[str, Any]) -> Result:
     """Partition a model for its example inputs; runs it once, without graphs and without a compiler.

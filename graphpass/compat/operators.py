@@ -188,20 +188,6 @@ def flash_attention(
 
     It calls the operator behind ``varlen_attn``, which accepts the number of keys in use already on torch 2.11 and does
     not fill a tensor for an unused random state.
-
-    Args:
-        query: [tokens, heads, head_dim], half precision, on a GPU.
-        key: [rows, kv heads, head_dim]; ``kv heads`` divides ``heads``.
-        value: like ``key``.
-        sequences: where the sequences lie in them.
-        scale: factor of the scores.
-        causal_window: None: every query attends to all keys of its sequence. Otherwise the last query of a sequence has
-            the position of its last key, and a query attends to the keys up to its own position: to this many of them,
-            its own position included, or to all for 0.
-
-    Returns:
-        Shaped like ``query``. Rows of a sequence without keys are zero; rows after the last sequence are
-        uninitialised.
     """
     options: dict[str, int] = {"window_size_left": causal_window - 1, "window_size_right": 0} if causal_window else {}
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(

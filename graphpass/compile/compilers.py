@@ -44,11 +44,7 @@ COMPILERS = tuple(_COMPILERS)
 
 
 def compiler_named(name: str) -> Compiler:
-    """The compiler with this name.
-
-    Raises:
-        OptionError: no such compiler.
-    """
+    """The compiler with this name."""
     one_of(name, COMPILERS, "unknown compiler", remedy="leave it out")
     return _COMPILERS[name]
 

@@ -185,19 +185,7 @@ class RegionCompiler:
         *,
         trace: TraceFunction | None = None,
     ) -> CompiledRegions:
-        """Compile ``regions`` of one graph, structurally identical ones once.
-
-        Args:
-            regions: each a ``graphpass.regions.Region`` whose nodes carry fake tensors and symbolic sizes.
-            compiler: one of :data:`graphpass.compile.COMPILERS`.
-            size_ranges: sizes of one symbol that get separate artifacts, in regions with that symbol.
-            trace: called with the aten graph of each structure, which has the region's inputs and outputs. It must not
-                change the graph. Artifacts store its result; an exception becomes the ``problem`` of the trace. Pass
-                the same function in every call.
-
-        Raises:
-            OptionError: no such compiler.
-        """
+        """Compile ``regions`` of one graph, structurally identical ones once."""
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
         # Compute all keys before the first compilation, see Note [Guards of a compilation].
@@ -228,13 +216,7 @@ class RegionCompiler:
 
 
 def traced_regions(regions: Sequence[Any], trace: TraceFunction) -> dict[str, RegionTrace]:
-    """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure.
-
-    Args:
-        regions: regions whose nodes carry fake tensors and symbolic sizes. For a region that cannot be traced, the
-            result has the problem instead.
-        trace: as for :meth:`RegionCompiler.compile`.
-    """
+    """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure."""
     results_of: dict[Any, GraphTrace] = {}
     traces = {}
     for region in regions:

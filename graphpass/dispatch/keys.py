@@ -143,11 +143,7 @@ class Key:
 
 
 def keys_of(mode: CUDAGraphMode, grid: SizeGrid, limits: KeyLimits, lora: LoraKeys | None) -> Iterator[Key]:
-    """The keys of a mode, with those for uniform decode batches where the mode treats these separately.
-
-    Raises:
-        DispatchError: no size is left.
-    """
+    """The keys of a mode, with those for uniform decode batches where the mode treats these separately."""
     for adapters in (0,) if lora is None else lora.key_counts():
         mixed = mode.mixed_mode()
         for descriptor in grid.mixed_keys(mixed, limits, adapters) if mixed else ():

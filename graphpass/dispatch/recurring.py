@@ -58,15 +58,7 @@ def step_above(size: int) -> int:
 
 
 class RecurringKeys:
-    """The keys of one graph.
-
-    Args:
-        fields: the fields, in the order of the sizes of a call.
-        admits: returns whether the graph can run with these sizes of all fields.
-        max_graphs: the maximum number of graphs for keys that the user did not declare.
-        at_once: whether a key of declared sizes is captured in its first call.
-        fixed: {key field: size} of declared sizes that are constant in the graph; part of every key.
-    """
+    """The keys of one graph."""
 
     def __init__(
         self,
@@ -89,12 +81,7 @@ class RecurringKeys:
         self._calls_needed = CALLS_OF_A_NUMBER if any(field.is_number for field in fields) else 1
 
     def key_of(self, real: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
-        """The key for a call with these sizes, padded where padding is allowed and the graph admits the padded size.
-
-        Args:
-            real: the size of each field.
-            as_is: the call's tensors cannot be padded; such calls have separate keys.
-        """
+        """The key for a call with these sizes, padded where padding is allowed and the graph admits the padded size."""
         if as_is:
             return self._key(real, as_is=True)
         key = self._key(self._padded(real))

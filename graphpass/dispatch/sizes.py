@@ -184,14 +184,7 @@ def _named(extra: Extra) -> dict[str, Hashable]:
 
 
 def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:
-    """The token counts to capture, ascending and without duplicates.
-
-    Args:
-        sizes: requested token counts.
-        max_num_tokens: tokens of the largest expected batch. Sizes above it, rounded up to whole requests of
-            ``query_len`` tokens, would never be replayed and are left out. None: no bound.
-        query_len: tokens per request in a uniform decode batch.
-    """
+    """The token counts to capture, ascending and without duplicates."""
     within = tuple(sorted(set(sizes)))
     if max_num_tokens is not None:
         bound = round_up(max_num_tokens, query_len)

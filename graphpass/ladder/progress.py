@@ -13,23 +13,12 @@ Key = TypeVar("Key")
 
 
 def capture_progress(keys: Sequence[Key], progress: bool | None = None) -> tqdm[Key]:
-    """A progress bar over ``keys``, shown on rank 0 only.
-
-    Args:
-        keys: the keys to capture.
-        progress: see :func:`progress_bar`.
-    """
+    """A progress bar over ``keys``, shown on rank 0 only."""
     return progress_bar(keys, progress, desc="capturing", unit="graph")
 
 
 def progress_bar(steps: Sequence[Key] | None, progress: bool | None, **options: Any) -> tqdm[Key]:
-    """A progress bar on stderr, shown on rank 0 only.
-
-    Args:
-        steps: what it iterates over; None for a bar that the caller updates.
-        progress: True: show it. False: never. None: show it where stderr is a terminal, unless ``TQDM_DISABLE`` is set.
-        options: options of tqdm.
-    """
+    """A progress bar on stderr, shown on rank 0 only."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     is_first = not distributed or torch.distributed.get_rank() == 0
     is_terminal = sys.stderr is not None and sys.stderr.isatty()

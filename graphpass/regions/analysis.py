@@ -176,12 +176,7 @@ def unpacked_from(node: fx.Node) -> fx.Node | None:
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
-    """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node of ``gm``.
-
-    Raises:
-        PartitionError: a placeholder has no metadata and no example, or a node cannot be run on fake tensors.
-        DeviceError: inputs or parameters are on two CUDA devices.
-    """
+    """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node."""
     guarded = all(_has_value(node) for node in gm.graph.nodes if node.op == "placeholder")
     if not guarded:
         _examples_to_placeholders(gm.graph, example_inputs)
@@ -403,11 +398,7 @@ def _modes_restored() -> Iterator[_Modes]:
 
 
 def _main_device(graph: fx.Graph) -> torch.device | None:
-    """The device of the graph's inputs and parameters; an accelerator takes precedence over the CPU.
-
-    Raises:
-        DeviceError: they are on two accelerators.
-    """
+    """The device of the graph's inputs and parameters; an accelerator takes precedence over the CPU."""
     homes: dict[torch.device, str] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):

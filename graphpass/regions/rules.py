@@ -287,11 +287,7 @@ OpMatcher = Callable[[fx.Node], bool]
 
 
 def matcher_of(op: object) -> OpMatcher:
-    """A predicate on nodes for one listed splitting op: a name, an op object or a Python callable.
-
-    Raises:
-        PartitionError: nothing of that name is registered or importable.
-    """
+    """A predicate on nodes for one listed splitting op: a name, an op object or a Python callable."""
     if isinstance(op, str):
         return _matcher_of_name(op)
     if not callable(op):

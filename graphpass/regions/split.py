@@ -180,11 +180,7 @@ def run_passes(gm: fx.GraphModule, passes: Iterable[Pass]) -> None:
 
 
 def sizes_as_symbols(fixed: bool) -> Pass:
-    """A pass that replaces every use of a ``torch.Size`` value by a tuple with one number per dimension.
-
-    Args:
-        fixed: Dynamo's guards ensure that sizes which are plain ints in the metadata are the same in every call.
-    """
+    """A pass that replaces every use of a ``torch.Size`` value by a tuple with one number per dimension."""
 
     def replace_sizes(gm: fx.GraphModule) -> bool:
         symbols = symbol_placeholders(gm.graph)

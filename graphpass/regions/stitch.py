@@ -38,11 +38,7 @@ class Stitching:
     callees: tuple[str, ...]  #: the region names that must be bound
 
     def bind(self, callees: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """The generated function with ``callees``, one for each region name; no code is compiled again.
-
-        Raises:
-            PartitionError: a region has no callee, or a callee no region.
-        """
+        """The generated function with ``callees``, one for each region name; no code is compiled again."""
         if set(callees) != set(self.callees):
             raise PartitionError(
                 "the stitched code calls every region once",

@@ -103,13 +103,6 @@ def key_symbols(
 
     The declared dimensions determine it. Without declarations, ``num_tokens`` is the only symbol among the dimensions
     marked with ``mark_dynamic``, else the only symbol of all inputs. If there are several, the result is empty.
-
-    Args:
-        inputs: the graph's inputs.
-        dynamic_dims: {input: {dimension: key field}}; names that this graph does not have are ignored.
-
-    Raises:
-        PartitionError: a declared input has no such dimension.
     """
     named = {graph_input.source_name for graph_input in inputs if isinstance(graph_input.value, torch.Tensor)}
     declared = {
@@ -152,11 +145,7 @@ def _shape(value: Any) -> list[Any]:
 
 
 def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> sympy.Expr | int:
-    """The size of dimension ``dim`` of the input ``source_name``: an expression over symbols, or a fixed int.
-
-    Raises:
-        PartitionError: the graph has no such tensor input, or the input has no such dimension.
-    """
+    """The size of dimension ``dim`` of the input ``source_name``: an expression over symbols, or a fixed int."""
     tensors = [graph_input for graph_input in inputs if isinstance(graph_input.value, torch.Tensor)]
     for graph_input in tensors:
         if source_name in (graph_input.source_name, graph_input.name):

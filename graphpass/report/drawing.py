@@ -127,14 +127,7 @@ def text_of(parts: Iterable[Part], *, most_rows: int | None = None) -> str:
 def print_parts(
     parts: Iterable[Part], console: Console, *, failure: str | None = None, most_rows: int | None = None
 ) -> None:
-    """Print parts in reading order; names in them are never read as markup.
-
-    Args:
-        parts: the parts.
-        console: where to.
-        failure: a failed check, printed at the end; None: there is none.
-        most_rows: the most rows of a table to print; None: all.
-    """
+    """Print parts in reading order; names in them are never read as markup."""
     for part in parts:
         if isinstance(part, Table):
             _print_table(part, console, most_rows)
@@ -243,13 +236,7 @@ _WIDTH, _BAR_HEIGHT, _PLOT_HEIGHT, _MARKS_HEIGHT = 760, 22, 120, 20
 
 
 def html_page(title: str, parts: Iterable[Part], *, failure: str | None = None) -> str:
-    """A page of parts in reading order; every name and value in it is escaped.
-
-    Args:
-        title: the title.
-        parts: the parts.
-        failure: a failed check, shown below the title; None: there is none.
-    """
+    """A page of parts in reading order; every name and value in it is escaped."""
     head = _element(
         "head",
         _element("meta", charset="utf-8"),

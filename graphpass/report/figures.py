@@ -140,17 +140,7 @@ def runtime_figures(
     *,
     is_timed: bool,
 ) -> ReportFigures:
-    """The figures of a runtime.
-
-    Args:
-        subject: what the report is about.
-        ledger: the runtime's counts.
-        callables: its callables.
-        uses: the use of their graphs.
-        stats: the totals.
-        problems: what these do not say.
-        is_timed: whether replays save host time: not on the tape.
-    """
+    """The figures of a runtime."""
     keys = tuple(_key_uses(callables, uses, ledger))
     exact = {size.field for record in callables for size in record.sizes if not size.is_padded}
     exact -= {size.field for record in callables for size in record.sizes if size.is_padded}
@@ -199,13 +189,7 @@ def saved_s(uses: Iterable[RegionUse]) -> float | None:
 
 
 def key_sizes(key: BatchDescriptor, fields: Collection[str] | None = None) -> dict[str, Hashable]:
-    """The sizes of a key by the user's names; values that JSON does not have are text.
-
-    Args:
-        key: the padded shape.
-        fields: the key fields of the callable that made the key; None if a dispatcher made it: the names are those of
-            :class:`graphpass.BatchDescriptor`.
-    """
+    """The sizes of a key by the user's names; values that JSON does not have are text."""
     sizes: dict[str, Hashable] = {"num_tokens": key.num_tokens} if fields is None or "num_tokens" in fields else {}
     if fields is None:
         named = {"num_reqs": key.num_reqs, "uniform": key.uniform or None, "num_active_loras": key.num_active_loras}

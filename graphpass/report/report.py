@@ -240,12 +240,7 @@ def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
 
 
 def regions_table(callables: Iterable[CallableRecord], *, with_reasons: bool = True) -> Table:
-    """A row for each kind of region: equal artifacts, or eager for equal reasons.
-
-    Args:
-        callables: the callables.
-        with_reasons: also say why regions are eager.
-    """
+    """A row for each kind of region: equal artifacts, or eager for equal reasons."""
     rows = []
     for record in callables:
         for first, regions in _regions(record):

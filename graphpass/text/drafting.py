@@ -121,13 +121,7 @@ class _Text:
 
 
 class Speculation:
-    """Keeps the texts of running requests, adds drafts to a scheduler's steps, and verifies them.
-
-    Args:
-        drafter: guesses the next tokens.
-        draft_tokens: most drafts of a request in a step.
-        vocab_size: number of token ids; None if it is unknown.
-    """
+    """Keeps the texts of running requests, adds drafts to a scheduler's steps, and verifies them."""
 
     def __init__(self, drafter: Drafter, draft_tokens: int, vocab_size: int | None) -> None:
         self._drafter, self._num_last = drafter, 1 + draft_tokens
@@ -136,11 +130,7 @@ class Speculation:
         self.num_drafted = self.num_accepted = 0  #: verified drafts, and accepted ones among them, so far
 
     def guess(self, request: Request, limit: int) -> int:
-        """Let the drafter guess at most ``limit`` next tokens of a request; returns the number of drafts.
-
-        Raises:
-            OptionError: the drafter returned too many values, or values that are not token ids.
-        """
+        """Let the drafter guess at most ``limit`` next tokens of a request; returns the number of drafts."""
         text = self._texts[request]
         drafts = self._checked(self._drafter.propose(request, text.known(), limit), request, limit)
         text.drafts()[: len(drafts)] = drafts
@@ -154,16 +144,7 @@ class Speculation:
         return [self._texts[request].tokens for request in plan.requests]
 
     def verify(self, plan: StepPlan, answers: Sequence[int]) -> list[tuple[Request, list[int], bool]]:
-        """Compare the drafts of a step with the model's answers, and append the accepted tokens to the texts.
-
-        Args:
-            plan: the step.
-            answers: the model's next token after each of the last ``1 + k`` tokens of each row, flat.
-
-        Returns:
-            (request, its new tokens, whether the last of these ends it) of each row that yields tokens. There is at
-            least one token, and tokens after an end token are dropped.
-        """
+        """Compare the drafts of a step with the model's answers, and append the accepted tokens to the texts."""
         verified = []
         rows = zip(plan.requests, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True)
         for row, (request, samples, num_drafts) in enumerate(rows):

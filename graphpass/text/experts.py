@@ -54,13 +54,6 @@ def compute_experts_by_token(model: torch.nn.Module) -> None:
     """Set the experts of a Hugging Face model to :func:`expert_linear`. A model without experts does not change.
 
     The implementation is a setting of the model's config, so it holds for all models with the same config object.
-
-    Args:
-        model: a Hugging Face model on its device. Each module of experts first computes a few tokens in both ways.
-
-    Raises:
-        OptionError: the experts use an implementation, or weights, for which this one is no replacement. The model is
-            unchanged.
     """
     modules = {name: module for name, module in model.named_modules() if _has_experts(module)}
     if not modules:
@@ -163,21 +156,7 @@ torch.library.define(
 def expert_linear(
     x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
-    """Multiply each token by the weights of its experts: the op of this module. It has no gradient.
-
-    Args:
-        x: [tokens, in features], one row for all experts of a token; or [tokens, k, in features], one for each expert.
-        experts: the experts of each token, int64 [tokens, k]; a number outside of the range counts as the nearest one.
-        weight: [experts, out features, in features], or [experts, in features, out features] if ``transposed``.
-        bias: [experts, out features], or None.
-        transposed: the layout of ``weight``.
-
-    Returns:
-        [tokens, k, out features], in the dtype of ``weight``.
-
-    Raises:
-        ShapeError: the shapes do not fit each other.
-    """
+    """Multiply each token by the weights of its experts: the op of this module. It has no gradient."""
     result: torch.Tensor = torch.ops.graphpass.expert_linear(x, experts, weight, bias, transposed)
     return result
 

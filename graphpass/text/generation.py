@@ -275,11 +275,7 @@ def requests_of(
     eos_token_id: int | Collection[int] | None = None,
     adapters: Sequence[str | None] | None = None,
 ) -> list[Request]:
-    """A request for each prompt, named by its position; see :meth:`CausalLM.generate`.
-
-    Raises:
-        OptionError: the number of limits or adapters is not that of the prompts, or a prompt is not valid.
-    """
+    """A request for each prompt, named by its position; see :meth:`CausalLM.generate`."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     names: Sequence[str | None] = [None] * len(prompts) if adapters is None else list(adapters)
     for name, values in (("max_new_tokens", limits), ("adapters", names)):
@@ -304,14 +300,7 @@ def complete(
     run_ahead: bool | None = None,
     drafter: Drafter | None = None,
 ) -> list[list[int]]:
-    """Run requests until all have ended; see :meth:`CausalLM.generate`.
-
-    Returns:
-        The new tokens of each request.
-
-    Raises:
-        OptionError, ShapeError: a request can never run; the error names it, and nothing has run.
-    """
+    """Run requests until all have ended; see :meth:`CausalLM.generate`. Returns the new tokens of each request."""
     texts: dict[Request, list[int]] = {request: [] for request in requests}
     total = sum(request.max_new_tokens for request in requests)
     with Generation(manager, run_ahead=run_ahead, drafter=drafter) as generation:

@@ -261,11 +261,7 @@ class LoraModel(nn.Module):
 
 
 def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | None) -> LoraKeys | None:
-    """The adapter counts of a causal LM's keys: ``keys``, or by default one for any number; None without adapters.
-
-    Raises:
-        OptionError: the adapters are for another model or its head, or ``keys`` has another ``max_loras``.
-    """
+    """The adapter counts of a causal LM's keys: ``keys``, or by default one for any number; None without adapters."""
     max_loras = 0 if adapters is None else adapters.max_loras
     layers = () if adapters is None else tuple(adapters.layers.values())
     modules = set(map(id, model.modules()))

@@ -35,9 +35,6 @@ class NextToken(torch.nn.Module):
     To verify k drafts, ``last_rows`` has shape (requests, 1 + k): the indices of each request's last ``1 + k`` tokens.
     If a request has fewer tokens in the step, the index of its first one is repeated in front. The result then has
     shape (requests, 1 + k).
-
-    Args:
-        model: a Hugging Face causal LM.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -64,9 +61,6 @@ def refuse_stateful(model: torch.nn.Module) -> None:
 
     A manager refuses such a model too, because these layers mix the tokens of a batch, but only after it has compiled
     the model, which takes minutes for a scan.
-
-    Raises:
-        OptionError: Transformers marks the class of the model as stateful.
     """
     if getattr(model, "_is_stateful", False):
         raise OptionError(
@@ -105,9 +99,6 @@ class ServedModel:
     So the modules of a served model refer to copies of their configs. Objects that serve the same modules, as one model
     or as parts of several, share the copies. They may give the modules back in any order; a module is as before when
     none of them uses it.
-
-    Args:
-        model: the model; its modules refer to the copies from now on.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -225,10 +216,6 @@ def fix_frequencies(model: torch.nn.Module, max_seq_len: int) -> None:
     """Give the rotary embeddings of a model the frequencies of texts up to ``max_seq_len`` tokens, in every call.
 
     Sets ``rope_type`` and the buffer of frequencies of embeddings whose frequencies change; others are left alone.
-
-    Raises:
-        OptionError: longer texts have other frequencies than shorter ones; the error names the longest length that is
-            served. The model is unchanged.
     """
     changing = [
         (name, module, layer_type, kind)

@@ -115,11 +115,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleLimits:
-    """Limits of a :class:`Scheduler`.
-
-    Raises:
-        OptionError: a limit is below 1, or ``max_num_tokens`` is too small.
-    """
+    """Limits of a :class:`Scheduler`."""
 
     num_pages: int  #: number of pages when all are free
     page_size: int  #: tokens per page
@@ -136,12 +132,7 @@ class ScheduleLimits:
 
 
 class Scheduler:
-    """Plans steps until every request has all its tokens.
-
-    Args:
-        pages: allocates pages; other users may allocate from it too.
-        limits: sizes of the cache, of a step and of a request.
-    """
+    """Plans steps until every request has all its tokens."""
 
     def __init__(self, pages: PageAllocator, limits: ScheduleLimits) -> None:
         self._source, self._limits = pages, limits
@@ -158,12 +149,7 @@ class Scheduler:
         self._decode: StepPlan | None = None
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never run; the request is not queued.
-
-        Raises:
-            ShapeError: the request is longer than ``max_seq_len``, or needs more pages than the cache has.
-            OptionError: a token of its prompt is not in the vocabulary.
-        """
+        """Refuse a request that can never run; the request is not queued."""
         if self._limits.vocab_size is not None and request.prompt.max() >= self._limits.vocab_size:
             raise OptionError(
                 f"{request.name} contains a token that is not in the model's vocabulary",
@@ -187,11 +173,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request after all others.
-
-        Raises:
-            OptionError, ShapeError: as :meth:`check`; or the request is queued or running already.
-        """
+        """Queue a request after all others."""
         self.check(request)
         if request in self._slot_of or request in self._waiting:
             raise OptionError(
@@ -228,17 +210,7 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def plan(self, guess: Guess | None = None, *, fill: bool = False) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to run.
-
-        Args:
-            guess: called once for each row that has computed its prompt and has more than one token to come; None: no
-                drafts.
-            fill: if no row has more than ``1 + draft_tokens`` tokens, extend all rows to that length by computing
-                earlier tokens again. The step is then a uniform decode, independent of the number of guesses.
-
-        Raises:
-            OutOfPagesError: no request runs, and other users of ``pages`` have the pages that the queued ones need.
-        """
+        """Plan the next step; None if there is nothing to run."""
         self._admit()
         if self._rows_changed:
             self._collect_rows()
@@ -253,12 +225,7 @@ class Scheduler:
         return plan
 
     def accept(self, request: Request, num_drafts: int) -> None:
-        """Count accepted drafts of a request in the last step as new tokens.
-
-        Args:
-            request: a running request.
-            num_drafts: number of accepted drafts, at most ``num_drafts`` of its row.
-        """
+        """Count accepted drafts of a request in the last step as new tokens."""
         slot = self._slot_of[request]
         self._computed[slot] += num_drafts
         self._new[slot] += num_drafts
@@ -361,11 +328,7 @@ class Scheduler:
 
 
 def check_budget(max_num_reqs: int, max_num_tokens: int, draft_tokens: int) -> None:
-    """Check that a step has room for all decoding requests with their drafts.
-
-    Raises:
-        OptionError: ``max_num_tokens`` is too small, or ``draft_tokens`` is not an integer of at least 0.
-    """
+    """Check that a step has room for all decoding requests with their drafts."""
     if not is_integer(draft_tokens, at_least=0):
         raise OptionError(
             "draft_tokens is not valid",

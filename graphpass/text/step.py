@@ -22,12 +22,6 @@ class StepInputs:
 
     Decoding rows read their token from the result of the step before, on the device, unless all texts are on the host.
     If the step has the same rows as the one before (``StepPlan.same_rows``), nothing is copied from the host.
-
-    Args:
-        max_num_tokens: most tokens of a step.
-        last_rows: shape of the model's input of that name, (requests,) or, with k drafts, (requests, 1 + k).
-        device: device of the inputs.
-        adapters: the adapters of the model; None: the model takes none.
     """
 
     def __init__(
@@ -50,14 +44,7 @@ class StepInputs:
         self.num_active_loras = 0  #: number of different adapters in the last step
 
     def of(self, plan: StepPlan, tokens: torch.Tensor, texts: Sequence[Ints] | None = None) -> dict[str, torch.Tensor]:
-        """The inputs of a step, valid until the next call.
-
-        Args:
-            plan: the step.
-            tokens: the new token of each row of the step before, on the device, int64 (most rows,).
-            texts: all tokens of each row's request, its drafts included, int64 (tokens,) each; None: decoding rows read
-                ``tokens``.
-        """
+        """The inputs of a step, valid until the next call."""
         if not plan.same_rows:
             self._views, self._takes_tokens = self._staged(plan, tokens, texts), False
             return self._views
@@ -105,12 +92,7 @@ class StepInputs:
 
 
 class StepTokens:
-    """The new tokens of the last steps: a copy on the device for the next step, and pending copies to the host.
-
-    Args:
-        max_num_tokens: most new tokens of a step.
-        device: device of the steps.
-    """
+    """The new tokens of the last steps: a copy on the device for the next step, and pending copies to the host."""
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
         self._device = device

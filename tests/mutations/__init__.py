@@ -3,13 +3,13 @@
 A comment ``# guard: NAME`` marks the line that holds a guard, and ``guards.toml`` says what becomes of the line::
 
     [static_addresses]
-    guarantee = "7.2"
+    guarantee = "static_addresses"
     removes = "the comparison of a static input's address with the captured one"
     replace = "address != found"
     by = "False"
     tests = ["tests/unit/capture/test_addresses.py::test_each_set_of_static_inputs_has_its_graph"]
 
-``guarantee`` is a section of the specification; one failure among the tests is enough; ``device = "cuda"`` marks a
+``guarantee`` is an entry of ``guarantees.toml``; one failure among the tests is enough; ``device = "cuda"`` marks a
 guard that only a GPU can show. Without ``replace``, the statement that begins on the marked line is dropped; within a
 statement, the line. A mark on a line of its own is about the next line.
 
@@ -22,15 +22,16 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Mutation", "MutationError", "functions_of", "marks", "mutations"]
+__all__ = ["GUARANTEES", "ROOT", "Guarantee", "Mutation", "MutationError", "functions_of", "guarantees", "mutations"]
 
 ROOT = Path(__file__).parent.parent.parent
+GUARANTEES = Path(__file__).parent / "guarantees.toml"
 SOURCES = ("graphpass", "backends")
 _HERE = Path(__file__).parent
 _HEADER = re.compile(r"^(Guarantee|Removes|Test|Device): (.+)$")
@@ -49,7 +50,7 @@ class Mutation:
 
     Attributes:
         name: the mark's or the patch's.
-        guarantee: section of the specification that demands the guard.
+        guarantee: the entry of guarantees.toml that the guard holds.
         removes: what is taken out, in a sentence.
         tests: node ids, of which at least one must fail.
         needs_cuda: whether only a GPU shows the difference.
@@ -216,6 +217,29 @@ def mutations(*names: str) -> list[Mutation]:
     if unknown:
         raise MutationError(f"no mutation is named {', '.join(unknown)}; there are {', '.join(sorted(found))}")
     return [found[name.removesuffix(".patch")] for name in names or sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """One promise to users; its tests are those that the table names and those of its guards."""
+
+    name: str
+    section: str
+    text: str
+    tests: tuple[str, ...]
+    num_guards: int
+
+
+def guarantees(guards: Sequence[Mutation]) -> list[Guarantee]:
+    """The guarantees in the order of their table."""
+    found = []
+    for section, entries in tomllib.loads(GUARANTEES.read_text(encoding="utf-8")).items():
+        for name, entry in entries.items():
+            if isinstance(entry, dict):
+                own = [guard for guard in guards if guard.guarantee == name]
+                tests = [*entry.get("tests", ()), *(test.partition("[")[0] for guard in own for test in guard.tests)]
+                found.append(Guarantee(name, section, entry["text"], tuple(dict.fromkeys(tests)), len(own)))
+    return found
 
 
 def functions_of(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutations import ROOT, Mutation, MutationError, functions_of, mutations, without_marked
+from tests.mutations import ROOT, Mutation, MutationError, functions_of, guarantees, mutations, without_marked
 
 GUARDS = mutations()
 
@@ -22,10 +22,20 @@ def test_a_mutation_applies_and_its_tests_exist(mutation: Mutation) -> None:
         assert function.partition("[")[0] in functions_of(ROOT / file_name), test
 
 
-def test_every_guarantee_has_a_mutation() -> None:
-    covered = {mutation.guarantee for mutation in GUARDS}
-    assert {f"7.{number}" for number in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11)} <= covered
-    assert {"6", "10"} <= covered, "the pool rule, and encoders"
+def test_each_guard_holds_a_guarantee_and_each_guarantee_has_tests_that_exist() -> None:
+    promised = guarantees(GUARDS)
+    assert {mutation.guarantee for mutation in GUARDS} <= {guarantee.name for guarantee in promised}
+    assert len({guarantee.name for guarantee in promised}) == len(promised)
+    for guarantee in promised:
+        assert guarantee.tests, guarantee.name
+        for test in guarantee.tests:
+            file_name, _, function = test.partition("::")
+            assert function in functions_of(ROOT / file_name), test
+
+
+def test_all_sections_but_the_report_have_guards() -> None:
+    promised = guarantees(GUARDS)
+    assert {g.section for g in promised} - {g.section for g in promised if g.num_guards} == {"The report"}
 
 
 def test_few_guards_need_a_patch() -> None:

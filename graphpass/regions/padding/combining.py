@@ -38,14 +38,7 @@ WEIGHTS = ("weight", "bias", "running_mean", "running_var")
 
 
 def mixes(over: Dims, what: str = "", weights: Sequence[str] = (), may_count: Sequence[str] = ()) -> PaddingRule:
-    """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize.
-
-    Args:
-        over: the dimensions.
-        what: what the operator does with them, for reasons; by default its name.
-        weights: the names of tensors that must be unpadded.
-        may_count: the names of arguments that may be padded sizes.
-    """
+    """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize."""
 
     def rule(call: OpCall) -> Returned:
         value = call.tensor("self", "input", "a")
@@ -200,11 +193,7 @@ def is_greatest(pad: Pad) -> bool:
 
 
 def reduces(neutral: Neutral | None) -> PaddingRule:
-    """The relation of an operator without the dimensions that it combines, whose padding must be neutral.
-
-    Args:
-        neutral: whether known padding changes nothing; None if any padding does.
-    """
+    """The relation of an operator without the dimensions that it combines, whose padding must be neutral."""
 
     def rule(call: OpCall) -> Returned:
         value = call.tensor("self", "inp", "x", "a", "input")

@@ -54,19 +54,7 @@ def prove_partition(
     symbols: Mapping[sympy.Symbol, str],
     declared: Mapping[int, float | int | bool | None] | None = None,
 ) -> PaddingProof:
-    """Prove which sizes of a partitioned graph may be padded.
-
-    Args:
-        parts: the partition.
-        graphs: region name -> its aten graph, for captured and eager regions. A size that enters a region without one
-            is UNPROVED.
-        symbols: candidate symbol -> key field. The symbols of one field have the same size in every call.
-        declared: position of an input of the partition -> the constant in its padding; None for other contents. Inputs
-            that are not in it repeat real entries. See Note [Contents of padding].
-
-    Returns:
-        The verdict for each key field, and the size factors of each output leaf of the partition.
-    """
+    """Prove which sizes of a partitioned graph may be padded."""
     run = _PartitionRun(parts, graphs, declared or {})
     return decided(symbols, lambda candidates: run.with_findings(Sizes(candidates)))
 
@@ -83,15 +71,6 @@ def mixing_of(
     windows and zero padding do not help. An output without that size may contain entries selected by data, such as the
     logits of each request's last token. The index of an entry depends on the entries before it, so it may only select
     that same entry. Random numbers depend on how many are drawn, but do not count as dependence.
-
-    Args:
-        parts: the partition.
-        graphs: region name -> its aten graph, for captured and eager regions.
-        symbols: the symbols of one key field -> that field.
-        trusted: qualified names of operators that do not mix entries, even if their rule says so.
-
-    Returns:
-        One finding for each operator and line; empty if all entries are independent.
     """
     run = _PartitionRun(parts, graphs, {}, frozenset(trusted))
     independence = Sizes(symbols, Question.INDEPENDENCE)  # guard: manager_mixing_causal
@@ -131,14 +110,7 @@ def _counted(run: _PartitionRun, sizes: Sizes) -> Iterator[PaddingFinding]:
 
 
 class _PartitionRun:
-    """Interprets a partition for several sets of padded sizes; caches the results of each region by its inputs.
-
-    Args:
-        parts: the partition.
-        graphs: region name -> its aten graph.
-        declared: position of an input of the partition -> the constant in its padding; None for unknown contents.
-        trusted: operators whose results the caller guarantees, see :func:`interpret`.
-    """
+    """Interprets a partition for several sets of padded sizes; caches the results of each region by its inputs."""
 
     def __init__(
         self,

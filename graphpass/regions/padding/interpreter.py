@@ -88,16 +88,7 @@ def input_values(
 def interpret(
     graph: AtenGraph, inputs: Sequence[PaddedValue | Size | None], sizes: Sizes, trusted: Collection[str] = ()
 ) -> Interpretation:
-    """Run a graph over abstract values.
-
-    Args:
-        graph: the graph.
-        inputs: for each input of the graph the abstract value of a tensor, the expression of a number, else None. The
-            product of a dimension's factors must be the size of that dimension in the graph.
-        sizes: which sizes are padded, and what is asked. All other symbols have the same value in both runs.
-        trusted: qualified names, without overload, of operators whose results never depend on padding; the caller
-            guarantees this.
-    """
+    """Run a graph over abstract values."""
     return _Run(graph, sizes, frozenset(trusted)).run(inputs)
 
 

@@ -26,11 +26,7 @@ from graphpass.regions.padding.values import (
 
 
 def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> PaddedValue:
-    """``value`` viewed with the sizes ``shape``.
-
-    Raises:
-        Unknown: the view cuts through a padded factor.
-    """
+    """``value`` viewed with the sizes ``shape``."""
     if value.constant is not None or any(size == 0 for size in shape):
         return PaddedValue(call.sizes.one_each(shape), constant=value.constant)
     walk = Regrouping(call.sizes, value.factors)
@@ -190,11 +186,7 @@ def _keeps(name: str, diagonal: int, beyond: int) -> bool:
 
 
 def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step: Any = 1) -> PaddedValue:
-    """A slice of dimension ``dim`` from ``start`` with ``step``; it has ``size`` entries in the padded run.
-
-    Raises:
-        Unknown: the slice is counted from a padded end, or the clean entries of the dimension are not its first ones.
-    """
+    """A slice of dimension ``dim`` from ``start`` with ``step``; it has ``size`` entries in the padded run."""
     of_dim = value.factors[dim]
     whole = product(of_dim)
     if start == 0 and step == 1 and size == whole:
@@ -223,11 +215,7 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
 
 
 def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:
-    """``value`` at one entry of dimension ``dim``, which is removed.
-
-    Raises:
-        Unknown: the entry is counted from a padded end, or its index is a padded size.
-    """
+    """``value`` at one entry of dimension ``dim``, which is removed."""
     of_dim = value.factors[dim]
     if call.padded(index):
         raise call.refuse(f"the padded size {index} is an index", index)

@@ -73,12 +73,7 @@ def _quotient_of_monomials(size: sympy.Expr, factor: sympy.Expr) -> Size | None:
 
 
 class Sizes:
-    """The padded symbols of one run of the pass, and questions about sizes that depend on them.
-
-    Args:
-        fields: candidate symbol -> key field. The symbols of one field have the same value.
-        question: what the run asks.
-    """
+    """The padded symbols of one run of the pass, and questions about sizes that depend on them."""
 
     def __init__(self, fields: Mapping[sympy.Symbol, str], question: Question = Question.PADDING) -> None:
         self.fields = dict(fields)
@@ -193,12 +188,7 @@ class Sizes:
 
 
 class Regrouping:
-    """Divides the factors of a tensor, in row-major order, into the dimensions of a view.
-
-    Args:
-        sizes: which sizes are padded.
-        factors: the factors of each dimension of the viewed tensor.
-    """
+    """Divides the factors of a tensor, in row-major order, into the dimensions of a view."""
 
     def __init__(self, sizes: Sizes, factors: Sequence[Factors]) -> None:
         self._sizes = sizes

@@ -273,10 +273,6 @@ def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
     """The result of a pointwise operator for one entry of each tensor; None if nothing is known of it.
 
     It is a number if all entries are numbers. Otherwise the operator is computed for numbers of each kind.
-
-    Args:
-        op: the operator's qualified name.
-        arguments: (schema name, argument) pairs, each tensor as an :class:`Entry`.
     """
     plain = (
         (name, type(value).__name__, repr(value) if isinstance(value, float) else value) for name, value in arguments

@@ -68,26 +68,7 @@ def paged_attention_of_layer(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer of a stock model, with the signature that transformers calls.
-
-    Args:
-        module: the attention layer; its ``layer_idx`` is the cache's layer.
-        query: [1, heads, tokens, head_dim], the requests' tokens, concatenated.
-        key: [1, kv heads, tokens, head_dim].
-        value: [1, kv heads, tokens, value_dim].
-        attention_mask: must be None; the metadata decides which keys a token sees.
-        dropout: must be 0.
-        scaling: of the scores, ``head_dim ** -0.5`` if not given.
-        sliding_window: positions that a token sees, or None.
-        kwargs: what else transformers passes: ``softcap`` and ``s_aux`` (sinks) are served.
-
-    Returns:
-        [1, tokens, heads, value_dim], and no weights.
-
-    Raises:
-        ShapeError: a batch of other than one row.
-        OptionError: the layer asks for something that paged attention does not do.
-    """
+    """Attention of one layer of a stock model, with the signature that transformers calls."""
     query, key, value, scale = by_token(
         (query, key, value),
         scaling,
@@ -126,18 +107,7 @@ _Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch
 
 
 def served_layers(model: Any, *, max_seq_len: int) -> list[PagedLayer | None]:
-    """Set a decoder to paged attention and describe its attention layers.
-
-    Args:
-        model: a Hugging Face decoder.
-        max_seq_len: longest sequence, in tokens.
-
-    Returns:
-        The layers by ``layer_idx``; None for layers without attention.
-
-    Raises:
-        OptionError: a layer cannot be served, or none uses the attention that is set; the model is then as before.
-    """
+    """Set a decoder to paged attention and describe its attention layers."""
     name = register_with_hugging_face()
     register_attention(_PROBE, _probed_attention)
     importlib.import_module("transformers").AttentionMaskInterface.register(_PROBE, _mask_with_rule)

@@ -185,21 +185,7 @@ def _paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Write the step's keys and values into the cache, then attend causally over each request's pages, into ``out``.
-
-    Args:
-        query: [rows, heads, head_dim].
-        key: [rows, kv heads, head_dim].
-        value: [rows, kv heads, value_dim].
-        out: [rows, heads, value_dim]. Rows after the metadata's tokens are not read and become zero. Padded rows of a
-            FULL key also become zero; in a uniform key only if their query is finite.
-        layer: of the cache; its :class:`PagedLayer` says which keys a token sees.
-        scale: of the scores.
-        window: positions that a token sees, itself included, if the layer passes them: they must be those of the
-            cache's layer; -1: the layer passes none.
-        softcap: scores x become ``softcap * tanh(x / softcap)``; 0: they stay as they are.
-        sinks: a score for each head that takes part in the softmax and has no value, [heads].
-    """
+    """Write the step's keys and values into the cache, then attend causally over each request's pages, into ``out``."""
     scores = Scores(scale, softcap, sinks)
     _step_in_context().attend(AttentionCall(query, key, value, out, layer, scores, max(window, 0)))
 

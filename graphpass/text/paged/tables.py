@@ -39,11 +39,7 @@ class Step:
 
     @classmethod
     def of(cls, requests: PagedRequests, cache: PagedKVCache) -> Step:
-        """Read and check requests against the cache.
-
-        Raises:
-            ShapeError: they contradict each other, or have pages that they cannot have.
-        """
+        """Read and check requests against the cache."""
         query_lens, seq_lens = (np.asarray(n, dtype=np.int64) for n in (requests.query_lens, requests.seq_lens))
         if not len(query_lens) == len(seq_lens) == len(requests.block_tables):
             raise ShapeError(
