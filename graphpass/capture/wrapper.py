@@ -171,7 +171,7 @@ class CUDAGraphWrapper:
             args: tensors and numbers, not nested.
             clone: copy outputs out of the pool; None follows the policy.
             is_outermost: None to acquire the pool lease. Otherwise the caller holds it, and this is what its
-                :meth:`~graphpass.capture.pool.PoolLease.acquire` returned.
+                ``PoolLease.acquire`` returned.
         """
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
             self._flat_spec = trees.flatten((tuple(args), {}))[1]
