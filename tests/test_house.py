@@ -194,6 +194,20 @@ PUBLIC_NAMES = {
     ],
 }
 
+# What a newcomer asks of the tree, and the file with the answer; the names of files are chosen so that they find it.
+QUESTIONS = {
+    "Where is it decided whether a size of a graph may be padded?": "graphpass/regions/padding/proof.py",
+    "Where would a second kind of device go?": "graphpass/capture/cuda.py",
+    "What owns the memory pool, and who may replay in it now?": "graphpass/capture/pool.py",
+    "Where does the reason come from that a region runs eagerly?": "graphpass/regions/splitrules.py",
+    "Where are the options of torch.compile(..., options=...) validated?": "graphpass/options.py",
+    "Where does the engine choose the key of a batch?": "graphpass/dispatch/dispatcher.py",
+    "Where is the padding of an input filled?": "graphpass/paddedmemory.py",
+    "What notices that a weight was replaced after the capture?": "graphpass/ladder/modelstate.py",
+    "Where would you add a padding rule for an aten operator?": "graphpass/regions/padding/table.py",
+    "Where does a request of a decoder get its pages?": "graphpass/text/paged/cache.py",
+}
+
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -459,6 +473,11 @@ def test_the_files_that_a_walk_enters_are_printed(name: str) -> None:
     entered = WALKS[name]()
     print(f"{name}: {len(entered)} files")
     assert entered
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_about_the_tree_has_its_answer(question: str) -> None:
+    assert (ROOT / QUESTIONS[question]).is_file()
 
 
 def test_each_note_is_cited_by_the_code_and_each_citation_has_a_note() -> None:

@@ -13,8 +13,8 @@ from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoCall, AutoDispatcher
 from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
-from cgpass.reasons import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
-from cgpass.rules import AutoRules
+from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
+from cgpass.keyrules import AutoRules
 from cgpass.sizes import NamedSizes
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replay import ReplayPlan, refuse_transforms

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cgpass.rules import AutoRules
+from cgpass.keyrules import AutoRules
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
 from graphpass.ledger import Reason

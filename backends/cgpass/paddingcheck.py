@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from cgpass.auto import AutoCall
-from cgpass.rules import AutoRules
+from cgpass.keyrules import AutoRules
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
 from graphpass.compat import operators, trees

@@ -14,7 +14,7 @@ from torch import fx
 from cgpass.appended import AppendedInputs, attributes_read, count_from_start, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
-from cgpass.rules import dispatched
+from cgpass.keyrules import dispatched
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules

@@ -19,7 +19,7 @@ from graphpass.regions.padding import (
     padding_of,
     register_padding_rule,
 )
-from graphpass.regions.rules import DEFAULT_RULES, SplitRule, splits_at
+from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput
 

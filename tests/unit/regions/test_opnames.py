@@ -14,7 +14,7 @@ from torch import fx, nn
 from graphpass import partition
 from graphpass.errors import PartitionError
 from graphpass.regions.names import names_of
-from graphpass.regions.rules import matcher_of
+from graphpass.regions.splitrules import matcher_of
 
 
 class Calls(nn.Module):
