@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from cgpass.nograph import BUSY, EMPTY, FIRST_CALLS, NUMBER_IN_KEY, FailedCaptures, refused
 from cgpass.keyrules import AutoRules
+from cgpass.nograph import BUSY, EMPTY, FIRST_CALLS, NUMBER_IN_KEY, FailedCaptures, refused
 from cgpass.sizes import InputLayout, value_at
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope

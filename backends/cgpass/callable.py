@@ -11,10 +11,10 @@ import torch
 
 from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoCall, AutoDispatcher
+from cgpass.keyrules import AutoRules
+from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
 from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
-from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
-from cgpass.keyrules import AutoRules
 from cgpass.sizes import NamedSizes
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replay import ReplayPlan, refuse_transforms

@@ -20,8 +20,8 @@ from graphpass.context import current_context
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode
 from graphpass.regions.assign import Region
-from graphpass.regions.splitrules import reshapes_in_place
 from graphpass.regions.split import Partition
+from graphpass.regions.splitrules import reshapes_in_place
 from graphpass.regions.symbols import layout_inputs
 from graphpass.report.records import RegionId
 

@@ -19,8 +19,8 @@ from graphpass.regions.padding import (
     padding_of,
     register_padding_rule,
 )
-from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.split import Partition
+from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.symbols import GraphInput
 
 __all__ = [
