@@ -33,6 +33,7 @@ _KEYWORDS = frozenset({"input", "self", "other", "min", "max", "value", "exponen
 
 _OF_NUMBERS: Mapping[Any, Any] = {
     **{f: f for f in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.abs)},
+    "__abs__": operator.abs,  # as Dynamo of torch 2.11 writes abs()
     torch.sym_max: torch.clamp_min,
     torch.sym_min: torch.clamp_max,
 }
