@@ -448,6 +448,15 @@ def test_a_file_has_the_form_of_the_house(source: Path) -> None:
             assert not re.search(r"^(Args|Returns|Raises):$", ast.get_docstring(node) or "", re.MULTILINE), node.name
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in ast.walk(parsed(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name_of(source))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_the_measures_of_the_house_are_printed() -> None:
     """`python -m pytest -rP -k measures tests/test_house.py`."""
     texts = [source.read_text(encoding="utf-8") for source in SOURCES]

@@ -142,10 +142,10 @@ def count_from_start(graph_module: fx.GraphModule, settings: Settings) -> RealSi
     """Rewrite all indices from data into dimensions with symbolic sizes; return the inputs that this appends."""
     if not settings.dispatches_itself() or not (settings.dynamic_dims or settings.padding):
         return None
-    return _Rewriting(graph_module.graph, decomposes=settings.compiler == "inductor").run()
+    return _CountingFromStart(graph_module.graph, decomposes=settings.compiler == "inductor").run()
 
 
-class _Rewriting:
+class _CountingFromStart:
     """The state of one run: the graph, where its symbols are read, and the inputs appended so far."""
 
     def __init__(self, graph: fx.Graph, *, decomposes: bool) -> None:

@@ -53,7 +53,7 @@ class Structure:
 
 def structure_of(graph_module: fx.GraphModule, compiler: str) -> Structure:
     """The structure of a region, whose nodes carry fake tensors and symbolic sizes, for one compiler."""
-    return _Reader(graph_module).read(compiler)
+    return _StructureReader(graph_module).read(compiler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class _Itself:
         return id(self.value)
 
 
-class _Reader:
+class _StructureReader:
     """Reads one region; owns the numbering of its nodes and symbols."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -117,7 +117,7 @@ class _Reader:
         value: Any = operator.attrgetter(path)(self._owner)
         if not isinstance(value, fx.GraphModule):
             return _Itself(value)
-        inner = _Reader(value)
+        inner = _StructureReader(value)
         inner._symbols = self._symbols
         return inner._ops(value.graph)
 

@@ -262,7 +262,7 @@ class CudaGraphManager:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, step: _Step, batch: Batch) -> Any:
+    def _run(self, step: _NextStep, batch: Batch) -> Any:
         decision = self.last_step = step.decision
         if step.is_dummy and step.has_work:
             model = self._model
@@ -283,7 +283,7 @@ class CudaGraphManager:
         self._sizes[batch.num_tokens] += 1
         return result
 
-    def _without_graph(self, step: _Step, batch: Batch) -> Any:
+    def _without_graph(self, step: _NextStep, batch: Batch) -> Any:
         """Run the compiled model over a batch at its real number of tokens."""
         decision, model = step.decision, self._model
         if decision.reason is DispatchReason.NOT_CAPTURED:
@@ -314,7 +314,9 @@ class CudaGraphManager:
             inputs = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
             return self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch)
 
-    def _forward(self, key: Key, inputs: PaddedInputs, captured: CapturedKey | None, step: _Step, batch: Batch) -> Any:
+    def _forward(
+        self, key: Key, inputs: PaddedInputs, captured: CapturedKey | None, step: _NextStep, batch: Batch
+    ) -> Any:
         """Fill the buffers, replay the key's graph or run the compiled model, and cut the results."""
         (mode, descriptor), sizes, model = key, step.sizes, self._model
         parts, lease = model.parts, model.runtime.lease
@@ -348,7 +350,7 @@ class CudaGraphManager:
         return recipe.result(sizes)
 
 
-class _Step(NamedTuple):
+class _NextStep(NamedTuple):
     """What this rank runs in a step."""
 
     decision: Dispatch  #: mode, padded shape and reason
@@ -370,18 +372,18 @@ class _Steps:
         self._fields = frozenset(model.dispatcher.capture_fields)
         self.are_agreed = ranks is not None  #: whether other ranks take part
 
-    def next(self, batch: Batch | None) -> _Step:
+    def next(self, batch: Batch | None) -> _NextStep:
         """Decide the next step; None if this rank has no batch, which only ranks can ask."""
         if self._ranks is None:
             assert batch is not None, "a step without a batch needs other ranks"
             sizes = self._sizes_of(batch)
             decision = self._dispatcher.dispatch(**self._asked(batch))
-            return _Step(decision, sizes, decision.reason)
+            return _NextStep(decision, sizes, decision.reason)
         agreed = self._ranks.decide(lambda: self._proposed(batch))
         if agreed.is_lower:
             text = f"all ranks run {agreed.step.mode}, which is less than this rank could"
             self._model.runtime.warn(text, DispatchReason.AGREED.remedy, at=agreed.agreed.why)
-        return _Step(
+        return _NextStep(
             agreed.step,
             self._sizes_of(batch) if batch is not None and agreed.has_batch else dict.fromkeys(self._largest, 0),
             agreed.agreed.reason,

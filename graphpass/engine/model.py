@@ -213,7 +213,7 @@ class Model:
             return self._recipe_of(run)
 
     @contextlib.contextmanager
-    def _run_once(self, sizes: Sizes) -> Iterator[_Run]:
+    def _run_once(self, sizes: Sizes) -> Iterator[_FirstRun]:
         """Run the model at these sizes over example inputs, without a graph; the effects are undone after the body."""
         parts, inputs, none = self.parts, self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
@@ -236,7 +236,7 @@ class Model:
                     if parts.hooks is not None and len(scope.reached) != 1:
                         found = f"a model of {len(scope.reached)} graphs"
                         raise _not_with_offloading(found, "a model without graph breaks")
-                    yield _Run(inputs, result, scope.reached, frozenset(written))
+                    yield _FirstRun(inputs, result, scope.reached, frozenset(written))
 
     def _first_entry(self, scope: CaptureScope, inputs: PaddedInputs) -> EnteredCallable | None:
         """Call the model up to the entry of its first graph; None if it enters no graph."""
@@ -275,7 +275,7 @@ class Model:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
 
-    def _recipe_of(self, run: _Run) -> tuple[Recipe, Reason | None]:
+    def _recipe_of(self, run: _FirstRun) -> tuple[Recipe, Reason | None]:
         reached, of_tensor = run.reached, by_tensor(run.inputs.buffers)
         self.check_graphs(reached, run.inputs)
         leaves, spec = trees.flatten(run.result)
@@ -316,7 +316,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _FirstRun:
     """One run of a model without a graph."""
 
     inputs: PaddedInputs
