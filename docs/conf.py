@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
+sys.path[:0] = [str(ROOT), str(ROOT / "backends"), str(ROOT / "docs")]
+
+import generate  # noqa: E402
 
 if TYPE_CHECKING:
     from docutils.nodes import Element, TextElement
@@ -43,23 +45,7 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"^(?!graphpass\.|cgpass\.).*")]
 
-PUBLIC_MODULES = (
-    "graphpass",
-    "graphpass.capture",
-    "graphpass.dispatch",
-    "graphpass.encoder",
-    "graphpass.encoder.adapters",
-    "graphpass.engine",
-    "graphpass.errors",
-    "graphpass.ladder",
-    "graphpass.offload",
-    "graphpass.ranks",
-    "graphpass.regions",
-    "graphpass.report",
-    "graphpass.text",
-    "cgpass",
-)
-PUBLIC_HOMES = {name: module for module in PUBLIC_MODULES for name in importlib.import_module(module).__all__}
+PUBLIC_HOMES = {name: module for module in generate.PUBLIC_MODULES for name in importlib.import_module(module).__all__}
 
 
 def find_public_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: TextElement) -> Element | None:
@@ -84,6 +70,7 @@ def describe_field(app: Sphinx, what: str, name: str, obj: object, options: obje
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the resolver, and the description of fields before napoleon (whose priority is 500)."""
+    """Write the generated pages; connect the resolver, and what describes fields before napoleon (priority 500)."""
+    generate.write_not_committed()
     app.connect("missing-reference", find_public_name)
     app.connect("autodoc-process-docstring", describe_field, priority=400)

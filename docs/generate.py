@@ -1,18 +1,55 @@
-"""Writes the pages that are made from the code: ``python docs/generate.py``."""
+"""Writes what the pages say from the code: ``python docs/generate.py``.
+
+Whole pages, and blocks between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` of pages that are written by hand.
+The pages under ``docs/generated`` are read in the built documentation alone: ``docs/conf.py`` writes them before each
+build, and they are not committed.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
 
+import typer  # noqa: E402
+
+from graphpass.capture import CapturePolicy  # noqa: E402
+from graphpass.cli.app import app  # noqa: E402
+from graphpass.options import Settings  # noqa: E402
 from tests.mutations import GUARANTEES, guarantees, mutations  # noqa: E402
 
+GENERATED = DOCS / "generated"
+PUBLIC_MODULES = (
+    "graphpass",
+    "graphpass.regions",
+    "graphpass.capture",
+    "graphpass.dispatch",
+    "graphpass.engine",
+    "graphpass.ladder",
+    "graphpass.encoder",
+    "graphpass.encoder.adapters",
+    "graphpass.text",
+    "graphpass.offload",
+    "graphpass.ranks",
+    "graphpass.report",
+    "graphpass.errors",
+    "cgpass",
+)
+API_HEAD = """\
+# API
+
+Each name is imported from the module in the title of its section. Modules behind these may move.
+"""
 GUARANTEES_HEAD = """\
 # What graphpass guarantees
 
@@ -29,6 +66,12 @@ writes this page.
 """
 
 
+def api_page() -> str:
+    """A section for each public module, with all names that it exports."""
+    sections = [f"## `{module}`\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n" for module in PUBLIC_MODULES]
+    return "\n".join([API_HEAD, *sections])
+
+
 def guarantees_page() -> str:
     """Each guarantee with its tests and the number of its guards, from the tables of ``tests/mutations``."""
     sections = tomllib.loads(GUARANTEES.read_text(encoding="utf-8"))
@@ -41,7 +84,7 @@ def guarantees_page() -> str:
             lines += ["", f"## {section}", "", *([intro, ""] if intro else [])]
         links = [f"[{test.partition('::')[2]}](../{test.partition('::')[0]})" for test in guarantee.tests]
         guards = [f"{guarantee.num_guards} guard{'s' * (guarantee.num_guards != 1)}"] * bool(guarantee.num_guards)
-        lines += [f"- {guarantee.text}", f"  *{', '.join([*guards, *links])}*"]
+        lines += [f"- {guarantee.text} *{', '.join([*guards, *links])}*"]
     unseen = [f"- {item}" for item in sections["What it cannot see"]["items"]]
     return "\n".join([*lines, "", "## What it cannot see", "", *unseen]) + "\n"
 
@@ -67,8 +110,100 @@ def _first_sentence(file: Path) -> str:
     return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
+def options_block() -> str:
+    """The options of the backend: names and defaults of the dataclasses, with what is said of each field there."""
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for owner, field in _options():
+        default = {None: "", False: "off", (): "", dataclasses.MISSING: ""}.get(field.default, f"`{field.default}`")
+        rows.append(f"| `{field.name}` | {default} | {_description(owner, field.name)} |")
+    return "\n".join(rows)
+
+
+def _options() -> Iterator[tuple[type, dataclasses.Field[Any]]]:
+    """Each option with the dataclass that has it; ``policy`` stands for the options of another one."""
+    for field in dataclasses.fields(Settings):
+        if field.name == "policy":
+            yield from ((CapturePolicy, option) for option in dataclasses.fields(CapturePolicy))
+        else:
+            yield Settings, field
+
+
+def _description(owner: type, name: str) -> str:
+    """The ``#:`` comment of a field, in Markdown."""
+    lines = inspect.getsource(owner).splitlines()
+    at = next(number for number, line in enumerate(lines) if re.match(rf"    {name}: ", line))
+    first = at
+    while lines[first - 1].startswith("    #: "):
+        first -= 1
+    said = [line.strip().removeprefix("#: ") for line in lines[first:at]] or [lines[at].partition("#: ")[2]]
+    return " ".join(said).replace("``", "`")
+
+
+def commands_block() -> str:
+    """Each command with its help, and the options of all commands."""
+    group: Any = typer.main.get_command(app)
+    lines = [group.help.partition("\n\n")[2]]
+    options: dict[tuple[str, str], list[str]] = {}
+    for name, command in group.commands.items():
+        text, _, examples = command.help.partition("\n\n\b\nExamples:\n")
+        lines += ["", f"## {name.capitalize()}", "", text, "", "```text"]
+        lines += [*(line.strip() for line in examples.splitlines()), "```"]
+        for given in command.params:
+            if given.name != "help":
+                options.setdefault(_option(given), []).append(f"`{name}`")
+    lines += ["", "## Arguments and options", "", "| | of | meaning |", "|---|---|---|"]
+    every = [f"`{name}`" for name in group.commands]
+    for (usage, meaning), names in options.items():
+        lines.append(f"| `{usage}` | {'all' if names == every else ', '.join(names)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _option(given: Any) -> tuple[str, str]:
+    """How an argument or option is written, and what it means."""
+    if given.param_type_name == "argument":
+        return given.metavar, given.help
+    usage = "/".join([*given.opts, *given.secondary_opts])
+    value = "" if given.is_flag else f" {given.metavar or 'VALUE'}"
+    default = given.default if isinstance(given.default, int | str) and not given.is_flag else None
+    return usage + value, given.help + (f" By default {default}." if default is not None else "")
+
+
 PAGES: Mapping[str, Callable[[], str]] = {"guarantees.md": guarantees_page, "design/tree.md": tree_page}
+NOT_COMMITTED: Mapping[str, Callable[[], str]] = {"generated/api.md": api_page}
+BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "options.md": {"options": options_block},
+    "command_line.md": {"commands": commands_block},
+}
+
+
+def with_block(page: str, name: str, text: str) -> str:
+    """A page with another text between the markers of a block."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, after = page.partition(begin)[0], page.partition(end)[2]
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def committed() -> Iterator[tuple[Path, str]]:
+    """Each page that is committed, as the code says it."""
+    for name, page in PAGES.items():
+        yield DOCS / name, page()
+    for name, blocks in BLOCKS.items():
+        text = (DOCS / name).read_text(encoding="utf-8")
+        for block, written in blocks.items():
+            text = with_block(text, block, written())
+        yield DOCS / name, text
+
+
+def write_not_committed() -> None:
+    """Write the pages for a build; one that has not changed is left alone."""
+    GENERATED.mkdir(exist_ok=True)
+    for name, page in NOT_COMMITTED.items():
+        file, text = DOCS / name, page()
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+
 
 if __name__ == "__main__":
-    for name, page in PAGES.items():
-        (ROOT / "docs" / name).write_text(page(), encoding="utf-8")
+    for path, text in committed():
+        path.write_text(text, encoding="utf-8")
+    write_not_committed()

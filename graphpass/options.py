@@ -25,27 +25,35 @@ DynamicDims = Mapping[str, Mapping[int, str]]
 class Settings:
     """The options of ``torch.compile(model, backend="cgpass", options=...)``."""
 
-    #: the mode of the callable, a runtime mode or a pair. None means ``FULL_AND_PIECEWISE``; where ``splitting_ops``
-    #: are passed, calls without a forward context then use ``PIECEWISE`` alone.
+    #: the mode of the callable or its name: a runtime mode, or a pair. By default ``FULL_AND_PIECEWISE``; if
+    #: ``splitting_ops`` are passed, calls without a forward context then use ``PIECEWISE`` alone.
     mode: CUDAGraphMode | None = None
-    #: ops that run eagerly between captured regions, by name, op object or callable
+    #: operations, functions and module classes that run eagerly between captured regions; a ``FULL`` graph, which a
+    #: forward context or ``mode`` asks for, holds them
     splitting_ops: tuple[str | Callable[..., Any], ...] = ()
-    #: padded sizes to capture, {key field: sizes}; empty if unknown
+    #: padded sizes to capture: a list, or {key field: list}. By default 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to the
+    #: sizes seen.
     capture_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dynamic_dims: DynamicDims = field(default_factory=dict)  #: {input: {dimension: key field}}
-    compiler: str = "inductor"  #: the compiler for captured regions
-    #: sizes that get an artifact each, {key field: sizes}; at most one field
+    #: the sizes that differ from call to call: {input: dimension}, or {input: {dimension: key field}}; a name that no
+    #: input has is a warning
+    dynamic_dims: DynamicDims = field(default_factory=dict)
+    compiler: str = "inductor"  #: the compiler for captured regions: ``inductor``, ``aot_eager`` or ``eager``
+    #: sizes that are each compiled separately: a list, or {key field: list} of one field
     compile_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    #: ranges of sizes that get an artifact each, {key field: ((least, greatest), ...)}; same field
+    #: ranges of sizes that are each compiled separately: (least, greatest) pairs, or {key field: pairs} of the same
+    #: field
     compile_ranges: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     #: how wrappers return outputs, when they capture, and how they treat moved inputs
     policy: CapturePolicy = field(default_factory=CapturePolicy)
-    #: the reaction if a call should replay a graph but cannot
+    #: the reaction if a call should replay a graph but cannot: ``warn`` once for each reason, ``error``, ``silent``. It
+    #: applies above the largest capture size, where a call compiles after ``capture()`` or ``precapture``, and at
+    #: Dynamo's recompile limit of a graphed model (``torch.compile`` does not ask graphpass there); not under autograd.
     on_fallback: Literal["warn", "error", "silent"] = "warn"
     #: the choice of a graph for calls without a forward context. ``auto``: the callable chooses. ``context``: such
-    #: calls run without graphs. None means ``context`` if ``runtime`` is set, else ``auto``.
+    #: calls run without graphs. By default ``context`` if ``runtime`` is set, else ``auto``.
     dispatch: Literal["auto", "context"] | None = None
-    #: {input: rule that fills its padding}; other inputs repeat their last real slice
+    #: {input: what fills its padding}: a number, a function ``f(real, padded_shape)`` that returns the padded tensor,
+    #: or ``repeat``, the last real slice, as for all other inputs
     padding: Mapping[str, PadRule] = field(default_factory=dict)
     #: the proof that a declared size needs before it is padded. ``prove``: sizes with the verdict RUNTIME are padded
     #: and checked at run time, UNPROVED sizes run unpadded. ``strict``: an UNPROVED size or a call without a graph is
@@ -53,10 +61,10 @@ class Settings:
     #: without a check.
     padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
     max_graphs: int = 64  #: the maximum number of keys that a callable captures besides those of ``capture_sizes``
-    #: whether captures show a progress bar; None: where stderr is a terminal and TQDM_DISABLE is not set
+    #: captures show a progress bar; by default where stderr is a terminal and TQDM_DISABLE is not set
     progress: bool | None = None
     dump_dir: Path | None = None  #: a directory for the text of partitions, one file for each graph
-    #: the owner of the memory pool and statistics; None creates one for each ``torch.compile``
+    #: the ``GraphRuntime`` that owns memory pool, graphs and statistics; by default each ``torch.compile`` creates one
     runtime: GraphRuntime | None = None
 
     @classmethod
@@ -123,8 +131,7 @@ class Settings:
 def options(**values: Any) -> dict[str, Any]:
     """Validate the backend's options now instead of at the first compile, and return them as a dict.
 
-    See :class:`Settings` for the options; ``outputs``, ``on_moved_input`` and ``lazy_capture`` are documented in
-    :class:`graphpass.capture.CapturePolicy`.
+    They are the fields of ``graphpass.options.Settings`` and ``graphpass.capture.CapturePolicy``.
 
     Raises:
         OptionError: an unknown name or an invalid value.

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # The programs of the gallery run with small models, in tests/e2e/test_gallery.py.
 GALLERY = ROOT / "docs" / "gallery"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"_build", "generated"} & {*page.parts}]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS]
 # What a block may be: code that runs everywhere or on a GPU only, text, or a directive of the pages' builder.
 KINDS = {"python", "python cuda", "text", "{toctree}", "{eval-rst}", "{include}"}
 
@@ -108,7 +109,18 @@ def test_the_check_of_links_sees_broken_ones(tmp_path: Path) -> None:
     assert anchors_of(page) == {"some-code-one-two"}
 
 
-def test_pages_made_from_the_code_are_as_the_code_is() -> None:
+def test_what_is_made_from_the_code_is_as_the_code_is() -> None:
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    stale = [n for n, page in generate["PAGES"].items() if (ROOT / "docs" / n).read_text(encoding="utf-8") != page()]
+    stale = [name_of(page) for page, text in generate["committed"]() if page.read_text(encoding="utf-8") != text]
     assert stale == [], "write them: python docs/generate.py"
+    made = {name: page() for name, page in generate["NOT_COMMITTED"].items()}
+    assert all(text.startswith("# ") for text in made.values())
+
+
+def test_each_option_and_each_argument_is_described() -> None:
+    """In the code: the pages only repeat it."""
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    rows = [*generate["options_block"]().splitlines(), *generate["commands_block"]().splitlines()]
+    cells = [row.strip("| ").rsplit(" | ", 1) for row in rows if row.startswith("| `")]
+    assert len(cells) > 30
+    assert [name for name, meaning in cells if len(meaning) < 12] == []
