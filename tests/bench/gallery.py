@@ -5,8 +5,9 @@ printed, in a process of its own. All processes compile and capture at the same 
 the other, while the others wait. Of each page eager, torch.compile, reduce-overhead and graphpass are timed in
 interleaved rounds; results are compared with eager ones, in the dtype of the page.
 
-Writes ``gallery.json`` to ``--out`` and the tables to the pages. ``--from FILE`` writes the tables of such a file, and
-measures nothing. ``--small`` runs the small models of the tests, on any machine: the code, not the figures.
+Writes ``gallery.json`` to ``--out`` and the rows of the pages to the table of ``index.md``. ``--from FILE`` writes the
+rows of such a file, and measures nothing. ``--small`` runs the small models of the tests, on any machine: the code, not
+the figures.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -247,7 +249,7 @@ def _ms(spread: Spread, units: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the pages and write their tables."""
+    """Measure the pages and write their rows."""
     given = _parsed(arguments)
     if given.one:
         _in_this_process(given)
@@ -267,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 console.print(f"{name}: not ready within {given.ready_s} s\n{child.end()}", markup=False)
                 continue
             found[name] = child.measured()
-            said = table_of(PAGES[name], found[name]) if "rows" in found[name] else found[name]["problem"]
+            said = "\n".join(rows_of(PAGES[name], found[name])) if "rows" in found[name] else found[name]["problem"]
             console.print(f"{name}\n{said}", markup=False)
             write_json(given.out and given.out / "gallery.json", found)
     if not given.small:
@@ -341,64 +343,55 @@ def _in_this_process(given: argparse.Namespace) -> None:
     print(RESULT + json.dumps(figures), file=says, flush=True)
 
 
-# -- tables -------------------------------------------------------------------------------------------------------
+# -- the table ----------------------------------------------------------------------------------------------------
 
 
 def _write(found: Mapping[str, Any]) -> None:
+    """Replace the rows of the pages that were measured; a row with a link is the first one of its page."""
+    index = FOLDER / "index.md"
+    before, begin, rest = index.read_text(encoding="utf-8").partition("<!-- figures: begin -->\n")
+    table, end, after = rest.partition("<!-- figures: end -->")
+    head, *groups = re.split(r"^(?=\| \[)", table, flags=re.MULTILINE)
+    rows = {re.findall(r"\((\w+)\.md\)", group)[0]: group for group in groups}
     for name, figures in found.items():
         if "rows" in figures:
-            PAGES[name].write_figures(table_of(PAGES[name], figures))
-    measured = {name: figures for name, figures in found.items() if "rows" in figures}
-    index = FOLDER / "index.md"
-    lines = index.read_text(encoding="utf-8").splitlines()
-    for name, figures in measured.items():
-        link = f"| [{PAGES[name].title}]({name}.md) |"
-        lines = [_index_row(link, figures) if line.startswith(link) else line for line in lines]
-    index.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            rows[name] = "".join(f"{row}\n" for row in rows_of(PAGES[name], figures))
+    table = head + "".join(rows[name] for name in PAGES if name in rows)
+    index.write_text(before + begin + table + end + after, encoding="utf-8")
 
 
-def table_of(page: GalleryPage, figures: Mapping[str, Any]) -> str:
-    """The table of a page, with the machine and the versions."""
-    variants = [variant for variant in VARIANTS if variant in figures["rows"][0]["ms"]]
-    lines = [f"| | {' | '.join(variants)} |", "|---" * (len(variants) + 1) + "|"]
+def rows_of(page: GalleryPage, figures: Mapping[str, Any]) -> list[str]:
+    """The rows of a page: first its link, then the machine with the versions, then the circumstances."""
+    rows = []
     for row in figures["rows"]:
-        lines.append(_line(row["name"], [f"{row['ms'][variant]['median']:.3g}" for variant in variants]))
+        rows.append((row["name"], {variant: f"{ms['median']:.3g}" for variant, ms in row["ms"].items()}))
         if row["host_us"]:
-            lines.append(_line("… host time, µs", [f"{row['host_us'][v]['median']:.0f}" for v in variants]))
-    worst = {variant: max(row["difference"][variant] for row in figures["rows"]) for variant in variants}
-    lines.append(
-        _line(
-            "tokens that differ" if page.kind == "text" else "difference from eager",
-            [f"{worst[variant]:.1g}" for variant in variants],
-        )
-    )
-    graphs = f" {figures['graphs']} graphs." if "graphs" in figures else ""
-    versions = f"torch {figures['torch']}, {page.needs} {figures[page.needs]}"
-    compiled = " torch compiles with dynamic=True." if figures["dynamic"] else ""
-    failed = "".join(f" {variant} was not measured: {_why(text)}." for variant, text in figures["failed"].items())
-    return f"{figures['device']}, {versions}; medians.{graphs}{compiled}{failed}\n\n" + "\n".join(lines) + "\n"
+            rows.append(("… host time, µs", {v: f"{host['median']:.0f}" for v, host in row["host_us"].items()}))
+    worst = {v: max(row["difference"][v] for row in figures["rows"]) for v in figures["rows"][0]["ms"]}
+    difference = "tokens that differ" if page.kind == "text" else "difference from eager"
+    rows.append((difference, {variant: f"{share:.1g}" for variant, share in worst.items()}))
+    notes = [f"{figures['graphs']} graphs"] * ("graphs" in figures) + ["`dynamic=True`"] * bool(figures["dynamic"])
+    notes += [f"{variant} was not measured: {_why(text)}" for variant, text in figures["failed"].items()]
+    versions = f"torch {figures['torch']}, {page.needs} {figures[page.needs]}, {figures['device']}"
+    firsts = [f"[{page.title}]({page.name}.md)", versions, "; ".join(notes), *[""] * len(rows)]
+    return [
+        f"| {first} | {name} | {' | '.join(cells.get(variant, '-') for variant in VARIANTS)} |"
+        for first, (name, cells) in zip(firsts, rows, strict=False)
+    ]
 
 
 def _why(text: str) -> str:
     """The reason in an error's text; compilers wrap the error that ends them."""
-    return "its compilation took longer than the run allowed" if "not ready within" in text else text.splitlines()[0]
-
-
-def _line(name: str, cells: Sequence[str]) -> str:
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def _index_row(link: str, figures: Mapping[str, Any]) -> str:
-    row = figures["rows"][0]
-    cells = [f"{row['ms'][v]['median']:.3g}" if v in row["ms"] else "-" for v in VARIANTS]
-    return f"{link} {row['name']} | {' | '.join(cells)} |"
+    if "not ready within" in text:
+        return "its compilation took longer than the run allowed"
+    return text.splitlines()[0].partition(". ")[0]
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *PAGES], help="pages; all by default")
     parser.add_argument("--out", type=Path, help="a folder for gallery.json")
-    parser.add_argument("--from", type=Path, dest="from_file", help="write the tables of this gallery.json")
+    parser.add_argument("--from", type=Path, dest="from_file", help="write the rows of this gallery.json")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ready-s", type=float, default=170, help="what compiles longer is left out")
     parser.add_argument("--small", action="store_true")

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEGIN", "END", "FOLDER", "MAX_LINES", "PAGES", "GalleryPage", "Namespace"]
+__all__ = ["FOLDER", "MAX_LINES", "PAGES", "GalleryPage", "Namespace"]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "gallery"
 MAX_LINES = 25
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 Namespace = dict[str, Any]
 
 
@@ -77,12 +76,6 @@ class GalleryPage:
         namespace: Namespace = {"__name__": "__main__"}
         exec(compile(code, str(self.path), "exec"), namespace)
         return namespace
-
-    def write_figures(self, table: str) -> None:
-        """Replace the table between the markers."""
-        text = self.path.read_text(encoding="utf-8")
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        self.path.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
 
 
 _BACKEND = {'backend="cgpass"': 'backend="cgpass", options={"compiler": "aot_eager"}'}
