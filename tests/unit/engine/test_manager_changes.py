@@ -29,6 +29,8 @@ def test_weights_replaced_in_every_way_are_noticed() -> None:
         assert_right(manager, model)
         model.inner = nn.Linear(WIDTH, 5).eval()
         assert_right(manager, model)
+        model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
+        assert_right(manager, model)
     assert "captured again" in notes(manager)
 
 
@@ -86,13 +88,6 @@ def test_layouts_are_compared_and_not_modes() -> None:
     weight.data = weight.data.t()
     with pytest.raises(ShapeError, match=r"another layout than at capture.*\(1, 4\)"):
         layouts.refuse_change()
-
-
-def test_weights_loaded_by_assignment_are_noticed() -> None:
-    model = Rows().eval()
-    manager = captured(model)
-    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
-    assert_right(manager, model)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
@@ -159,8 +154,7 @@ def test_an_exchanged_submodule_without_parameters_is_noticed(mode: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("mode", "change"),
-    [("FULL", new_factor), ("FULL", new_hook), ("FULL", new_layer), ("PIECEWISE", new_factor)],
+    ("mode", "change"), [("FULL", new_factor), ("FULL", new_hook), ("FULL", new_layer), ("PIECEWISE", new_factor)]
 )
 def test_whatever_else_changes_the_model_is_there_after_recapture(mode: str, change: Callable[[Any], None]) -> None:
     """A step looks at the model's tensors and modules; attributes, hooks and longer lists are the caller's to tell."""
@@ -176,10 +170,7 @@ def test_whatever_else_changes_the_model_is_there_after_recapture(mode: str, cha
 
 @pytest.mark.parametrize(
     ("mode", "change"),
-    [
-        *(("FULL", change) for change in AMBIENT_CHANGES),
-        *(("PIECEWISE", change) for change in (training, autocast)),
-    ],
+    [*(("FULL", change) for change in AMBIENT_CHANGES), *(("PIECEWISE", change) for change in (training, autocast))],
 )
 def test_a_change_of_ambient_state_is_refused_by_name(mode: str, change: Any) -> None:
     model = Rows().eval()

@@ -13,6 +13,8 @@ from torch import nn
 
 from tests.unit.engine.managed import WIDTH, captured, made, notes, refused, rows, run
 
+Change = Callable[[Any, torch.Tensor], object]
+
 
 class Record:
     """An object that is no module."""
@@ -24,7 +26,7 @@ class Record:
 class Keeps(nn.Module):
     """Everything of a module that Python code can change, and a child with some more."""
 
-    def __init__(self, change: Callable[[Any, torch.Tensor], object]) -> None:
+    def __init__(self, change: Change) -> None:
         super().__init__()
         self.change = change
         self.calls, self.flag = 0, False
@@ -57,40 +59,30 @@ def count_in_child(model: Keeps, _: torch.Tensor) -> None:
 
 
 def set_flag(model: Keeps, _: torch.Tensor) -> None:
-    model.flag = True
+    model.flag, model.added = True, 1
 
 
-def add_attribute(model: Keeps, _: torch.Tensor) -> None:
-    model.added = 1
-
-
-def grow_list(model: Keeps, _: torch.Tensor) -> None:
-    model.seen.append(len(model.seen))
-
-
-def fill_dict(model: Keeps, _: torch.Tensor) -> None:
-    model.sizes[f"call {len(model.sizes)}"] = 1
-
-
-def grow_set(model: Keeps, _: torch.Tensor) -> None:
-    model.names.add(len(model.names))
-
-
-def grow_nested_list(model: Keeps, _: torch.Tensor) -> None:
-    model.nested["inner"].append(1)
-
-
-UNDONE = [count, count_in_child, set_flag, add_attribute, grow_list, fill_dict, grow_set, grow_nested_list]
+UNDONE: dict[str, Change] = {
+    "an attribute counted": count,
+    "an attribute of a child counted": count_in_child,
+    "an attribute set, and a new one": set_flag,
+    "a longer list": lambda model, _: model.seen.append(len(model.seen)),
+    "an item of a dict": lambda model, _: model.sizes.update({f"call {len(model.sizes)}": 1}),
+    "a larger set": lambda model, _: model.names.add(len(model.names)),
+    "a longer list in a dict": lambda model, _: model.nested["inner"].append(1),
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "mode"),
-    [*((change, "FULL") for change in UNDONE), (count, "PIECEWISE"), (grow_list, "FULL_AND_PIECEWISE")],
+    ("name", "mode"),
+    [
+        *((name, "FULL") for name in UNDONE),
+        ("an attribute counted", "PIECEWISE"),
+        ("a longer list", "FULL_AND_PIECEWISE"),
+    ],
 )
-def test_capture_leaves_python_state_as_it_was_and_each_step_changes_it_as_eager_does(
-    mode: str, change: Callable[[Any, torch.Tensor], object]
-) -> None:
-    model, eager = Keeps(change), Keeps(change)
+def test_capture_leaves_python_state_as_it_was_and_each_step_changes_it_as_eager_does(mode: str, name: str) -> None:
+    model, eager = Keeps(UNDONE[name]), Keeps(UNDONE[name])
     eager.load_state_dict(model.state_dict())
     untouched = model.python_state()
     manager = captured(model, mode)
@@ -102,9 +94,9 @@ def test_capture_leaves_python_state_as_it_was_and_each_step_changes_it_as_eager
             assert model.python_state() == eager.python_state()
 
 
-@pytest.mark.parametrize("change", [count, grow_list])
-def test_an_estimate_leaves_python_state_as_it_was(change: Callable[[Any, torch.Tensor], object]) -> None:
-    model = Keeps(change)
+@pytest.mark.parametrize("name", ["an attribute counted", "a longer list"])
+def test_an_estimate_leaves_python_state_as_it_was(name: str) -> None:
+    model = Keeps(UNDONE[name])
     untouched = model.python_state()
     made(model).estimate()
     assert model.python_state() == untouched
@@ -122,23 +114,20 @@ def test_a_capture_that_fails_leaves_python_state_as_it_was() -> None:
     assert model.calls == 0
 
 
-def test_what_a_call_sets_to_the_value_that_it_has_is_no_change() -> None:
-    def change(model: Keeps, _: torch.Tensor) -> None:
-        model.flag = False
-        before, model.calls = model.calls, 7
-        model.calls = before
-
-    manager = captured(Keeps(change))
-    assert "Dynamo's guards" not in notes(manager)
+def set_to_the_values_they_have(model: Keeps, _: torch.Tensor) -> None:
+    model.flag = False
+    before, model.calls = model.calls, 7
+    model.calls = before
 
 
-def test_objects_that_a_call_makes_are_no_change() -> None:
-    def change(_: Keeps, x: torch.Tensor) -> None:
-        made_here = Record(x)
-        made_here.more = [x]
+def make_objects(_: Keeps, x: torch.Tensor) -> None:
+    made_here = Record(x)
+    made_here.more = [x]
 
-    manager = captured(Keeps(change))
-    assert "Dynamo's guards" not in notes(manager)
+
+@pytest.mark.parametrize("change", [set_to_the_values_they_have, make_objects])
+def test_objects_that_a_call_makes_are_no_change(change: Change) -> None:
+    assert "Dynamo's guards" not in notes(captured(Keeps(change)))
 
 
 # -- between graphs
@@ -228,12 +217,6 @@ def test_a_tensor_that_python_between_graphs_keeps_is_refused(mode: str) -> None
 # -- what cannot be undone
 
 
-class Elsewhere:
-    """Python state that hangs on no module."""
-
-    steps = 0
-
-
 STEPS = [0]
 counted = 0
 
@@ -243,34 +226,20 @@ def count_globally(_: Keeps, __: torch.Tensor) -> None:
     counted += 1
 
 
-def grow_global_list(_: Keeps, __: torch.Tensor) -> None:
-    STEPS.append(1)
-
-
 def count_in_object(model: Keeps, _: torch.Tensor) -> None:
     model.stats.calls += 1
-
-
-def count_in_class(_: Keeps, __: torch.Tensor) -> None:
-    Elsewhere.steps += 1
-
-
-def advance_iterator(model: Keeps, _: torch.Tensor) -> None:
-    next(model.numbers)
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
     [
         (count_globally, "sets the global variable 'counted'"),
-        (grow_global_list, "changes a list"),
+        (lambda _, __: STEPS.append(1), "changes a list"),
         (count_in_object, "sets the attribute 'calls' of Record"),
-        (advance_iterator, "iterator"),
+        (lambda model, _: next(model.numbers), "iterator"),
     ],
 )
-def test_python_state_outside_of_modules_is_refused_before_anything_has_changed(
-    change: Callable[[Any, torch.Tensor], object], found: str
-) -> None:
+def test_python_state_outside_of_modules_is_refused_before_anything_has_changed(change: Change, found: str) -> None:
     model = Keeps(change)
     held = (counted, list(STEPS), model.stats.calls)
     error = refused("cannot be restored after a capture", model)
@@ -292,22 +261,6 @@ def test_a_function_that_counts_its_calls_is_refused() -> None:
     assert calls == 0
 
 
-def keep_input(model: Keeps, x: torch.Tensor) -> None:
-    model.last = x
-
-
-def keep_result(model: Keeps, x: torch.Tensor) -> None:
-    model.last = x * 2
-
-
-def keep_in_list(model: Keeps, x: torch.Tensor) -> None:
-    model.seen.append(x * 2)
-
-
-def keep_in_tuple(model: Keeps, x: torch.Tensor) -> None:
-    model.sizes["last"] = (x * 2, 1)
-
-
 def keep_in_object(model: Keeps, x: torch.Tensor) -> None:
     model.last = Record(x * 2)
 
@@ -317,9 +270,18 @@ def replace_buffer(model: Keeps, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [keep_input, keep_result, keep_in_list, keep_in_tuple, keep_in_object, replace_buffer]
+    "change",
+    [
+        lambda model, x: setattr(model, "last", x),
+        lambda model, x: setattr(model, "last", x * 2),
+        lambda model, x: model.seen.append(x * 2),
+        lambda model, x: model.sizes.update(last=(x * 2, 1)),
+        keep_in_object,
+        replace_buffer,
+    ],
+    ids=["the input", "a result", "in a list", "in a tuple", "in an object", "as a buffer"],
 )
-def test_a_tensor_that_outlives_its_call_is_refused(change: Callable[[Any, torch.Tensor], object]) -> None:
+def test_a_tensor_that_outlives_its_call_is_refused(change: Change) -> None:
     """It would lie in memory that the next step overwrites."""
     model = Keeps(change)
     error = refused("stores a tensor in a Python object", model)
