@@ -132,16 +132,10 @@ PAGES = {
             },
         ),
         GalleryPage(
-            "vit",
-            "calls",
-            "timm",
-            {**_IMAGES, '_224"': '_224", img_size=32, embed_dim=32, depth=1, num_heads=2'},
+            "vit", "calls", "timm", {**_IMAGES, '_224"': '_224", img_size=32, embed_dim=32, depth=1, num_heads=2'}
         ),
         GalleryPage(
-            "convnext",
-            "calls",
-            "timm",
-            {**_IMAGES, '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'},
+            "convnext", "calls", "timm", {**_IMAGES, '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'}
         ),
         GalleryPage(
             "dit",

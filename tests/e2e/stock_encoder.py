@@ -18,13 +18,7 @@ TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 PATCHES = {**LAYERS, "image_size": 16, "patch_size": 4}
 CONVOLUTIONS = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8)}
-SOUND = {
-    **TEXT,
-    **CONVOLUTIONS,
-    "vocab_size": 32,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-}
+SOUND = {**TEXT, **CONVOLUTIONS, "vocab_size": 32, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 99}
 BART = {
     "d_model": 32,

@@ -54,9 +54,7 @@ def paged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: in
     return (scores.softmax(-1).unsqueeze(1) @ values[request]).squeeze(1)
 
 
-@paged_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-    return torch.empty_like(q)
+paged_attention.register_fake(lambda q, *_: torch.empty_like(q))
 
 
 class Layer(nn.Module):

@@ -214,8 +214,7 @@ def run_batch(manager: CudaGraphManager, query_lens: Sequence[int], seq_lens: Se
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=[] if mode == "FULL_AND_PIECEWISE" else pytest.mark.soak) for mode in MODES[1:]],
+    "mode", [pytest.param(mode, marks=[] if mode == "FULL_AND_PIECEWISE" else pytest.mark.soak) for mode in MODES[1:]]
 )
 def test_every_key_is_reached_and_every_batch_replays(mode: str, decoders: Decoders) -> None:
     manager = decoders(mode=mode, **WHOLE_LADDER).manager

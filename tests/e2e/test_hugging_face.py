@@ -86,11 +86,7 @@ def sizes_of(key: BatchDescriptor) -> tuple[int, int | None]:
 
 @pytest.mark.parametrize(
     ("stock", "compiler", "place"),
-    table(
-        (("llama",), "aot_eager", CPU),
-        (("bert",), "eager", CPU),
-        (("vit",), "eager", CPU_BF16),
-    ),
+    table((("llama",), "aot_eager", CPU), (("bert",), "eager", CPU), (("vit",), "eager", CPU_BF16)),
 )
 def test_one_dynamic_compile_agrees_in_every_mode(stock: Stock, compiler: str, place: Place) -> None:
     """NONE at the real sizes, PIECEWISE and FULL at the padded ones."""

@@ -59,9 +59,7 @@ def paged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: in
     return (weights.unsqueeze(1) @ values[pages.slots]).squeeze(1)
 
 
-@paged_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-    return torch.empty_like(q)
+paged_attention.register_fake(lambda q, *_: torch.empty_like(q))
 
 
 class Layer(nn.Module):

@@ -26,9 +26,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale).contiguous()
 
 
-@attend.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+attend.register_fake(lambda query, key, value, scale: torch.empty_like(query, memory_format=torch.contiguous_format))
 
 
 def attend_by_row(call: OpCall) -> PaddedValue:

@@ -18,14 +18,7 @@ from graphpass.modes import CUDAGraphMode
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
 from tests.e2e.greedy import Reference, References, continued
-from tests.e2e.test_generate import (
-    MAX_LENGTH,
-    MODES,
-    SIZES,
-    VOCABULARY,
-    all_pages_are_free,
-    make_model,
-)
+from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -42,10 +42,7 @@ def _same(rows: int, device: torch.device) -> _Pair:
 
 LAYOUTS: Mapping[str, Callable[[int, torch.device], _Pair]] = MappingProxyType(
     {
-        "fresh": lambda rows, device: (
-            _memory(rows, COLUMNS, device=device),
-            _memory(rows, COLUMNS, device=device),
-        ),
+        "fresh": lambda rows, device: (_memory(rows, COLUMNS, device=device), _memory(rows, COLUMNS, device=device)),
         "same": _same,
         "offset": _offset,
         "rows": lambda rows, device: (

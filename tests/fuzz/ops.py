@@ -18,9 +18,7 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     return x.sin() * 2
 
 
-@fresh.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+fresh.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphpassfuzz::write", mutates_args=("target",))
@@ -28,9 +26,7 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
     target.mul_(0.5).add_(source)
 
 
-@write.register_fake
-def _(target: torch.Tensor, source: torch.Tensor) -> None:
-    return None
+write.register_fake(lambda target, source: None)
 
 
 @torch.library.custom_op("graphpassfuzz::mixed", mutates_args=("target",))
@@ -39,9 +35,7 @@ def mixed(target: torch.Tensor) -> torch.Tensor:
     return target.cos()
 
 
-@mixed.register_fake
-def _(target: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(target)
+mixed.register_fake(torch.empty_like)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,14 +254,10 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     return x.softmax(-1)
 
 
-@scale.register_fake
-def _(x: torch.Tensor, out: torch.Tensor) -> None:
-    return None
+scale.register_fake(lambda x, out: None)
 
 
-@fresh.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+fresh.register_fake(torch.empty_like)
 
 
 class Decoder(torch.nn.Module):

@@ -45,9 +45,7 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
     return x * SCALE[0]
 
 
-@scaled.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+scaled.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphpass_gpu_guards::split", mutates_args=())
@@ -55,9 +53,7 @@ def split(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)
 
 
-@split.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+split.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphpass_gpu_guards::fails", mutates_args=())
@@ -67,9 +63,7 @@ def fails(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@fails.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+fails.register_fake(torch.empty_like)
 
 
 SCALE: list[float] = [1.0]

@@ -283,9 +283,7 @@ def scaled_by_largest(x: torch.Tensor) -> torch.Tensor:
     return x * float(x.isfinite().all())
 
 
-@scaled_by_largest.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+scaled_by_largest.register_fake(torch.empty_like)
 
 
 register_padding_rule("graphpass_gpu_manager::scaled_by_largest", lambda call: call.tensor("x"))

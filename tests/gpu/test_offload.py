@@ -112,10 +112,7 @@ def test_200_forwards_in_any_order_at_any_pace(num_slots: int, cuda: torch.devic
     inputs = {num_tokens: rows(num_tokens) for num_tokens in range(1, LARGEST + 1)}
     wanted = {num_tokens: expected(reference, x) for num_tokens, x in inputs.items()}
     others = [torch.cuda.Stream(), torch.cuda.Stream()]
-    with (
-        managed(model, offloader, "FULL_AND_PIECEWISE") as one,
-        managed(model, offloader, "FULL") as other,
-    ):
+    with managed(model, offloader, "FULL_AND_PIECEWISE") as one, managed(model, offloader, "FULL") as other:
         results = []
         for _ in range(200):
             for _ in range(order.choice([0, 0, 1, 8])):  # the host is ahead of the device, by more or by less
@@ -226,10 +223,7 @@ def test_after_a_failed_capture_forwards_are_right(cuda: torch.device) -> None:
     fails.register_fake(torch.empty_like)
     register_padding_rule("graphpass_gpu_offload::fails", lambda call: call.tensor("x"))
     model.layers[4].norm = nn.Sequential(model.layers[4].norm, Reads())
-    with (
-        pytest.raises(CaptureError, match="while it was recorded"),
-        managed(model, offloader, "FULL"),
-    ):
+    with pytest.raises(CaptureError, match="while it was recorded"), managed(model, offloader, "FULL"):
         pass
     assert calls.count(True) == 1
     torch.testing.assert_close(expected(model, x), expected(reference, x), **CLOSE)

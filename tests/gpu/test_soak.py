@@ -106,10 +106,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("device_type", "num_replays"),
-    [
-        pytest.param("cuda", 100_000, marks=[pytest.mark.cuda, pytest.mark.soak]),
-        ("cpu", 1_000),
-    ],
+    [pytest.param("cuda", 100_000, marks=[pytest.mark.cuda, pytest.mark.soak]), ("cpu", 1_000)],
 )
 def test_replays_over_32_keys_are_right_and_leave_memory_flat(device_type: str, num_replays: int) -> None:
     device = torch.device(device_type)

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphpass.context import (
-    current_context,
-    get_forward_context,
-    is_forward_context_available,
-    set_forward_context,
-)
+from graphpass.context import current_context, get_forward_context, is_forward_context_available, set_forward_context
 from graphpass.errors import ContextError, OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import CUDAGraphMode

@@ -55,10 +55,7 @@ READERS: dict[str, Any] = {
     "frozen with slots": (lambda max_len, s: Frozen(max_len, s), lambda m, x: x[m.slots] * m.max_len),
     "vars": (lambda max_len, s: Metadata(max_len, s), lambda m, x: x[vars(m)["slots"]] * vars(m)["max_len"]),
     "dict": (lambda max_len, s: {"max_len": max_len, "slots": s}, lambda m, x: x[m["slots"]] * m.get("max_len")),
-    "unpacked dict": (
-        lambda max_len, s: {"max_len": max_len, "slots": s},
-        lambda m, x: Metadata(**m).taken(x),
-    ),
+    "unpacked dict": (lambda max_len, s: {"max_len": max_len, "slots": s}, lambda m, x: Metadata(**m).taken(x)),
     "copied dict": (
         lambda max_len, s: {"max_len": max_len, "slots": s},
         lambda m, x: x[dict(m)["slots"]] * m["max_len"],

@@ -21,12 +21,7 @@ COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 
 
 def compiled_with(
-    rt: GraphRuntime,
-    model: Callable[..., Any],
-    *,
-    dynamic: bool | None = True,
-    fullgraph: bool = False,
-    **options: Any,
+    rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool | None = True, fullgraph: bool = False, **options: Any
 ) -> Any:
     """``torch.compile`` of ``model`` for ``rt``; dynamic unless said otherwise."""
     given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **options}

@@ -79,8 +79,7 @@ def eager_reasons(rt: GraphRuntime) -> str:
 @pytest.mark.parametrize("model", [Branch(), BranchOnSize(), Loop()], ids=lambda model: type(model).__name__)
 @MODES
 @pytest.mark.parametrize(
-    "compiler",
-    ["aot_eager", *(pytest.param(name, marks=pytest.mark.soak) for name in ("eager", "inductor"))],
+    "compiler", ["aot_eager", *(pytest.param(name, marks=pytest.mark.soak) for name in ("eager", "inductor"))]
 )
 def test_a_branch_runs_between_graphs(model: nn.Module, mode: str | None, compiler: str, rt: GraphRuntime) -> None:
     model = model.eval().requires_grad_(False)

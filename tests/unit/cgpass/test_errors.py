@@ -241,10 +241,7 @@ def test_grad_mode_in_a_graph_context_is_refused(rt: GraphRuntime) -> None:
     x = torch.randn(4, 6)
     with torch.no_grad():
         compiled(x)
-    with (
-        rt.capturing(),
-        gp.set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(4)),
-    ):
+    with rt.capturing(), gp.set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(4)):
         got = compiled(x)
     assert got.requires_grad, "compiled anew for autograd"
     assert rt.counts() == {}

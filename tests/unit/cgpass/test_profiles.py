@@ -36,10 +36,7 @@ def step_of(rt: GraphRuntime, mode: str) -> Callable[[], torch.Tensor]:
     x = torch.ones(4, 6)
 
     def step() -> torch.Tensor:
-        with (
-            torch.inference_mode(),
-            set_forward_context(runtime_mode=CUDAGraphMode.parse(mode), batch_descriptor=KEY),
-        ):
+        with torch.inference_mode(), set_forward_context(runtime_mode=CUDAGraphMode.parse(mode), batch_descriptor=KEY):
             return compiled(x)
 
     with rt.capturing():

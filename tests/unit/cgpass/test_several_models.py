@@ -17,16 +17,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime, runtime_of
-from tests.unit.cgpass.attended import (
-    ATTEND,
-    BOTH,
-    FULL,
-    Attended,
-    Run,
-    agrees,
-    compiled_with,
-    expected_counts,
-)
+from tests.unit.cgpass.attended import ATTEND, BOTH, FULL, Attended, Run, agrees, compiled_with, expected_counts
 
 # -- regional compile
 

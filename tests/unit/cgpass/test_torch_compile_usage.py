@@ -18,15 +18,7 @@ from torch._dynamo.exc import Unsupported
 import graphpass as gp
 from graphpass import GraphRuntime
 from graphpass.errors import CaptureError
-from tests.unit.cgpass.attended import (
-    BOTH,
-    Attended,
-    Run,
-    agrees,
-    compiled_with,
-    endings,
-    expected_counts,
-)
+from tests.unit.cgpass.attended import BOTH, Attended, Run, agrees, compiled_with, endings, expected_counts
 
 # -- fullgraph and graph breaks
 

@@ -390,11 +390,7 @@ def test_refused_extra(extra: object) -> None:
     ],
 )
 def test_runtime_mode(
-    query_len: int,
-    num_reqs: int,
-    num_tokens: int,
-    max_query_len: int,
-    expected: tuple[CUDAGraphMode, int | None],
+    query_len: int, num_reqs: int, num_tokens: int, max_query_len: int, expected: tuple[CUDAGraphMode, int | None]
 ) -> None:
     dispatcher = dispatcher_for("FULL_AND_PIECEWISE", query_len)
     assert dispatcher.runtime_mode(num_reqs, num_tokens, max_query_len) == expected

@@ -110,9 +110,7 @@ def test_any_field_names(mode: CUDAGraphMode) -> None:
     dispatcher = lazy_dispatcher(mode.name, IMAGES)
     step = dispatcher.dispatch(extra=(("width", 9), ("batch", 2), ("height", 3)))
     assert step.descriptor == BatchDescriptor(
-        2 * 8 * 16,
-        num_reqs=16 if mode is FULL else None,
-        extra=(("batch", 2), ("height", 8), ("width", 16)),
+        2 * 8 * 16, num_reqs=16 if mode is FULL else None, extra=(("batch", 2), ("height", 8), ("width", 16))
     )
     assert dispatcher.fields(step.descriptor) == {"batch": 2, "height": 8, "width": 16}
     assert len(dispatcher.keys[mode]) == 8

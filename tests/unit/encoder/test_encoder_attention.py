@@ -98,12 +98,7 @@ def test_what_the_kernel_does_not_serve(
 
 
 def by_the_table(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequences: PackedSequences,
-    *,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSequences, *, scale: float
 ) -> torch.Tensor:
     """What the kernel does, a piece at a time."""
     ends, starts, lengths, longest, _ = sequences
@@ -117,12 +112,7 @@ def by_the_table(
 
 
 def to_own_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sequences: PackedSequences,
-    *,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: PackedSequences, *, scale: float
 ) -> torch.Tensor:
     """A kernel for which keys of a sequence end where those of the next begin."""
     lengths = torch.diff(sequences.key_starts)

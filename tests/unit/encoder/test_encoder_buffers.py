@@ -159,8 +159,7 @@ def test_other_numbers_of_results_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "behind"),
-    [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("repeat", [3.0, 3.0])],
+    ("rule", "behind"), [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("repeat", [3.0, 3.0])]
 )
 def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
     encoder = Spoilt("replay", with_("patches", lambda _: torch.full((6, toy.PATCH), 3.0)), padding={"patches": rule})

@@ -134,11 +134,7 @@ def of_frame(height: int, width: int) -> Tables:
 
 def tables() -> BatchTables:
     return BatchTables(
-        of_frame,
-        patch_keys=("places", "weights"),
-        token_keys=("order",),
-        sequence_kinds=("row",),
-        smallest=(1, 1),
+        of_frame, patch_keys=("places", "weights"), token_keys=("order",), sequence_kinds=("row",), smallest=(1, 1)
     )
 
 

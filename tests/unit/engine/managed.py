@@ -143,9 +143,7 @@ def sum_of_rows(x: torch.Tensor) -> torch.Tensor:
     return x.sum(0)
 
 
-@sum_of_rows.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[1:])
+sum_of_rows.register_fake(lambda x: x.new_empty(x.shape[1:]))
 
 
 register_padding_rule("graphpass_manager_test::sum_of_rows", lambda call: call.fresh())
@@ -187,9 +185,7 @@ def add_to_slots(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@add_to_slots.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+add_to_slots.register_fake(torch.empty_like)
 
 
 class SlotBuilder:

@@ -109,11 +109,7 @@ def test_an_input_of_a_module_of_torch_is_named_by_parameter_or_position(name: s
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"dynamic_dims": {"inptu": 0}},
-        {"padding": {"inptu": 0.0}},
-        {"capture_sizes": {"rows": [4, 8], "columns": [4]}},
-    ],
+    [{"dynamic_dims": {"inptu": 0}}, {"padding": {"inptu": 0.0}}, {"capture_sizes": {"rows": [4, 8], "columns": [4]}}],
     ids=str,
 )
 def test_a_name_that_no_input_of_a_module_of_torch_has_is_said(options: dict[str, object]) -> None:

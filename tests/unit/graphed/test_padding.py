@@ -136,9 +136,7 @@ def sees_a_context(x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, float(gp.is_forward_context_available()))
 
 
-@sees_a_context.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+sees_a_context.register_fake(torch.empty_like)
 
 
 def test_ops_see_no_forward_context_that_nobody_has_set() -> None:

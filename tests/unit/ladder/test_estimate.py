@@ -45,10 +45,7 @@ def sizes_of(chosen: dict[str, list[Key]]) -> dict[str, list[int]]:
         (mixed(*range(1, 501)), {"mixed PIECEWISE": [500, 250, 1]}),
         (mixed(8, 4, 2) + decode(4, 2), {"mixed PIECEWISE": [8], "decode FULL": [4]}),
         # Three of one mode, not of one group.
-        (
-            mixed(*range(1, 41), mode=FULL) + decode(*range(1, 41)),
-            {"mixed FULL": [40], "decode FULL": [40]},
-        ),
+        (mixed(*range(1, 41), mode=FULL) + decode(*range(1, 41)), {"mixed FULL": [40], "decode FULL": [40]}),
         # The longest sequence counts as the tokens do.
         (decode(4, longest=64) + decode(2, longest=256), {"decode FULL": [2]}),
     ],

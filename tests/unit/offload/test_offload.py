@@ -135,13 +135,7 @@ def replays(manager: CudaGraphManager) -> int:
 
 @pytest.mark.parametrize(
     ("mode", "num_layers", "num_slots"),
-    [
-        ("NONE", 5, 2),
-        ("PIECEWISE", 4, 2),
-        ("FULL", 4, 2),
-        ("FULL", 7, 3),
-        ("FULL_AND_PIECEWISE", 5, 4),
-    ],
+    [("NONE", 5, 2), ("PIECEWISE", 4, 2), ("FULL", 4, 2), ("FULL", 7, 3), ("FULL_AND_PIECEWISE", 5, 4)],
 )
 def test_every_mode_is_right(mode: str, num_layers: int, num_slots: int) -> None:
     model, reference, offloader = offloaded(num_layers, num_slots)

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import (
-    BatchDescriptor,
-    CudagraphDispatcher,
-    CUDAGraphMode,
-    Dispatch,
-    DispatchReason,
-    LoraKeys,
-)
+from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, Dispatch, DispatchReason, LoraKeys
 from graphpass.ranks.decision import BATCH_WIDTH, AgreedStep, RankBatch, agree, extras_of
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

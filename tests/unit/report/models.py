@@ -11,16 +11,7 @@ from graphpass import GraphedModel, graphed
 from graphpass.capture import CallableRecord, PaddingCause, RegionRecord, SizeRecord
 from graphpass.engine import CapturedGroup
 from graphpass.ladder import MemoryGrowth
-from graphpass.report import (
-    Costs,
-    CountedReason,
-    KernelUse,
-    KeyUse,
-    Problem,
-    Reason,
-    ReportFigures,
-    SizeTraffic,
-)
+from graphpass.report import Costs, CountedReason, KernelUse, KeyUse, Problem, Reason, ReportFigures, SizeTraffic
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
@@ -86,11 +77,5 @@ def hostile_figures() -> ReportFigures:
         uncaptured=(CountedReason(HOSTILE, Reason(HOSTILE, HOSTILE), 4),),
         kernels=(KernelUse(HOSTILE, HOSTILE, HOSTILE),),
         traffic=(SizeTraffic(HOSTILE, HOSTILE, {3: 5, 8: 1}, (4, 8)),),
-        costs=Costs(
-            1,
-            1,
-            graphs=1,
-            pool_bytes=1 << 20,
-            groups=(group,),
-        ),
+        costs=Costs(1, 1, graphs=1, pool_bytes=1 << 20, groups=(group,)),
     )

@@ -76,10 +76,7 @@ def rows_of(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 
 PLANS = {
-    "one request": (
-        [("a", 3, 3)],
-        [([("a", 3, 3)], False), ([("a", 1, 4)], True), ([("a", 1, 5)], True)],
-    ),
+    "one request": ([("a", 3, 3)], [([("a", 3, 3)], False), ([("a", 1, 4)], True), ([("a", 1, 5)], True)]),
     "a prompt in chunks": (
         [("a", 19, 2)],
         [([("a", 8, 8)], False), ([("a", 8, 16)], False), ([("a", 3, 19)], False), ([("a", 1, 20)], True)],
@@ -94,10 +91,7 @@ PLANS = {
     ),
     "the fourth waits for a slot": (
         [("a", 2, 1), ("b", 2, 2), ("c", 2, 2), ("d", 2, 1)],
-        [
-            ([("a", 2, 2), ("b", 2, 2), ("c", 2, 2)], False),
-            ([("b", 1, 3), ("c", 1, 3), ("d", 2, 2)], False),
-        ],
+        [([("a", 2, 2), ("b", 2, 2), ("c", 2, 2)], False), ([("b", 1, 3), ("c", 1, 3), ("d", 2, 2)], False)],
     ),
 }
 
@@ -280,11 +274,7 @@ class Model:
         self.scheduler = Scheduler(
             self.pages,
             ScheduleLimits(
-                num_pages=num_pages,
-                page_size=PAGE_SIZE,
-                max_num_reqs=reqs,
-                max_num_tokens=tokens,
-                max_seq_len=24,
+                num_pages=num_pages, page_size=PAGE_SIZE, max_num_reqs=reqs, max_num_tokens=tokens, max_seq_len=24
             ),
         )
         self.limits = (reqs, tokens)
@@ -373,11 +363,7 @@ class Model:
 
 
 @given(
-    arrivals=ARRIVALS,
-    num_pages=st.integers(6, 20),
-    reqs=st.integers(1, 5),
-    spare=st.integers(0, 8),
-    late=st.booleans(),
+    arrivals=ARRIVALS, num_pages=st.integers(6, 20), reqs=st.integers(1, 5), spare=st.integers(0, 8), late=st.booleans()
 )
 def test_every_request_is_served_once(
     arrivals: list[Arrival], num_pages: int, reqs: int, spare: int, late: bool

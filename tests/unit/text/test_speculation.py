@@ -201,9 +201,7 @@ def test_ngrams_are_what_is_guessed_with_by_default(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "guesses",
-    [[VOCABULARY], [-1], [1, 2, 3, 4], [1.5], [[1]], [[1], [2, 3]], ["a"], [True], 7, None],
-    ids=str,
+    "guesses", [[VOCABULARY], [-1], [1, 2, 3, 4], [1.5], [[1]], [[1], [2, 3]], ["a"], [True], 7, None], ids=str
 )
 def test_what_is_no_guess_is_refused_by_name(guesses: Any) -> None:
     class Careless:
