@@ -28,7 +28,7 @@ except metadata.PackageNotFoundError:
     release = "checkout"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "examples", "models_*.md"]  # models.md includes the tables
+exclude_patterns = ["_build", "examples"]
 html_theme = "furo"
 html_title = f"graphpass {release}"
 

@@ -202,6 +202,8 @@ def _work(names: Sequence[str]) -> None:
 
 
 EQUAL = "Equal: "
+THE_CLASS = "*the class*"
+"""Stands for its name in the sentence of a row, so that classes with one sentence share a row."""
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
@@ -216,14 +218,15 @@ def described(found: Sequence[Outcome], of_versions: str) -> str:
     ordered = sorted(found, key=lambda outcome: outcome.name)
     kinds = dict.fromkeys(outcome.outcome for outcome in ordered)
     counts = ", ".join(f"{sum(other.outcome == kind for other in ordered)} {kind}" for kind in sorted(kinds))
-    rows = [
-        f"| {outcome.name} | {outcome.outcome} | {outcome.sentence.replace('|', chr(92) + '|')} |"
-        for outcome in ordered
-        if outcome.outcome != "equal"
-    ]
+    alike: dict[str, list[str]] = {}
+    for outcome in ordered:
+        if outcome.outcome != "equal":
+            why = outcome.sentence.replace(outcome.name, THE_CLASS).replace("|", "\\|")
+            alike.setdefault(f"{outcome.outcome} | {why}", []).append(outcome.name)
+    rows = [f"| {', '.join(names)} | {why} |" for why, names in alike.items()]
     equal = ", ".join(outcome.name for outcome in ordered if outcome.outcome == "equal")
     head = [f"{of_versions}: {len(ordered)} classes, {counts}.", "", f"{EQUAL}{equal}", ""]
-    return "\n".join([*head, "| class | outcome | why |", "|---|---|---|", *rows])
+    return "\n".join([*head, "| classes | outcome | why |", "|---|---|---|", *rows])
 
 
 def recorded() -> tuple[str, dict[str, Outcome]]:
@@ -240,8 +243,12 @@ def table_of_page() -> str:
 def rows_of(table: str) -> dict[str, Outcome]:
     """The outcomes that the table tells, by class."""
     lines = table.splitlines()
-    rows = [line[2:-2].split(" | ", 2) for line in lines if line.startswith("| ")]
-    found = [Outcome(name, kind, why.replace("\\|", "|")) for name, kind, why in rows if name != "class"]
+    rows = [line[2:-2].split(" | ", 2) for line in lines if line.startswith("| ") and "| outcome |" not in line]
+    found = [
+        Outcome(name, kind, why.replace("\\|", "|").replace(THE_CLASS, name))
+        for names, kind, why in rows
+        for name in names.split(", ")
+    ]
     equal = "".join(line.removeprefix(EQUAL) for line in lines if line.startswith(EQUAL))
     found += [Outcome(name, "equal") for name in equal.split(", ") if name]
     return {outcome.name: outcome for outcome in sorted(found, key=lambda outcome: outcome.name)}

@@ -1,12 +1,13 @@
-"""The table of stock encoders in docs/models_encoders.md: ``python -m tests.e2e.encoder_table`` writes it."""
+"""The table of stock encoders in docs/models.md: ``python -m tests.e2e.encoder_table`` writes it."""
 
 from __future__ import annotations
 
 import logging
 import random
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ from tests.e2e.one_argument import Outcome, compare
 from tests.e2e.stock_encoder import Tensors
 from tests.e2e.stock_encoders import ENCODERS
 
-PAGE = Path(__file__).parents[2] / "docs/models_encoders.md"
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+BEGIN, END = "<!-- encoders: begin -->\n", "<!-- encoders: end -->"
 HEADER = (
-    "| class | input | result | replayed | graphs | batch | length | without a graph in the second pass |\n"
+    "| classes | input | result | replayed | graphs | batch | length | without a graph in the second pass |\n"
     "|---|---|---|---|---|---|---|---|\n"
 )
 LARGEST, NUM_CALLS = 17, 10
@@ -40,22 +42,37 @@ def measured(name: str) -> Outcome:
 
 
 def row_of(name: str, outcome: Outcome) -> str:
-    """The row of one class, with the end of the line."""
+    """The row of one class, after the class; classes with equal rows share one."""
     kind = ENCODERS[name].kind
     if outcome.problem:
-        return f"| `{name}` | {kind} | **{_cell(outcome.problem)}** | | | | | |\n"
+        return f"{kind} | **{_cell(outcome.problem)}** | | | | | |"
     if outcome.refusal:
-        return f"| `{name}` | {kind} | refused: {_cell(outcome.refusal)} | | | | | |\n"
+        return f"{kind} | refused: {_cell(outcome.refusal)} | | | | | |"
     batch, length = (_verdicts(outcome, of_batch) for of_batch in (True, False))
     reasons = "; ".join(f"{_cell(reason)} ({count})" for reason, count in sorted(outcome.reasons.items()))
     share = f"{outcome.replays} of {outcome.calls}"
-    return f"| `{name}` | {kind} | equal | {share} | {outcome.graphs} | {batch} | {length} | {reasons} |\n"
+    return f"{kind} | equal | {share} | {outcome.graphs} | {batch} | {length} | {reasons} |"
 
 
 def rows_of_page() -> dict[str, str]:
     """{class: its row} of the page."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines(keepends=True)
-    return {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    found = {}
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    for line in table.removeprefix(HEADER).splitlines():
+        names, _, row = line.removeprefix("| ").partition(" | ")
+        found.update(dict.fromkeys(re.findall(r"`(\w+)`", names), row))
+    return found
+
+
+def write_page(rows: Mapping[str, str]) -> None:
+    """Write the table with these rows."""
+    alike: dict[str, list[str]] = {}
+    for name in ENCODERS:
+        if name in rows:
+            alike.setdefault(rows[name], []).append(f"`{name}`")
+    table = "".join(f"| {', '.join(names)} | {row}\n" for row, names in alike.items())
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{HEADER}{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 def _verdicts(outcome: Outcome, of_batch: bool) -> str:
@@ -78,9 +95,8 @@ def main(names: Sequence[str]) -> None:
         except Exception as error:  # of the model itself
             sys.stdout.write(f"{name}: {type(error).__name__}: {error}\n")
             continue
-        found = {**rows_of_page(), name: row} if PAGE.exists() else {name: row}
-        PAGE.write_text(HEADER + "".join(found[known] for known in ENCODERS if known in found), encoding="utf-8")
-        sys.stdout.write(row)
+        write_page({**rows_of_page(), name: row})
+        sys.stdout.write(f"{name}: {row}\n")
         sys.stdout.flush()
 
 
