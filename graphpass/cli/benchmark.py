@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import CommandError
+from graphpass.ladder.modelstate import entry_of
 from graphpass.report.drawing import Bar, Bars, Table, Text, counted
 
 Step = Callable[[], Any]
@@ -79,20 +79,6 @@ def host_us(step: Step, device: torch.device, calls: int) -> float:
     return statistics.median(taken)
 
 
-def with_own_code(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``call``, with a code object of its own.
-
-    Dynamo stores compiled code, and counts recompiles, by code object: variants of one model would share one list.
-    """
-
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    code = entry.__code__.replace()
-    return types.FunctionType(code, entry.__globals__, entry.__name__, None, entry.__closure__)
-
-
-Call = Callable[[], Any]
 Contents = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Of the largest magnitude of an output. Compilers fuse and reorder, so results differ by a few roundings.
@@ -152,12 +138,12 @@ def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> It
     on_gpu = program.device.type == "cuda"
     needs_gpu = None if on_gpu else "needs a GPU"
     yield _Variant("eager", program.model)
-    compiled = torch.compile(with_own_code(program.model), backend=compiler)
+    compiled = torch.compile(entry_of(program.model), backend=compiler)
     yield _Variant("compile", compiled)
-    reduced = torch.compile(with_own_code(program.model), mode="reduce-overhead") if on_gpu else None
+    reduced = torch.compile(entry_of(program.model), mode="reduce-overhead") if on_gpu else None
     yield _Variant("reduce-overhead", reduced, needs_gpu)
     used = {"compiler": compiler, **options}
-    yield _Variant("graphpass", torch.compile(with_own_code(program.model), backend="cgpass", options=used))
+    yield _Variant("graphpass", torch.compile(entry_of(program.model), backend="cgpass", options=used))
     yield _Variant("raw replay", _RawReplay(compiled, program) if on_gpu else None, needs_gpu)
 
 
@@ -276,12 +262,12 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _interleaved(program: Program, variants: list[_Variant], rounds: int, calls: int) -> dict[str, dict[str, Any]]:
     """{variant: its medians in µs}."""
-    steps: dict[str, Call] = {}
+    steps: dict[str, Step] = {}
     for variant in variants:
         if variant.call is not None:
             replay = getattr(variant.call, "replay", None)
             steps[variant.name] = replay or _bound(variant.call, program)
-    figures: dict[str, Callable[[Call], float]] = {"host_us": partial(host_us, device=program.device, calls=calls)}
+    figures: dict[str, Callable[[Step], float]] = {"host_us": partial(host_us, device=program.device, calls=calls)}
     if program.device.type == "cuda":
         figures["device_us"] = partial(_Busy(program.device).device_us, calls=calls)
     times = in_rounds(steps, figures, rounds)
@@ -289,7 +275,7 @@ def _interleaved(program: Program, variants: list[_Variant], rounds: int, calls:
     return {name: {"device_us": None, **found} for name, found in spread.items()}
 
 
-def _bound(call: Callable[..., Any], program: Program) -> Call:
+def _bound(call: Callable[..., Any], program: Program) -> Step:
     args, kwargs = program.args, program.kwargs
     return lambda: call(*args, **kwargs)
 
@@ -306,7 +292,7 @@ class _Busy:
         self._work(1)  # loads the kernel
         self._product_us = max(self._timed(lambda: self._work(10), 0) / 10, 1.0)
 
-    def device_us(self, step: Call, calls: int) -> float:
+    def device_us(self, step: Step, calls: int) -> float:
         """Median device time of ``calls`` calls."""
         products = int(3 * host_us(step, self._device, calls) / self._product_us) + 1
         return statistics.median(self._timed(step, products) for _ in range(calls))
@@ -315,7 +301,7 @@ class _Busy:
         for _ in range(products):
             torch.mm(self._matrix, self._matrix)
 
-    def _timed(self, step: Call, products: int) -> float:
+    def _timed(self, step: Step, products: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         self._work(products)
@@ -351,8 +337,8 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
     rows = tuple(
         (
             variant["name"],
-            _spelt(variant["host_us"]),
-            _spelt(variant["device_us"]),
+            _shown(variant["host_us"]),
+            _shown(variant["device_us"]),
             f"{variant['first_calls_s']:.2f}",
             f"{variant['difference_of_tolerance']:.2g}",
         )
@@ -369,5 +355,5 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
         yield Text("On a CPU the host does all the work, and graphpass replays a tape: no faster than eager.")
 
 
-def _spelt(spread: Mapping[str, float] | None) -> str:
-    return "" if spread is None else f"{spread['median']:.1f} ({spread['q1']:.1f} to {spread['q3']:.1f})"
+def _shown(spread: Mapping[str, float] | None) -> str:
+    return "" if spread is None else str(Spread(**spread))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -140,16 +139,9 @@ def _attention(device: torch.device) -> dict[str, bool]:
         warnings.simplefilter("ignore")
         found = {name: runs(kernel) for name, kernel in named.items()}
     found["flash over pages"] = device.type == "cuda" and fault_in_place(device, dtype, head_dim=64) is None
-    found["flex_attention"] = _has("torch.nn.attention.flex_attention", "flex_attention")
+    found["flex_attention"] = importlib.util.find_spec("torch.nn.attention.flex_attention") is not None
     found["flash_attn package"] = _version("flash-attn") is not None
     return found
-
-
-def _has(module: str, name: str) -> bool:
-    try:
-        return hasattr(importlib.import_module(module), name)
-    except ImportError:
-        return False
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:

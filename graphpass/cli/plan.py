@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import csv
 import itertools
 import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +79,6 @@ def _unreadable(path: Path, found: str) -> CommandError:
 _MOST_STRIDE_SIZES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Ladder:
-    """A ladder with what it costs."""
-
-    name: str  #: how its sizes were chosen
-    sizes: tuple[int, ...]  #: ascending; the last one is the largest size of the traffic
-    waste: float  #: the share of padding among the computed rows, 0 to 1
-    rows: float  #: the mean number of computed rows of a batch, padding included
-    num_bytes: float | None  #: bytes of its graphs, None if unknown
-
-
 def plan(traffic: Path, max_graphs: int, strides: Sequence[int], bytes_file: Path | None) -> Result:
     """Choose sizes for the traffic in a file."""
     histogram = read_sizes(traffic)
@@ -108,7 +95,7 @@ def plan(traffic: Path, max_graphs: int, strides: Sequence[int], bytes_file: Pat
     figures = {
         "traffic": {"file": str(traffic), "sizes": len(histogram), "batches": total, "largest": largest},
         "seconds": seconds,
-        "ladders": [_figures(ladder) for ladder in ladders],
+        "ladders": ladders,
     }
     return Result("plan", traffic.name, figures, _parts(ladders, histogram, seconds))
 
@@ -126,64 +113,51 @@ def _strided(largest: int, stride: int) -> tuple[int, ...]:
 
 def _measured(
     name: str, sizes: tuple[int, ...], histogram: Mapping[int, float], bytes_of: Mapping[int, float]
-) -> _Ladder:
+) -> dict[str, Any]:
+    """What a ladder costs: padding as a share of the computed rows, and the mean of those rows for a batch."""
     seen = np.array(sorted(histogram), dtype=np.float64)
     weights = np.array([histogram[size] for size in sorted(histogram)], dtype=np.float64)
     ladder = np.array(sizes, dtype=np.float64)
     padded = math.fsum(weights * ladder[np.searchsorted(ladder, seen)])
-    real = math.fsum(weights * seen)
-    num_bytes = math.fsum(_bytes_at(size, bytes_of) for size in sizes) if bytes_of else None
-    return _Ladder(name, sizes, 1 - real / padded, padded / math.fsum(weights), num_bytes)
+    return {
+        "name": name,
+        "graphs": len(sizes),
+        "waste": 1 - math.fsum(weights * seen) / padded,
+        "rows_a_batch": padded / math.fsum(weights),
+        "bytes": math.fsum(_bytes_at(size, bytes_of) for size in sizes) if bytes_of else None,
+        "sizes": list(sizes),
+    }
 
 
 def _bytes_at(size: int, bytes_of: Mapping[int, float]) -> float:
     """Linear between the nearest sizes of the file; in proportion to the size outside of them."""
     known = sorted(bytes_of)
-    above = bisect.bisect_left(known, size)
-    if above == len(known):
-        return bytes_of[known[-1]] * size / known[-1]
-    if known[above] == size:
-        return bytes_of[size]
-    if above == 0:
-        return bytes_of[known[0]] * size / known[0]
-    low, high = known[above - 1], known[above]
-    share = (size - low) / (high - low)
-    return bytes_of[low] * (1 - share) + bytes_of[high] * share
-
-
-def _figures(ladder: _Ladder) -> dict[str, Any]:
-    return {
-        "name": ladder.name,
-        "graphs": len(ladder.sizes),
-        "waste": ladder.waste,
-        "rows_a_batch": ladder.rows,
-        "bytes": ladder.num_bytes,
-        "sizes": list(ladder.sizes),
-    }
+    between = np.interp(size, [0, *known], [0.0, *(bytes_of[other] for other in known)])
+    return float(between) * max(1.0, size / known[-1])
 
 
 def _parts(
-    ladders: Sequence[_Ladder], histogram: Mapping[int, float], seconds: float
+    ladders: Sequence[Mapping[str, Any]], histogram: Mapping[int, float], seconds: float
 ) -> tuple[Text | Table | Bars | Columns, ...]:
+    has_bytes = ladders[0]["bytes"] is not None
     rows = tuple(
         (
-            ladder.name,
-            str(len(ladder.sizes)),
-            f"{ladder.waste:.2%}",
-            f"{ladder.rows:.2f}",
-            *(() if ladder.num_bytes is None else (f"{ladder.num_bytes / 2**20:.1f}",)),
+            ladder["name"],
+            str(ladder["graphs"]),
+            f"{ladder['waste']:.2%}",
+            f"{ladder['rows_a_batch']:.2f}",
+            *((f"{ladder['bytes'] / 2**20:.1f}",) if has_bytes else ()),
         )
         for ladder in ladders
     )
-    has_bytes = any(ladder.num_bytes is not None for ladder in ladders)
     columns = ("sizes", "graphs", "padding", "rows a batch", *(("MiB",) if has_bytes else ()))
-    weights = tuple((size, histogram[size]) for size in sorted(histogram))
-    bars = tuple(Bar(ladder.name, ladder.waste, f"{ladder.waste:.2%}") for ladder in ladders)
+    weights = tuple(sorted(histogram.items()))
+    bars = tuple(Bar(ladder["name"], ladder["waste"], f"{ladder['waste']:.2%}") for ladder in ladders)
     note = " The graphs of one runtime share a pool, so together they need less than the sum." if has_bytes else ""
     return (
         Text(f"{counted(len(histogram), 'size')} up to {weights[-1][0]}, planned in {seconds:.2f} s.{note}"),
         Table("Ladders", columns, rows),
         Bars("Share of padding among the computed rows", bars),
-        Columns("Traffic by size", weights, {ladder.name: ladder.sizes for ladder in ladders}),
-        Text(f"capture_sizes={list(ladders[0].sizes)}"),
+        Columns("Traffic by size", weights, {ladder["name"]: tuple(ladder["sizes"]) for ladder in ladders}),
+        Text(f"capture_sizes={ladders[0]['sizes']}"),
     )

@@ -391,10 +391,10 @@ def _keeps_tensor(found: str) -> CaptureError:
 
 
 def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A new function that calls the model with keyword arguments; no other function shares its code object."""
+    """A new function that calls the model; no other function shares its code object."""
 
-    def call_model(**arguments: Any) -> Any:
-        return model(**arguments)
+    def call_model(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
 
     return with_own_code(call_model)
 

@@ -24,8 +24,9 @@ from rich.table import Table
 
 import cgpass
 import graphpass as gp
+from graphpass.ladder.modelstate import entry_of
 from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, SixInputs, make_decoder
-from tests.bench.timing import HandCapture, Timing, environment, interleaved, plain_compiled, with_own_code, write_json
+from tests.bench.timing import HandCapture, Timing, environment, interleaved, plain_compiled, write_json
 
 EAGER = "eager"
 REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
@@ -129,7 +130,7 @@ class Engine:
         )
         self._inputs = tuple(inputs)
         self._key = gp.BatchDescriptor(len(inputs[0]))
-        self._compiled = torch.compile(with_own_code(model), backend="cgpass", dynamic=False, options=options)
+        self._compiled = torch.compile(entry_of(model), backend="cgpass", dynamic=False, options=options)
 
     def step(self, mode: gp.CUDAGraphMode) -> Any:
         """One step at a runtime mode."""
@@ -157,7 +158,7 @@ class Engine:
 
 def reduce_overhead(model: Decoder, inputs: Sequence[torch.Tensor]) -> Step:
     """torch.compile with its own CUDA graphs; a result is valid until the next step. Captured in its second step."""
-    compiled = torch.compile(with_own_code(model), mode="reduce-overhead", dynamic=False)
+    compiled = torch.compile(entry_of(model), mode="reduce-overhead", dynamic=False)
 
     def step() -> Any:
         torch.compiler.cudagraph_mark_step_begin()

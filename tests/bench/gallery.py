@@ -36,7 +36,8 @@ import torch
 from rich.console import Console
 
 import cgpass
-from tests.bench.timing import Spread, Timing, environment, interleaved, with_own_code, write_json
+from graphpass.ladder.modelstate import entry_of
+from tests.bench.timing import Spread, Timing, environment, interleaved, write_json
 from tests.e2e.gallery import FOLDER, PAGES, GalleryPage, Namespace
 
 VARIANTS = ("eager", "torch.compile", "reduce-overhead", "graphpass")
@@ -83,7 +84,7 @@ def _compiled(model: Any, dynamic: bool | None) -> dict[str, Any]:
 
 def _compiled_apart(model: Any, dynamic: bool | None, **how: Any) -> Callable[..., Any]:
     """Compiled by ``torch.compile``, apart from the other variants."""
-    compiled = torch.compile(with_own_code(lambda kwargs: model(**kwargs)), dynamic=dynamic, **how)
+    compiled = torch.compile(entry_of(lambda kwargs: model(**kwargs)), dynamic=dynamic, **how)
     return lambda **kwargs: compiled(kwargs)
 
 

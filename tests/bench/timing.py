@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from graphpass.cli.benchmark import Spread, host_us, in_rounds, with_own_code
+from graphpass.cli.benchmark import Spread, host_us, in_rounds
+from graphpass.ladder.modelstate import entry_of
 
 __all__ = [
     "HandCapture",
@@ -28,7 +29,6 @@ __all__ = [
     "interleaved",
     "plain_compiled",
     "synchronize",
-    "with_own_code",
     "write_json",
 ]
 
@@ -101,7 +101,7 @@ def write_json(path: Path | None, payload: Mapping[str, Any]) -> None:
 
 def plain_compiled(call: Callable[..., Any], compiler: str) -> Callable[..., Any]:
     """``torch.compile`` for static shapes."""
-    return torch.compile(with_own_code(call), backend=compiler, dynamic=False)
+    return torch.compile(entry_of(call), backend=compiler, dynamic=False)
 
 
 class HandCapture:
