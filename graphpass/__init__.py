@@ -24,84 +24,60 @@ if TYPE_CHECKING:
     from graphpass import regions as regions
     from graphpass import report as report
     from graphpass import text as text
-    from graphpass.capture.runtime import GraphRuntime, runtime_of
-    from graphpass.capture.wrapper import CUDAGraphWrapper
-    from graphpass.context import ForwardContext, get_forward_context, is_forward_context_available, set_forward_context
-    from graphpass.dispatch.dispatcher import CudagraphDispatcher
-    from graphpass.dispatch.keys import Dispatch, DispatchReason, LoraKeys
-    from graphpass.encoder.manager import EncoderCudaGraphManager
-    from graphpass.encoder.options import EncoderOptions
-    from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
-    from graphpass.engine.manager import CudaGraphManager
-    from graphpass.errors import GraphpassError
-    from graphpass.graphedmodel import GraphedModel, graphed, precapture
-    from graphpass.keys import BatchDescriptor
-    from graphpass.modes import AttentionSupport, CUDAGraphMode, resolve_mode
-    from graphpass.ops import zero_padding
-    from graphpass.regions.split import partition
-    from graphpass.sizeplan import plan_sizes
+    from graphpass.capture.runtime import GraphRuntime as GraphRuntime
+    from graphpass.capture.runtime import runtime_of as runtime_of
+    from graphpass.capture.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
+    from graphpass.context import ForwardContext as ForwardContext
+    from graphpass.context import get_forward_context as get_forward_context
+    from graphpass.context import is_forward_context_available as is_forward_context_available
+    from graphpass.context import set_forward_context as set_forward_context
+    from graphpass.dispatch.dispatcher import CudagraphDispatcher as CudagraphDispatcher
+    from graphpass.dispatch.keys import Dispatch as Dispatch
+    from graphpass.dispatch.keys import DispatchReason as DispatchReason
+    from graphpass.dispatch.keys import LoraKeys as LoraKeys
+    from graphpass.encoder.manager import EncoderCudaGraphManager as EncoderCudaGraphManager
+    from graphpass.encoder.options import EncoderOptions as EncoderOptions
+    from graphpass.engine.batch import AttentionMetadataBuilder as AttentionMetadataBuilder
+    from graphpass.engine.batch import Batch as Batch
+    from graphpass.engine.batch import InputSpec as InputSpec
+    from graphpass.engine.manager import CudaGraphManager as CudaGraphManager
+    from graphpass.errors import GraphpassError as GraphpassError
+    from graphpass.graphedmodel import GraphedModel as GraphedModel
+    from graphpass.graphedmodel import graphed as graphed
+    from graphpass.graphedmodel import precapture as precapture
+    from graphpass.keys import BatchDescriptor as BatchDescriptor
+    from graphpass.modes import AttentionSupport as AttentionSupport
+    from graphpass.modes import CUDAGraphMode as CUDAGraphMode
+    from graphpass.modes import resolve_mode as resolve_mode
+    from graphpass.ops import zero_padding as zero_padding
+    from graphpass.regions.split import partition as partition
+    from graphpass.sizeplan import plan_sizes as plan_sizes
 
-__all__ = [
-    "AttentionMetadataBuilder",
-    "AttentionSupport",
-    "Batch",
-    "BatchDescriptor",
-    "CUDAGraphMode",
-    "CUDAGraphWrapper",
-    "CudaGraphManager",
-    "CudagraphDispatcher",
-    "Dispatch",
-    "DispatchReason",
-    "EncoderCudaGraphManager",
-    "EncoderOptions",
-    "ForwardContext",
-    "GraphRuntime",
-    "GraphedModel",
-    "GraphpassError",
-    "InputSpec",
-    "LoraKeys",
-    "get_forward_context",
-    "graphed",
-    "is_forward_context_available",
-    "partition",
-    "plan_sizes",
-    "precapture",
-    "resolve_mode",
-    "runtime_of",
-    "set_forward_context",
-    "zero_padding",
-]
-
-_MODULE_OF = {
-    "AttentionMetadataBuilder": "graphpass.engine.batch",
-    "AttentionSupport": "graphpass.modes",
-    "Batch": "graphpass.engine.batch",
-    "BatchDescriptor": "graphpass.keys",
-    "CUDAGraphMode": "graphpass.modes",
-    "CUDAGraphWrapper": "graphpass.capture.wrapper",
-    "CudaGraphManager": "graphpass.engine.manager",
-    "CudagraphDispatcher": "graphpass.dispatch.dispatcher",
-    "Dispatch": "graphpass.dispatch.keys",
-    "DispatchReason": "graphpass.dispatch.keys",
-    "EncoderCudaGraphManager": "graphpass.encoder.manager",
-    "EncoderOptions": "graphpass.encoder.options",
-    "ForwardContext": "graphpass.context",
-    "GraphRuntime": "graphpass.capture.runtime",
-    "GraphedModel": "graphpass.graphedmodel",
-    "GraphpassError": "graphpass.errors",
-    "InputSpec": "graphpass.engine.batch",
-    "LoraKeys": "graphpass.dispatch.keys",
-    "get_forward_context": "graphpass.context",
-    "graphed": "graphpass.graphedmodel",
-    "is_forward_context_available": "graphpass.context",
-    "partition": "graphpass.regions.split",
-    "plan_sizes": "graphpass.sizeplan",
-    "precapture": "graphpass.graphedmodel",
-    "resolve_mode": "graphpass.modes",
-    "runtime_of": "graphpass.capture.runtime",
-    "set_forward_context": "graphpass.context",
-    "zero_padding": "graphpass.ops",
+_NAMES = {
+    "graphpass.capture.runtime": ("GraphRuntime", "runtime_of"),
+    "graphpass.capture.wrapper": ("CUDAGraphWrapper",),
+    "graphpass.context": (
+        "ForwardContext",
+        "get_forward_context",
+        "is_forward_context_available",
+        "set_forward_context",
+    ),
+    "graphpass.dispatch.dispatcher": ("CudagraphDispatcher",),
+    "graphpass.dispatch.keys": ("Dispatch", "DispatchReason", "LoraKeys"),
+    "graphpass.encoder.manager": ("EncoderCudaGraphManager",),
+    "graphpass.encoder.options": ("EncoderOptions",),
+    "graphpass.engine.batch": ("AttentionMetadataBuilder", "Batch", "InputSpec"),
+    "graphpass.engine.manager": ("CudaGraphManager",),
+    "graphpass.errors": ("GraphpassError",),
+    "graphpass.graphedmodel": ("GraphedModel", "graphed", "precapture"),
+    "graphpass.keys": ("BatchDescriptor",),
+    "graphpass.modes": ("AttentionSupport", "CUDAGraphMode", "resolve_mode"),
+    "graphpass.ops": ("zero_padding",),
+    "graphpass.regions.split": ("partition",),
+    "graphpass.sizeplan": ("plan_sizes",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = list(_MODULE_OF)
 
 _SUBMODULES = frozenset(
     {"capture", "dispatch", "encoder", "engine", "errors", "ladder", "offload", "ranks", "regions", "report", "text"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 
 __all__ = [
     "AgreementError",
@@ -46,11 +47,8 @@ class GraphpassError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.problem, self.expected, self.found, self.remedy))
-
-
-def _rebuild(kind: type[GraphpassError], problem: str, expected: str, found: str, remedy: str) -> GraphpassError:
-    return kind(problem, expected=expected, found=found, remedy=remedy)
+        parts = {"expected": self.expected, "found": self.found, "remedy": self.remedy}
+        return (partial(type(self), **parts), (self.problem,))
 
 
 class OptionError(GraphpassError, ValueError):

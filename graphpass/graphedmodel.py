@@ -21,6 +21,7 @@ from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
 from graphpass.ladder.progress import capture_progress
 from graphpass.modes import CUDAGraphMode
+from graphpass.options import Settings
 from graphpass.regions.symbols import key_symbols
 from graphpass.report import Report
 
@@ -217,9 +218,9 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         CaptureError: the calls reach no graph, or a capture fails; the error names the key.
         OptionError: the callable was not compiled with this backend.
     """
-    runtime, options = _runtime_and_options(compiled)
+    runtime, settings = _runtime_and_settings(compiled)
     reached = _reached(runtime, compiled, args, kwargs)
-    narrowed = _narrowed(reached, _fields_of_size_one(options), args, kwargs)
+    narrowed = _narrowed(reached, _fields_of_size_one(settings), args, kwargs)
     if narrowed is not None:
         reached += _reached(runtime, compiled, *narrowed)
     if not reached:
@@ -234,15 +235,14 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         for callable_, call_args in _distinct(reached).items()
         for key in callable_.ladder(call_args)
     ]
-    ladders = _by_field(options.get("capture_sizes"))
-    if max(map(len, ladders.values()), default=1) > 1 and len({key for _, key, _ in keys}) == 1:
+    if max(map(len, settings.capture_sizes.values()), default=1) > 1 and len({key for _, key, _ in keys}) == 1:
         runtime.warn(
             "one size was captured ahead of the calls: the sizes of the example are constants in its graph",
             "pass an example whose dynamic sizes are at least 2 and differ from the model's other sizes, and compile "
             "with dynamic=True",
             at=keys[0][0].name,
         )
-    with runtime.capturing(), capture_progress(keys, options.get("progress")) as progress:
+    with runtime.capturing(), capture_progress(keys, settings.progress) as progress:
         for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")
             callable_.capture_key(key, call_args)
@@ -251,12 +251,12 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         compiled._graphed.is_captured_ahead = True
 
 
-def _runtime_and_options(compiled: Any) -> tuple[GraphRuntime, Mapping[str, Any]]:
+def _runtime_and_settings(compiled: Any) -> tuple[GraphRuntime, Settings]:
     if isinstance(compiled, GraphedModel):
-        return compiled.runtime, compiled._graphed.user_options
+        return compiled.runtime, Settings.of(compiled._graphed.user_options)
     compilers = dynamo.compilers_of(compiled)
     runtime = runtime_of_compiler(compilers[0]) if compilers else runtime_of(compiled)
-    return runtime, dynamo.backend_options(compilers[0]) if compilers else {}
+    return runtime, Settings.of(dynamo.backend_options(compilers[0]) if compilers else {})
 
 
 def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[ReachedCall]:
@@ -273,17 +273,10 @@ def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any
     return first_arguments
 
 
-def _fields_of_size_one(options: Mapping[str, Any]) -> dict[str, dict[int, str]]:
+def _fields_of_size_one(settings: Settings) -> dict[str, dict[int, str]]:
     """The declared dimensions, {argument: {dimension: key field}}, of the key fields that have size 1 to capture."""
-    ladders = _by_field(options.get("capture_sizes"))
-    declared = options.get("dynamic_dims") or {}
-    dims = {name: {of: "num_tokens"} if isinstance(of, int) else dict(of) for name, of in declared.items()}
+    dims, ladders = settings.dynamic_dims, settings.capture_sizes
     return {name: {d: f for d, f in of.items() if 1 in ladders.get(f, (1,))} for name, of in dims.items()}
-
-
-def _by_field(sizes: Any) -> Mapping[str, Any]:
-    """{key field: capture sizes} of the option ``capture_sizes``."""
-    return (sizes if isinstance(sizes, Mapping) else {"num_tokens": sizes}) if sizes else {}
 
 
 def _narrowed(
