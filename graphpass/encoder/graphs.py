@@ -30,7 +30,6 @@ from graphpass.encoder.protocol import (
     checked_specs,
     grouped,
 )
-from graphpass.encoder.stats import EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
 from graphpass.ladder.estimate import (
     NOTHING_ESTIMATED,
@@ -45,7 +44,7 @@ from graphpass.ladder.estimate import (
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
-from graphpass.ledger import Ledger, Reason, why_failed
+from graphpass.ledger import Reason, why_failed
 from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
 
@@ -54,7 +53,7 @@ _log = logging.getLogger("graphpass")
 
 @dataclass(frozen=True, slots=True)
 class CapturedEncoder:
-    """The result of one capture. It owns the graphs; :meth:`close` releases them."""
+    """The result of one capture. It owns the graphs."""
 
     graphs: EncoderGraphs  #: graphs, buffers and pool
     #: {captured key: time and memory of its capture}, the largest budget first
@@ -63,20 +62,6 @@ class CapturedEncoder:
     planner: BatchPlanner  #: packs items into the captured keys
     state: ModelState  #: weights and settings of the encoder at capture
     graph_pool: Any  #: the shared graph pool; None if the pool is not shared
-
-    def stats(self, ledger: Ledger) -> EncoderStats:
-        """A snapshot of the counts in ``ledger`` with the budgets and the memory of these graphs."""
-        return EncoderStats.of(
-            ledger,
-            tuple(self.budgets.values()),
-            self.failed,
-            pool_bytes=self.graphs.runtime.pool_bytes(),
-            buffer_bytes=self.graphs.buffers.num_bytes(),
-        )
-
-    def close(self) -> None:
-        """Release graphs, buffers and the pool."""
-        self.graphs.close()
 
 
 @dataclass(frozen=True, slots=True)

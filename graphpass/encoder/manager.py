@@ -183,7 +183,7 @@ class EncoderCudaGraphManager:
 
     def _drop_graphs(self) -> None:
         if self._captured is not None:
-            self._captured.close()
+            self._captured.graphs.close()
         self._captured = None
 
     def _compile(self) -> None:
@@ -228,9 +228,7 @@ class EncoderCudaGraphManager:
 
     def get_cumulative_stats(self) -> EncoderStats:
         """Hits, misses and padding since the manager was created, for each budget and in total."""
-        if self._captured is None:
-            return EncoderStats.of(self._ledger)
-        return self._captured.stats(self._ledger)
+        return EncoderStats.of(self._ledger, self._captured)
 
     def report(self) -> Report:
         """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""

@@ -63,12 +63,10 @@ class EncoderOptions:
                 self._refuse_below_one(name)
         self._refuse_below_one("max_graphs")
         self._refuse_below_one("log_every")
-        if type(self.enable) is not bool:
-            raise _unusable("enable", "True or False", self.enable)
-        if not (self.compile is None or type(self.compile) is bool):
-            raise _unusable("compile", "True, False or None", self.compile)
-        if not (self.progress is None or type(self.progress) is bool):
-            raise _unusable("progress", "True, False or None", self.progress)
+        for name in ("enable", "compile", "progress"):
+            value, is_required = getattr(self, name), name == "enable"
+            if type(value) is not bool and (is_required or value is not None):
+                raise _unusable(name, "True or False" if is_required else "True, False or None", value)
         if self.compiler is not None and self.compiler not in COMPILERS:
             raise _unusable("compiler", f"one of {', '.join(COMPILERS)}", self.compiler)
         if self.compiler is not None and self.compile is False:

@@ -151,19 +151,12 @@ def gather_rows(
     widths = [output.shape[1] for output in own]
     padded = own[0].new_zeros(longest, sum(widths))
     padded[: len(own[0])] = torch.cat(list(own), dim=1)
-    everything = padded.new_empty(len(rows_of_rank) * longest, sum(widths))
+    gathered = [torch.empty_like(padded) for _ in rows_of_rank]
     if longest:  # equal on every rank
-        dist.all_gather(list(everything.split(longest)), padded, group=group)
-    rows = torch.tensor(_rows_in_order(balance, tokens, longest), dtype=torch.int64).to(everything.device)
-    return tuple(columns.index_select(0, rows) for columns in everything.split(widths, dim=1))
-
-
-def _rows_in_order(balance: ItemShares, tokens: Sequence[int], longest: int) -> list[int]:
-    """For each row of the items in order, its index in the concatenated padded shares of all ranks."""
-    first_row = [0] * len(tokens)
-    for rank in range(len(balance.counts)):
-        at = rank * longest
-        for item in balance.share(rank):  # guard: encoder_gathered_order
-            first_row[item] = at
-            at += tokens[item]
-    return [row for item, count in enumerate(tokens) for row in range(first_row[item], first_row[item] + count)]
+        dist.all_gather(gathered, padded, group=group)
+    rows: dict[int, torch.Tensor] = {}
+    for rank, of_rank in enumerate(gathered):
+        share = balance.share(rank)  # guard: encoder_gathered_order
+        rows |= zip(share, of_rank[: rows_of_rank[rank]].split([tokens[item] for item in share]), strict=True)
+    in_order = torch.cat([padded[:0], *(rows[item] for item in range(len(tokens)))])
+    return tuple(columns.contiguous() for columns in in_order.split(widths, dim=1))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.encoder.graphs import CapturedEncoder
 from graphpass.encoder.protocol import EncoderGraphKey
-from graphpass.ladder.traffic import CapturedGraph, Traffic, padding_share
+from graphpass.ladder.traffic import Traffic, captured_group
 from graphpass.ledger import CountedReason, Ledger, Reason, Row
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import counted, text_of
-from graphpass.report.figures import key_sizes
-from graphpass.report.records import CapturedGroup, MemoryGrowth
+from graphpass.report.figures import key_sizes, padding_share
 
 REPLAYED, EAGER, REQUEST, OTHER_SETTING = "replayed", "ran eagerly", "request", "other setting"  # events of an encoder
 
@@ -43,17 +43,10 @@ class EncoderStats:
     buffer_bytes: int  #: size of the input buffers of graphs
 
     @classmethod
-    def of(
-        cls,
-        ledger: Ledger,
-        captured: Sequence[CapturedGraph] = (),
-        failed: Sequence[tuple[EncoderGraphKey, Reason]] = (),
-        *,
-        pool_bytes: int = 0,
-        buffer_bytes: int = 0,
-    ) -> EncoderStats:
-        """The counts so far, which include replays of graphs that were released since; without graphs by default."""
+    def of(cls, ledger: Ledger, captured: CapturedEncoder | None) -> EncoderStats:
+        """The counts so far, which include replays of graphs that were released since; None without graphs."""
         replays, eager = ledger.rows("encoder", REPLAYED), ledger.rows("encoder", EAGER).get("", Row())
+        budgets = () if captured is None else captured.budgets.values()
         return cls(
             requests=ledger.rows("encoder", REQUEST).get("", Row()).n,
             hits=sum(row.items for row in replays.values()),
@@ -63,12 +56,12 @@ class EncoderStats:
             replays=sum(row.n for row in replays.values()),
             replayed_tokens=sum(row.real for row in replays.values()),
             computed_tokens=sum(row.n * descriptor.num_tokens for (_, descriptor), row in replays.items()),
-            budgets=tuple(Traffic.of(graph, replays) for graph in captured),
+            budgets=tuple(Traffic.of(graph, replays) for graph in budgets),
             histogram=dict(sorted(ledger.sizes["tokens"].items())),
             other_settings={setting: row.n for setting, row in ledger.rows("encoder", OTHER_SETTING).items()},
-            failed=tuple(failed),
-            pool_bytes=pool_bytes,
-            buffer_bytes=buffer_bytes,
+            failed=() if captured is None else captured.failed,
+            pool_bytes=0 if captured is None else captured.graphs.runtime.pool_bytes(),
+            buffer_bytes=0 if captured is None else captured.graphs.buffers.num_bytes(),
         )
 
     @property
@@ -126,8 +119,7 @@ class EncoderStats:
         figures, captured = compiled.figures(subject), None if graphs is None else graphs.figures(subject)
         budgets = tuple(sorted({budget.captured.descriptor.num_tokens for budget in self.budgets}))
         sizes = SizeTraffic("tokens", "token_budgets", self.histogram, budgets, at_least=budgets[-1] if budgets else 0)
-        memory = MemoryGrowth.sum_of(budget.captured.memory for budget in self.budgets)
-        seconds = sum(budget.captured.seconds for budget in self.budgets)
+        group = captured_group("encoder", [budget.captured for budget in self.budgets])
         return replace(
             figures,
             problems=(*figures.problems, *(() if captured is None else captured.problems), *self._problems()),
@@ -137,12 +129,12 @@ class EncoderStats:
             costs=replace(
                 figures.costs,
                 graphs=len(self.budgets),
-                capture_s=seconds,
+                capture_s=group.seconds,
                 pool_bytes=self.pool_bytes,
                 buffer_bytes=self.buffer_bytes,
                 replays=self.replays,
                 saved_s=None if captured is None else captured.costs.saved_s,
-                groups=(CapturedGroup("encoder", len(self.budgets), seconds, memory),) if self.budgets else (),
+                groups=(group,) if self.budgets else (),
             ),
         )
 
@@ -168,20 +160,5 @@ class EncoderStats:
 
 
 def _key_use(budget: Traffic) -> KeyUse:
-    captured = budget.captured
-    return KeyUse(
-        graph="encoder",
-        mode=str(captured.mode),
-        sizes={
-            "tokens": captured.descriptor.num_tokens,
-            "items": captured.descriptor.num_reqs,
-            **key_sizes(captured.descriptor, ()),
-        },
-        graphs=1,
-        calls=budget.replays,
-        replays=budget.replays,
-        real=budget.real_tokens,
-        padded=budget.padded_tokens,
-        capture_s=captured.seconds,
-        pool_bytes=captured.pool_bytes,
-    )
+    key = budget.captured.descriptor
+    return budget.use("encoder", {"tokens": key.num_tokens, "items": key.num_reqs, **key_sizes(key, ())})

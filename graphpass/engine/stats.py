@@ -11,13 +11,13 @@ from graphpass.dispatch.keys import DispatchReason
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.estimate import Key
-from graphpass.ladder.traffic import Traffic
+from graphpass.ladder.traffic import Traffic, captured_group
 from graphpass.ledger import CountedReason, Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import text_of
 from graphpass.report.figures import captured_sizes, key_sizes
-from graphpass.report.records import CapturedGroup, MemoryGrowth, RegionUse
+from graphpass.report.records import CapturedGroup, RegionUse
 
 _EXPECTED = (DispatchReason.EMPTY, DispatchReason.DISABLED)  # nothing to run, and as the user asked
 
@@ -56,13 +56,7 @@ class ManagerStats:
         """Time and memory of the captured keys by group, in the order of capture."""
         captured = {key.captured.key: key.captured for key in self.keys}
         return tuple(
-            CapturedGroup(
-                name,
-                len(keys),
-                sum(captured[key].seconds for key in keys),
-                MemoryGrowth.sum_of(captured[key].memory for key in keys),
-            )
-            for name, keys in keys_by_group(captured).items()
+            captured_group(name, [captured[key] for key in keys]) for name, keys in keys_by_group(captured).items()
         )
 
     def tables(self) -> tuple[Table, ...]:
@@ -184,19 +178,11 @@ class ManagerStats:
 
     def _key_uses(self, uses: Sequence[RegionUse]) -> Iterator[KeyUse]:
         for key in self.keys:
-            captured = key.captured
-            of_key = [use.counts for use in uses if (use.mode, use.key) == captured.key]
-            sizes = key_sizes(captured.descriptor)
-            yield KeyUse(
-                graph="decode" if sizes.pop("uniform", None) is not None else "mixed",
-                mode=str(captured.mode),
-                sizes=sizes,
-                graphs=sum(counts.captured for counts in of_key),
-                calls=key.replays,
-                replays=sum(counts.replayed for counts in of_key),
-                copied=sum(counts.copied for counts in of_key),
-                real=key.real_tokens,
-                padded=key.padded_tokens,
-                capture_s=captured.seconds,
-                pool_bytes=captured.pool_bytes,
+            counts = [use.counts for use in uses if (use.mode, use.key) == key.captured.key]
+            sizes = key_sizes(key.captured.descriptor)
+            yield replace(
+                key.use("mixed" if sizes.pop("uniform", None) is None else "decode", sizes),
+                graphs=sum(of_region.captured for of_region in counts),
+                replays=sum(of_region.replayed for of_region in counts),
+                copied=sum(of_region.copied for of_region in counts),
             )

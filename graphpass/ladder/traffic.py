@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from graphpass.keys import BatchDescriptor
 from graphpass.ladder.estimate import Key
 from graphpass.ledger import Row
 from graphpass.modes import CUDAGraphMode
-from graphpass.report.records import MemoryGrowth
+from graphpass.report import KeyUse
+from graphpass.report.figures import padding_share
+from graphpass.report.records import CapturedGroup, MemoryGrowth
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,24 @@ class Traffic:
         """Share of padding among the computed tokens, 0 to 1."""
         return padding_share(self.real_tokens, self.padded_tokens)
 
+    def use(self, graph: str, sizes: Mapping[str, Hashable]) -> KeyUse:
+        """The same as figures of a report; ``graph`` names the group of keys, ``sizes`` are those of the key."""
+        captured = self.captured
+        return KeyUse(
+            graph,
+            str(captured.mode),
+            sizes,
+            graphs=1,
+            calls=self.replays,
+            replays=self.replays,
+            real=self.real_tokens,
+            padded=self.padded_tokens,
+            capture_s=captured.seconds,
+            pool_bytes=captured.pool_bytes,
+        )
 
-def padding_share(real_tokens: int, padded_tokens: int) -> float:
-    """Share of padding among the computed tokens; 0 if no tokens were computed."""
-    return 1 - real_tokens / padded_tokens if padded_tokens else 0.0
+
+def captured_group(name: str, graphs: Collection[CapturedGraph]) -> CapturedGroup:
+    """Time and memory of the captures of one group of keys."""
+    memory = MemoryGrowth.sum_of(graph.memory for graph in graphs)
+    return CapturedGroup(name, len(graphs), sum(graph.seconds for graph in graphs), memory)

@@ -50,14 +50,17 @@ class KeyUse:
     @property
     def padding(self) -> float | None:
         """Share of padding among the computed elements, 0 to 1; None if unknown."""
-        if self.real is None or self.padded is None:
-            return None
-        return 1 - self.real / self.padded if self.padded else 0.0
+        return None if self.real is None or self.padded is None else padding_share(self.real, self.padded)
 
     @property
     def named(self) -> str:
         """The sizes as text: ``batch=8 seq=64``."""
         return " ".join(f"{name}={value}" for name, value in self.sizes.items()) or "fixed shapes"
+
+
+def padding_share(real: int, padded: int) -> float:
+    """Share of padding among computed elements or tokens, 0 to 1; 0 if none were computed."""
+    return 1 - real / padded if padded else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from graphpass.report.drawing import (
     listed,
     text_of,
 )
-from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, graph_figures
+from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, graph_figures, padding_share
 from graphpass.report.problems import problems_of
 from graphpass.report.records import CallableRecord, CapturedGroup, RegionRecord
 
@@ -219,10 +219,7 @@ def _key_rows(figures: ReportFigures, names: dict[str, str]) -> tuple[tuple[str,
 
 def _padding(keys: Sequence[KeyUse]) -> float | None:
     known = [(key.real, key.padded) for key in keys if key.real is not None and key.padded is not None]
-    real, padded = sum(real for real, _ in known), sum(padded for _, padded in known)
-    if not known:
-        return None
-    return 1 - real / padded if padded else 0.0
+    return padding_share(*map(sum, zip(*known, strict=True))) if known else None
 
 
 def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
