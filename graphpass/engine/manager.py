@@ -33,6 +33,7 @@ from graphpass.ladder.traffic import Traffic
 from graphpass.ledger import Ledger
 from graphpass.modes import CUDAGraphMode, resolve_mode
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
+from graphpass.ranks.decision import AgreedStep
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 
@@ -104,7 +105,7 @@ class CudaGraphManager:
         self._lower_mode()
         parts = ForwardParts(attention, offloader, None if agreement is None else agreement.num_ranks)
         self._model = Model(model, dispatcher, self._inputs, parts, self.runtime, options)
-        ranks = None
+        self._ranks = None
         if agreement is not None:
             configuration = {
                 "inputs": self._inputs.described(),
@@ -112,9 +113,9 @@ class CudaGraphManager:
                 "compiler": self._model.settings.compiler,
             }
             idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
-            ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
-        self._captured = CapturedKeys(self._model, ranks)
-        self._steps = _Steps(self._model, self._captured, ranks)
+            self._ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
+        self._captured = CapturedKeys(self._model, self._ranks)
+        self._fields = frozenset(dispatcher.capture_fields)
         self._ledger = Ledger()
         self._replays, self._fallbacks = (self._ledger.rows("steps", event) for event in ("replayed", "without graph"))
         self._sizes = self._ledger.sizes["num_tokens"]
@@ -203,7 +204,7 @@ class CudaGraphManager:
                 remedy="transform the model itself, or create the manager with a model that applies the transform",
             )
         with self._turn:
-            return self._run(self._steps.next(batch), batch)
+            return self._run(self._next(batch), batch)
 
     def run_idle(self) -> bool:
         """Take part in a step of the data-parallel ranks without a batch.
@@ -220,11 +221,11 @@ class CudaGraphManager:
             StaticInputError: weights were replaced.
         """
         with self._turn:
-            if not self._steps.are_agreed:
+            if self._ranks is None:
                 return False
-            step = self._steps.next(None)
+            step = self._next(None)
             self._run(step, Batch(0))
-            return step.has_work
+            return step.is_dummy
 
     def stats(self) -> ManagerStats:
         """A snapshot of the captured keys, their memory and traffic, and the batches without a graph."""
@@ -260,11 +261,70 @@ class CudaGraphManager:
             self.runtime.warn(reason, remedy)
             self.dispatcher.initialize_keys(mode, query_len)
 
+    # -- deciding ---------------------------------------------------------------------------------------------------
+
+    def _next(self, batch: Batch | None) -> _NextStep:
+        """Decide the next step, alone or with the other ranks; None if this rank has no batch, which only ranks ask."""
+        if self._ranks is None:
+            assert batch is not None, "a step without a batch needs other ranks"
+            sizes = self._sizes_of(batch)
+            return _NextStep(self.dispatcher.dispatch(**self._asked(batch)), sizes)
+        decided = self._ranks.decide(lambda: self._proposed(batch))
+        agreed = decided.agreed
+        if decided.is_lower:
+            text = f"all ranks run {decided.step.mode}, which is less than this rank could"
+            self.runtime.warn(text, DispatchReason.AGREED.remedy, at=agreed.why)
+        if batch is None or not decided.has_batch:
+            return _NextStep(decided.step, dict.fromkeys(self._inputs.largest, 0), agreed, agreed.has_work)
+        return _NextStep(decided.step, self._sizes_of(batch), agreed)
+
+    def _asked(self, batch: Batch) -> dict[str, Any]:
+        """The dispatcher's arguments for a batch."""
+        extra = batch.extra
+        if self.attention is not None:
+            # A field without capture sizes has one bound for all keys.
+            extra = (*extra, *(pair for pair in self.attention.extra(batch.attention) if pair[0] in self._fields))
+        return {
+            "num_tokens": batch.num_tokens,
+            "num_reqs": batch.num_reqs,
+            "uniform_decode": batch.uniform_decode,
+            "num_active_loras": batch.num_active_loras,
+            "extra": extra,
+        }
+
+    def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
+        """The dispatcher's arguments that this rank proposes to the others; None without tokens.
+
+        Everything that could fail on this rank alone is checked before the proposal, so that the others do not wait.
+        """
+        self._captured.refuse_unready()
+        if batch is None or batch.num_tokens == 0:
+            return None
+        sizes = self._sizes_of(batch)
+        if batch.inputs is not None:
+            self._inputs.paired(batch.inputs, sizes, self._inputs.at(self._inputs.largest))
+        return self._asked(batch)
+
+    def _sizes_of(self, batch: Batch) -> dict[str, int]:
+        """The real size of each key field of the inputs; a ShapeError if one is no count or above the buffers."""
+        sizes = {}
+        for field, largest in self._inputs.largest.items():
+            size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
+            if type(size) is not int or not 0 <= size <= largest:
+                raise ShapeError(
+                    "the batch does not fit the buffers",
+                    expected=f"{field} from 0 to {largest}",
+                    found=f"{field}={size!r}",
+                    remedy="split the batch, or declare larger inputs (InputSpec.shape)",
+                )
+            sizes[field] = size
+        return sizes
+
     # -- running ----------------------------------------------------------------------------------------------------
 
     def _run(self, step: _NextStep, batch: Batch) -> Any:
         decision = self.last_step = step.decision
-        if step.is_dummy and step.has_work:
+        if step.is_dummy:
             model = self._model
             model.runtime.lease.order_after_last_forward()
             attention = model.parts.example(decision.descriptor, self.dispatcher.uniform_decode_query_len)
@@ -293,16 +353,16 @@ class CudaGraphManager:
         row.real += batch.num_tokens
         if batch.num_tokens:
             self._sizes[batch.num_tokens] += 1
-        cause = step.cause.explanation
-        if step.cause is not DispatchReason.EMPTY and step.cause is not DispatchReason.DISABLED:
-            at = f"{decision.descriptor}, {step.why}" if step.why else str(decision.descriptor)
+        cause, why = (decision.reason, "") if step.agreed is None else (step.agreed.reason, step.agreed.why)
+        if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
+            at = f"{decision.descriptor}, {why}" if why else str(decision.descriptor)
             error = CaptureError(
                 "this batch has no graph, and on_fallback is 'error'",
                 expected="a batch that fits a captured key",
-                found=f"{decision.descriptor} ({decision.reason}): {step.why or cause}",
+                found=f"{decision.descriptor} ({decision.reason}): {why or cause.explanation}",
                 remedy=decision.reason.remedy or DispatchReason.AGREED.remedy,
             )
-            text = f"the batch runs compiled, without a graph: {cause}"
+            text = f"the batch runs compiled, without a graph: {cause.explanation}"
             model.fallbacks.report(text, error, at=at, is_recorded=True)
         with replay_settings():
             if decision.reason is DispatchReason.EMPTY:
@@ -326,9 +386,8 @@ class CudaGraphManager:
         self._inputs.fill(batch.inputs, sizes, inputs)
         metadata = parts.metadata(batch.attention, descriptor, mode)
         observer = model.checking_graphs(inputs) if plan is None else None  # guard: manager_mixing_in_steps
-        entered = parts.context(
-            metadata, inputs, mode, descriptor, batch.num_tokens, step.num_tokens_across_dp, observer=observer
-        )
+        across_dp = None if step.agreed is None else step.agreed.num_tokens_across_dp
+        entered = parts.context(metadata, inputs, mode, descriptor, batch.num_tokens, across_dp, observer=observer)
         with entered as context, parts.hooked(mode), fields_named(parts.attention, metadata):
             if plan is None or captured is None:
                 with replay_settings():
@@ -355,82 +414,5 @@ class _NextStep(NamedTuple):
 
     decision: Dispatch  #: mode, padded shape and reason
     sizes: Sizes  #: the real size of each key field
-    cause: DispatchReason  #: of the decision; the same on all ranks
-    why: str = ""  #: the reason of the ranks' decision, as a sentence that names a rank; empty without an agreement
-    num_tokens_across_dp: tuple[int, ...] | None = None  #: real tokens of each rank; None without an agreement
-    has_work: bool = True  #: whether some rank has a batch
-    is_dummy: bool = False  #: this rank has no batch, and runs a dummy batch if another rank has one
-
-
-class _Steps:
-    """Decides the steps of a manager, alone or together with the other ranks."""
-
-    def __init__(self, model: Model, captured: CapturedKeys, ranks: AgreedSteps | None) -> None:
-        self._model, self._captured, self._ranks = model, captured, ranks
-        self._dispatcher, self._attention = model.dispatcher, model.parts.attention
-        self._largest = model.inputs.largest
-        self._fields = frozenset(model.dispatcher.capture_fields)
-        self.are_agreed = ranks is not None  #: whether other ranks take part
-
-    def next(self, batch: Batch | None) -> _NextStep:
-        """Decide the next step; None if this rank has no batch, which only ranks can ask."""
-        if self._ranks is None:
-            assert batch is not None, "a step without a batch needs other ranks"
-            sizes = self._sizes_of(batch)
-            decision = self._dispatcher.dispatch(**self._asked(batch))
-            return _NextStep(decision, sizes, decision.reason)
-        agreed = self._ranks.decide(lambda: self._proposed(batch))
-        if agreed.is_lower:
-            text = f"all ranks run {agreed.step.mode}, which is less than this rank could"
-            self._model.runtime.warn(text, DispatchReason.AGREED.remedy, at=agreed.agreed.why)
-        return _NextStep(
-            agreed.step,
-            self._sizes_of(batch) if batch is not None and agreed.has_batch else dict.fromkeys(self._largest, 0),
-            agreed.agreed.reason,
-            agreed.agreed.why,
-            agreed.agreed.num_tokens_across_dp,
-            agreed.agreed.has_work,
-            not agreed.has_batch,
-        )
-
-    def _asked(self, batch: Batch) -> dict[str, Any]:
-        """The dispatcher's arguments for a batch."""
-        extra = batch.extra
-        if self._attention is not None:
-            # A field without capture sizes has one bound for all keys.
-            extra = (*extra, *(pair for pair in self._attention.extra(batch.attention) if pair[0] in self._fields))
-        return {
-            "num_tokens": batch.num_tokens,
-            "num_reqs": batch.num_reqs,
-            "uniform_decode": batch.uniform_decode,
-            "num_active_loras": batch.num_active_loras,
-            "extra": extra,
-        }
-
-    def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
-        """The dispatcher's arguments that this rank proposes to the others; None without tokens.
-
-        Everything that could fail on this rank alone is checked before the proposal, so that the others do not wait.
-        """
-        self._captured.refuse_unready()
-        if batch is None or batch.num_tokens == 0:
-            return None
-        sizes = self._sizes_of(batch)
-        if batch.inputs is not None:
-            self._model.inputs.paired(batch.inputs, sizes, self._model.inputs.at(self._largest))
-        return self._asked(batch)
-
-    def _sizes_of(self, batch: Batch) -> dict[str, int]:
-        """The real size of each key field of the inputs; a ShapeError if one is no count or above the buffers."""
-        sizes = {}
-        for field, largest in self._largest.items():
-            size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
-            if type(size) is not int or not 0 <= size <= largest:
-                raise ShapeError(
-                    "the batch does not fit the buffers",
-                    expected=f"{field} from 0 to {largest}",
-                    found=f"{field}={size!r}",
-                    remedy="split the batch, or declare larger inputs (InputSpec.shape)",
-                )
-            sizes[field] = size
-        return sizes
+    agreed: AgreedStep | None = None  #: the step of all ranks; None without an agreement
+    is_dummy: bool = False  #: this rank has no batch, and runs a dummy batch because another rank has one
