@@ -78,7 +78,7 @@ class CallForms:
         return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        _refuse_transforms()
+        operators.refuse_transforms("a graphed model")
         if kwargs:
             args, kwargs = self._positional_first(args, kwargs)
         form = (len(args), *kwargs)
@@ -136,17 +136,6 @@ class CallForms:
                 remedy=SEE_WHAT_DIFFERS,
             ),
             is_recorded=True,
-        )
-
-
-def _refuse_transforms() -> None:
-    transform = operators.active_transform()
-    if transform is not None:
-        raise CaptureError(
-            f"a graphed model was called inside {transform}",
-            expected="a call outside of function transforms and forward-mode AD: graphs compute values alone",
-            found=transform,
-            remedy="transform the model itself, or graph a function that has the transform inside",
         )
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.autograd.profiler
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from graphpass.errors import CaptureError
+
 OpOverload = torch._ops.OpOverload
 """One overload of an operator, ``torch.ops.aten.add.Tensor``."""
 
@@ -232,6 +234,18 @@ def active_transform() -> str | None:
     if torch._C._functorch.maybe_current_level() is not None:
         return str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2].lower()
     return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
+
+
+def refuse_transforms(what: str) -> None:
+    """Refuse a call of ``what``, which replays graphs, inside a function transform."""
+    transform = active_transform()
+    if transform is not None:
+        raise CaptureError(
+            f"{what} was called inside {transform}",
+            expected="a call outside of function transforms and forward-mode AD: a graph computes plain values",
+            found=transform,
+            remedy="transform the model itself, or graph a model or function that has the transform inside",
+        )
 
 
 def wraps_for_functorch(target: Any) -> bool:

@@ -195,14 +195,7 @@ class CudaGraphManager:
             AgreementError: another data-parallel rank failed, does not answer, or is configured differently; nothing
                 has run.
         """
-        transform = operators.active_transform()
-        if transform is not None:  # guard: manager_transforms
-            raise CaptureError(
-                f"a manager was called inside {transform}",
-                expected="a call outside of function transforms and forward-mode AD: a graph computes plain values",
-                found=transform,
-                remedy="transform the model itself, or create the manager with a model that applies the transform",
-            )
+        operators.refuse_transforms("a manager")  # guard: manager_transforms
         with self._turn:
             return self._run(self._next(batch), batch)
 

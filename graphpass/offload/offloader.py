@@ -21,7 +21,7 @@ from graphpass.compat import memory
 from graphpass.engine import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.op import IN_CONTEXT, ONLOAD
-from graphpass.offload.slots import LayerLayout, SlotRotation, WeightPlace, copies_to, host_memory
+from graphpass.offload.slots import LayerLayout, SlotRotation, WeightPlace, copies_to
 
 
 class WeightOffloader(ForwardHooks):
@@ -237,16 +237,17 @@ class WeightOffloader(ForwardHooks):
 
     def _move(self) -> None:
         """Copy the weights to host memory, turn parameters into views of the slots, and move buffers to the device."""
-        pins = self.device.type == "cuda"
-        self._host = [host_memory(self._layout, layer, is_pinned=pins) for layer in self._layers]
-        self._slots = [
-            torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_slots)
+        layout, device = self._layout, self.device
+        self._host = [
+            torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in self._layers
         ]
+        self._slots = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(self.num_slots)]
         self._weights: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
             parameters = dict(layer.named_parameters())
-            for place in self._layout.places:
+            for place in layout.places:
                 weight = parameters[place.name].requires_grad_(False)
+                place.view(self._host[index]).copy_(weight)
                 weight.data = place.view(self._slots[index % self.num_slots])
                 memory.mark_static_address(weight)
                 self._weights.append(weight)

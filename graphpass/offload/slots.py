@@ -14,7 +14,7 @@ of all kinds can follow each other in any order, and the copies in a graph are r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,15 +95,6 @@ def _refuse_shared(layers: Sequence[nn.Module]) -> None:
                     found=f"{other!r} and {index}.{name!r} are {what}",
                     remedy="untie them (`layer.weight = torch.nn.Parameter(layer.weight.clone())`)",
                 )
-
-
-def host_memory(layout: LayerLayout, layer: nn.Module, *, is_pinned: bool) -> torch.Tensor:
-    """Copy a layer's weights to a new buffer of host memory, uint8 (bytes,)."""
-    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-    parameters: Mapping[str, nn.Parameter] = dict(layer.named_parameters())
-    for place in layout.places:
-        place.view(memory).copy_(parameters[place.name])
-    return memory
 
 
 class HostCopies:
