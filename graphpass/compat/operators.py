@@ -236,7 +236,7 @@ def active_transform() -> str | None:
     return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
 
 
-def refuse_transforms(what: str) -> None:
+def refuse_any_transform(what: str) -> None:
     """Refuse a call of ``what``, which replays graphs, inside a function transform."""
     transform = active_transform()
     if transform is not None:

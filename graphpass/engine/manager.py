@@ -195,7 +195,7 @@ class CudaGraphManager:
             AgreementError: another data-parallel rank failed, does not answer, or is configured differently; nothing
                 has run.
         """
-        operators.refuse_transforms("a manager")  # guard: manager_transforms
+        operators.refuse_any_transform("a manager")  # guard: manager_transforms
         with self._turn:
             return self._run(self._next(batch), batch)
 

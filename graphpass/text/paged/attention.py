@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from graphpass.checks import positive
+from graphpass.dispatch.sizes import round_up
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import AttentionSupport
@@ -23,7 +24,6 @@ from graphpass.text.paged.cache import (
     PagedKVCache,
     PagedLayer,
     PagedRequests,
-    round_up,
 )
 from graphpass.text.paged.huggingface import served_layers
 from graphpass.text.paged.kernels import (

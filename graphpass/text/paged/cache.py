@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 
 from graphpass.checks import is_integer, positive
+from graphpass.dispatch.sizes import round_up
 from graphpass.errors import OptionError, OutOfPagesError
 
 NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
@@ -264,8 +265,3 @@ class PagedKVCache:
         after = memory[round_up(keys.numel(), _ALIGNMENT) :]
         values = after[: slots * heads * layer.dim_of_values].view(slots, heads, layer.dim_of_values)
         return LayerMemory(keys, values, None)
-
-
-def round_up(size: int, step: int) -> int:
-    """The least multiple of ``step`` that is at least ``size``."""
-    return -(-size // step) * step
