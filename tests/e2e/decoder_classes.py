@@ -27,7 +27,7 @@ from graphpass.text import CausalLM
 from tests.e2e.greedy import Reference, continued
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 
-__all__ = ["BUILT", "Outcome", "described", "outcomes", "recorded", "rows_of", "table_of_page", "tried", "versions"]
+__all__ = ["BUILT", "NAMED_ALONE", "Outcome", "described", "outcomes", "recorded", "rows_of", "table_of_page", "tried", "versions"]
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
@@ -201,7 +201,8 @@ def _work(names: Sequence[str]) -> None:
         torch.compiler.reset()
 
 
-EQUAL = "Equal: "
+NAMED_ALONE = {"equal": "Equal: ", NOT_BUILT: "Not built: "}
+"""Outcomes whose classes are listed without a sentence, and how the list begins."""
 THE_CLASS = "*the class*"
 """Stands for its name in the sentence of a row, so that classes with one sentence share a row."""
 
@@ -214,18 +215,21 @@ def versions() -> str:
 
 
 def described(found: Sequence[Outcome], of_versions: str) -> str:
-    """The versions and counts, the names of the equal classes, and a table of the others."""
+    """The versions and counts, the names of classes that are equal or not built, and a table of the others."""
     ordered = sorted(found, key=lambda outcome: outcome.name)
     kinds = dict.fromkeys(outcome.outcome for outcome in ordered)
     counts = ", ".join(f"{sum(other.outcome == kind for other in ordered)} {kind}" for kind in sorted(kinds))
     alike: dict[str, list[str]] = {}
     for outcome in ordered:
-        if outcome.outcome != "equal":
+        if outcome.outcome not in NAMED_ALONE:
             why = outcome.sentence.replace(outcome.name, THE_CLASS).replace("|", "\\|")
             alike.setdefault(f"{outcome.outcome} | {why}", []).append(outcome.name)
     rows = [f"| {', '.join(names)} | {why} |" for why, names in alike.items()]
-    equal = ", ".join(outcome.name for outcome in ordered if outcome.outcome == "equal")
-    head = [f"{of_versions}: {len(ordered)} classes, {counts}.", "", f"{EQUAL}{equal}", ""]
+    named = [
+        f"{says}{', '.join(outcome.name for outcome in ordered if outcome.outcome == kind)}\n"
+        for kind, says in NAMED_ALONE.items()
+    ]
+    head = [f"{of_versions}: {len(ordered)} classes, {counts}.\n", *named]
     return "\n".join([*head, "| classes | outcome | why |", "|---|---|---|", *rows])
 
 
@@ -249,8 +253,9 @@ def rows_of(table: str) -> dict[str, Outcome]:
         for names, kind, why in rows
         for name in names.split(", ")
     ]
-    equal = "".join(line.removeprefix(EQUAL) for line in lines if line.startswith(EQUAL))
-    found += [Outcome(name, "equal") for name in equal.split(", ") if name]
+    for kind, says in NAMED_ALONE.items():
+        named = "".join(line.removeprefix(says) for line in lines if line.startswith(says))
+        found += [Outcome(name, kind) for name in named.split(", ") if name]
     return {outcome.name: outcome for outcome in sorted(found, key=lambda outcome: outcome.name)}
 
 

@@ -8,6 +8,7 @@ import torch
 from tests.e2e.decoder_classes import (
     BUILT,
     COUNTS,
+    NAMED_ALONE,
     Outcome,
     described,
     outcomes,
@@ -59,7 +60,7 @@ def test_texts_that_hide_a_wrong_attention_are_noticed() -> None:
 def test_the_page_has_every_class_and_none_that_is_wrong() -> None:
     of_versions, rows = recorded()
     assert [row for row in rows.values() if row.outcome not in ("equal", "refused", "not built")] == []
-    assert [row.name for row in rows.values() if (row.outcome == "equal") != (row.sentence == "")] == []
+    assert [row.name for row in rows.values() if (row.outcome in NAMED_ALONE) != (row.sentence == "")] == []
     assert len([row for row in rows.values() if row.outcome in BUILT]) >= FEWEST_BUILT
     assert described(list(rows.values()), of_versions) == table_of_page()
     if of_versions == versions():
@@ -68,8 +69,14 @@ def test_the_page_has_every_class_and_none_that_is_wrong() -> None:
 
 def test_a_page_is_read_as_it_was_written() -> None:
     found = [Outcome("A", "equal"), Outcome("B", "refused", "`a | b` mixes"), Outcome("C", "different", "2 of 8 texts")]
+    found += [
+        Outcome("D", "refused", "D is not served"),
+        Outcome("E", "refused", "E is not served"),
+        Outcome("F", "not built"),
+    ]
     table = described(found, "transformers 1.0, torch 2.0")
-    assert table.startswith("transformers 1.0, torch 2.0: 3 classes, 1 different, 1 equal, 1 refused.")
+    assert table.startswith("transformers 1.0, torch 2.0: 6 classes, 1 different, 1 equal, 1 not built, 3 refused.")
+    assert "| D, E | refused | *the class* is not served |" in table
     assert rows_of(table) == {outcome.name: outcome for outcome in found}
 
 
@@ -82,4 +89,4 @@ def test_every_class_is_equal_or_refused() -> None:
     assert len([outcome for outcome in found.values() if outcome.outcome in BUILT]) >= FEWEST_BUILT
     of_versions, rows = recorded()
     if of_versions == versions():
-        assert found == rows
+        assert rows_of(described(list(found.values()), of_versions)) == rows
