@@ -27,7 +27,18 @@ from graphpass.text import CausalLM
 from tests.e2e.greedy import Reference, continued
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 
-__all__ = ["BUILT", "NAMED_ALONE", "Outcome", "described", "outcomes", "recorded", "rows_of", "table_of_page", "tried", "versions"]
+__all__ = [
+    "BUILT",
+    "NAMED_ALONE",
+    "Outcome",
+    "described",
+    "outcomes",
+    "recorded",
+    "rows_of",
+    "table_of_page",
+    "tried",
+    "versions",
+]
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
