@@ -1,8 +1,7 @@
 """Writes what the pages say from the code: ``python docs/generate.py``.
 
 Whole pages, and blocks between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` of pages that are written by hand.
-The pages under ``docs/generated`` are read in the built documentation alone: ``docs/conf.py`` writes them before each
-build, and they are not committed.
+The API and the tree of files are not committed: they are written to ``docs/generated``, also by each build.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ TREE_HEAD = """\
 # The tree
 
 Imports run downwards: `tool.importlinter` in `pyproject.toml` states the layers, and the lint run checks them. The
-library never imports the backend. Each line is the first sentence of a file's docstring; `python docs/generate.py`
-writes this page.
+library never imports the backend. Each line is the first sentence of a file's docstring.
 """
 
 
@@ -168,8 +166,8 @@ def _option(given: Any) -> tuple[str, str]:
     return usage + value, given.help + (f" By default {default}." if default is not None else "")
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"guarantees.md": guarantees_page, "design/tree.md": tree_page}
-NOT_COMMITTED: Mapping[str, Callable[[], str]] = {"generated/api.md": api_page}
+PAGES: Mapping[str, Callable[[], str]] = {"guarantees.md": guarantees_page}
+NOT_COMMITTED: Mapping[str, Callable[[], str]] = {"generated/api.md": api_page, "generated/tree.md": tree_page}
 BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "options.md": {"options": options_block},
     "command_line.md": {"commands": commands_block},

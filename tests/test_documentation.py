@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.test_house import PUBLIC_NAMES
+
 ROOT = Path(__file__).parent.parent
 # The programs of the gallery run with small models, in tests/e2e/test_gallery.py.
 GALLERY = ROOT / "docs" / "gallery"
@@ -114,7 +116,8 @@ def test_what_is_made_from_the_code_is_as_the_code_is() -> None:
     stale = [name_of(page) for page, text in generate["committed"]() if page.read_text(encoding="utf-8") != text]
     assert stale == [], "write them: python docs/generate.py"
     made = {name: page() for name, page in generate["NOT_COMMITTED"].items()}
-    assert all(text.startswith("# ") for text in made.values())
+    assert "\n- `graphedmodel.py`: " in made["generated/tree.md"]
+    assert set(re.findall(r"automodule:: (\S+)", made["generated/api.md"])) == PUBLIC_NAMES.keys()
 
 
 def test_each_option_and_each_argument_is_described() -> None:
