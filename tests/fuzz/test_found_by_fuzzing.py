@@ -16,181 +16,57 @@ TURNED = ("t0 = x.clone()", "t0.t_()")
 SPLIT_THEN_TURNED = ("t0 = fresh(x)", "t0.t_()", "t1 = t0 * 2")
 
 FOUND: dict[str, tuple[str, Program]] = {
-    "a result that is turned in place after it was made": (
-        "eager",
-        Program(TURNED, ("t0",), (Call("FULL", 4),), dynamic=False, route="dynamo"),
-    ),
-    "a result that is turned in place and no square": (
-        "eager",
-        Program(TURNED, ("t0",), (Call("FULL", 3),), dynamic=False, route="dynamo"),
-    ),
-    "what an eager region returned is turned in place by the next": (
-        "eager",
-        Program(
-            SPLIT_THEN_TURNED,
-            ("t1",),
-            (Call("PIECEWISE", 4),) * 2,
-            splitting_ops=("graphpassfuzz::fresh",),
-            dynamic=False,
-            route="dynamo",
-        ),
-    ),
-    "what is turned in place behind a split is returned": (
-        "aot_eager",
-        Program(
-            SPLIT_THEN_TURNED,
-            ("t0",),
-            (Call("PIECEWISE", 4),) * 2,
-            splitting_ops=("graphpassfuzz::fresh",),
-            dynamic=False,
-            route="dynamo",
-        ),
-    ),
-    "a view of a fed back result": (
-        "eager",
-        Program(
-            ("t0 = x.unsqueeze(0).expand(2, -1, -1)", "t1 = y * 2"),
-            ("t1", "t0"),
-            (Call("FULL", 6), Call("FULL", 6, "feedback")),
-            outputs="view",
-            dynamic=False,
-        ),
-    ),
-    "what a region returned while it was captured is turned in place by an eager one": (
-        "eager",
-        Program(
-            ("t5 = y.sigmoid()", "u5 = t5.t_()", "t6 = torch.cat([t5, u5], 1)"),
-            ("t5",),
-            (Call("PIECEWISE", 4),) * 2,
-            splitting_ops=("aten::cat",),
-            dynamic=False,
-        ),
-    ),
-    "what an eager region hands over shares memory in another way in a later step": (
-        "eager",
-        Program(
-            (
-                *("t0 = x.reshape(x.shape[1], x.shape[0])", "t2 = x.as_strided((2, 2), (2, 1), 1)"),
-                *("t6 = t0 + t0.mean()", "t8 = t2.index_select(0, i)"),
-            ),
-            ("t6",),
-            (Call("PIECEWISE", 3), Call("PIECEWISE", 3, "offset")),
-            dynamic=False,
-        ),
-    ),
-    "an input of a padded call that lies in a buffer which the model writes": (
-        "eager",
-        Program(
-            ("t0 = x + 1", "self.b.mul_(0.5)", "t1 = x * 2"),
-            ("t0", "t1"),
-            (Call("FULL", 3, "buffer"),),
-            route="graphed",
-        ),
-    ),
-    "a written input of a padded call that lies in a buffer": (
-        "eager",
-        Program(("x.add_(1)", "self.b.mul_(0.5)"), ("x",), (Call("FULL", 3, "buffer"),), route="graphed"),
-    ),
-    "a cut makes a block of columns an input that the region writes to and returns": (
-        "aot_eager",
-        Program(
-            ("t0 = y[:, :2]", "t0.mul_(0.5)", "t0.add_(0.25)", "t1 = t0.view(t0.size())"),
-            ("t1",),
-            (Call("PIECEWISE", 3), Call("FULL", 3), Call("NONE", 3)),
-            splitting_ops=("aten::mul_",),
-        ),
-    ),
-    "a cut makes two blocks of columns inputs of a region that writes to one": (
-        "aot_eager",
-        Program(
-            (
-                *("u0 = y.chunk(2, 1)", "t0 = u0[0]", "v0 = u0[1]", "y.mul_(0.5)"),
-                *("v0.add_(t0.mean())", "t1 = v0.view(t0.size())", "t1.mul_(0.5)"),
-            ),
-            ("y",),
-            (Call("PIECEWISE", 3), Call("FULL", 3), Call("NONE", 3)),
-            splitting_ops=("aten::mul_",),
-        ),
-    ),
-    "a view of a buffer comes back from a call that writes to it": (
-        "eager",
-        Program(
-            ("write(x, y)",),
-            ("x",),
-            (Call("NONE", 4, "buffer"), Call("NONE", 4, "feedback")),
-            outputs="view",
-            dynamic=False,
-            route="graphed",
-        ),
-    ),
-    "a padded call writes to an input that is its last result": (
-        "eager",
-        Program(
-            ("x.clamp_(-1, 1)", "t0 = x * y"),
-            ("t0",),
-            (Call("FULL", 6), Call("FULL", 6), Call("FULL", 6, "feedback")),
-            outputs="view",
-            route="graphed",
-        ),
-    ),
-    "a padded call returns an input that is its last result": (
-        "eager",
-        Program(
-            ("t0 = y @ self.w",),
-            ("t0", "x"),
-            (Call("FULL", 4), Call("FULL", 4), Call("FULL", 4, "feedback")),
-            outputs="view",
-            route="graphed",
-        ),
-    ),
-    "a masked assignment to a tensor without dimensions, where Dynamo ends its graph": (
-        "aot_eager",
-        Program(
-            ("t0 = x.max(0)[0]", "t1 = t0.select(0, 1)", "t1[t1 > 0.4] = 0.2", "t2 = y + t0"),
-            ("t1", "t2"),
-            (Call("NONE", 3), Call("FULL", 3), Call("PIECEWISE", 3)),
-            dynamic=False,
-            route="dynamo",
-        ),
-    ),
-    "a view that another region made is read by its place in the storage": (
-        "eager",
-        Program(
-            (
-                *("u0 = self.w.split([1, 3], 1)", "t0 = u0[1]", "t1 = F.relu(self.w, inplace=True)"),
-                *("t0 = operator.iadd(t0, 1.5)", "t3 = t0.as_strided((2, 2), (2, 1), 1)"),
-            ),
-            ("t3",),
-            (Call("PIECEWISE", 3),),
-            splitting_ops=("aten::relu",),
-            dynamic=False,
-        ),
-    ),
-    "compiling one region fixes a size that a later region was keyed without": (
-        "aot_eager",
-        Program(
-            (
-                *("t2 = torch.take_along_dim(x, i.unsqueeze(1), 1)", "write(self.w[1:], self.w[:1])"),
-                *("t6 = t2.flatten()", "t7 = t6 + 1"),
-            ),
-            ("t6", "t7"),
-            (Call("NONE", 3), Call("NONE", 4)),
-            splitting_ops=("graphpassfuzz::write",),
-        ),
-    ),
-    "a diagonal that nothing reads crosses a cut, and Inductor warns as it lowers one": (
-        "inductor",
-        Program(
-            (
-                *("t0 = torch.maximum(self.c, self.c)", "t1 = self.b.diagonal()"),
-                *("t2 = y.as_strided((2, 2), (2, 1), 1)", "t3 = torch.maximum(t1, t1)"),
-            ),
-            ("x",),
-            (Call("NONE", 3),),
-            dynamic=False,
-        ),
-    ),
-}
+    "a result that is turned in place after it was made": ("eager",
+        Program(TURNED, ("t0",), (Call("FULL", 4),), dynamic=False, route="dynamo")),
+    "a result that is turned in place and no square": ("eager",
+        Program(TURNED, ("t0",), (Call("FULL", 3),), dynamic=False, route="dynamo")),
+    "what an eager region returned is turned in place by the next": ("eager", Program(SPLIT_THEN_TURNED, ("t1",),
+        (Call("PIECEWISE", 4),) * 2, splitting_ops=("graphpassfuzz::fresh",), dynamic=False, route="dynamo")),
+    "what is turned in place behind a split is returned": ("aot_eager", Program(SPLIT_THEN_TURNED, ("t0",),
+        (Call("PIECEWISE", 4),) * 2, splitting_ops=("graphpassfuzz::fresh",), dynamic=False, route="dynamo")),
+    "a view of a fed back result": ("eager", Program(("t0 = x.unsqueeze(0).expand(2, -1, -1)", "t1 = y * 2"),
+        ("t1", "t0"), (Call("FULL", 6), Call("FULL", 6, "feedback")), outputs="view", dynamic=False)),
+    "what a region returned while it was captured is turned in place by an eager one": ("eager",
+        Program(("t5 = y.sigmoid()", "u5 = t5.t_()", "t6 = torch.cat([t5, u5], 1)"), ("t5",),
+        (Call("PIECEWISE", 4),) * 2, splitting_ops=("aten::cat",), dynamic=False)),
+    "what an eager region hands over shares memory in another way in a later step": ("eager",
+        Program((*("t0 = x.reshape(x.shape[1], x.shape[0])", "t2 = x.as_strided((2, 2), (2, 1), 1)"),
+        *("t6 = t0 + t0.mean()", "t8 = t2.index_select(0, i)")), ("t6",), (Call("PIECEWISE", 3),
+        Call("PIECEWISE", 3, "offset")), dynamic=False)),
+    "an input of a padded call that lies in a buffer which the model writes": ("eager",
+        Program(("t0 = x + 1", "self.b.mul_(0.5)", "t1 = x * 2"), ("t0", "t1"), (Call("FULL", 3, "buffer"),),
+        route="graphed")),
+    "a written input of a padded call that lies in a buffer": ("eager",
+        Program(("x.add_(1)", "self.b.mul_(0.5)"), ("x",), (Call("FULL", 3, "buffer"),), route="graphed")),
+    "a cut makes a block of columns an input that the region writes to and returns": ("aot_eager",
+        Program(("t0 = y[:, :2]", "t0.mul_(0.5)", "t0.add_(0.25)", "t1 = t0.view(t0.size())"), ("t1",),
+        (Call("PIECEWISE", 3), Call("FULL", 3), Call("NONE", 3)), splitting_ops=("aten::mul_",))),
+    "a cut makes two blocks of columns inputs of a region that writes to one": ("aot_eager",
+        Program((*("u0 = y.chunk(2, 1)", "t0 = u0[0]", "v0 = u0[1]", "y.mul_(0.5)"),
+        *("v0.add_(t0.mean())", "t1 = v0.view(t0.size())", "t1.mul_(0.5)")), ("y",), (Call("PIECEWISE", 3),
+        Call("FULL", 3), Call("NONE", 3)), splitting_ops=("aten::mul_",))),
+    "a view of a buffer comes back from a call that writes to it": ("eager", Program(("write(x, y)",), ("x",),
+        (Call("NONE", 4, "buffer"), Call("NONE", 4, "feedback")), outputs="view", dynamic=False, route="graphed")),
+    "a padded call writes to an input that is its last result": ("eager", Program(("x.clamp_(-1, 1)", "t0 = x * y"),
+        ("t0",), (Call("FULL", 6), Call("FULL", 6), Call("FULL", 6, "feedback")), outputs="view", route="graphed")),
+    "a padded call returns an input that is its last result": ("eager", Program(("t0 = y @ self.w",), ("t0", "x"),
+        (Call("FULL", 4), Call("FULL", 4), Call("FULL", 4, "feedback")), outputs="view", route="graphed")),
+    "a masked assignment to a tensor without dimensions, where Dynamo ends its graph": ("aot_eager",
+        Program(("t0 = x.max(0)[0]", "t1 = t0.select(0, 1)", "t1[t1 > 0.4] = 0.2", "t2 = y + t0"), ("t1", "t2"),
+        (Call("NONE", 3), Call("FULL", 3), Call("PIECEWISE", 3)), dynamic=False, route="dynamo")),
+    "a view that another region made is read by its place in the storage": ("eager",
+        Program((*("u0 = self.w.split([1, 3], 1)", "t0 = u0[1]", "t1 = F.relu(self.w, inplace=True)"),
+        *("t0 = operator.iadd(t0, 1.5)", "t3 = t0.as_strided((2, 2), (2, 1), 1)")), ("t3",), (Call("PIECEWISE", 3),
+        ), splitting_ops=("aten::relu",), dynamic=False)),
+    "compiling one region fixes a size that a later region was keyed without": ("aot_eager",
+        Program((*("t2 = torch.take_along_dim(x, i.unsqueeze(1), 1)", "write(self.w[1:], self.w[:1])"),
+        *("t6 = t2.flatten()", "t7 = t6 + 1")), ("t6", "t7"), (Call("NONE", 3), Call("NONE", 4)),
+        splitting_ops=("graphpassfuzz::write",))),
+    "a diagonal that nothing reads crosses a cut, and Inductor warns as it lowers one": ("inductor",
+        Program((*("t0 = torch.maximum(self.c, self.c)", "t1 = self.b.diagonal()"),
+        *("t2 = y.as_strided((2, 2), (2, 1), 1)", "t3 = torch.maximum(t1, t1)")), ("x",), (Call("NONE", 3),),
+        dynamic=False)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("compiler", "program"), FOUND.values(), ids=FOUND)

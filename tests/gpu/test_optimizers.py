@@ -25,22 +25,10 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 STEPS = 8
 KINDS = [
     pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9}, id="SGD"),
-    *(
-        pytest.param(kind, {"capturable": True}, id=kind.__name__)
-        for kind in (
-            optim.Adam,
-            optim.AdamW,
-            optim.Adadelta,
-            optim.Adamax,
-            optim.NAdam,
-            optim.RAdam,
-            optim.RMSprop,
-            optim.Rprop,
-            optim.ASGD,
-        )
-    ),
+    *(pytest.param(kind, {"capturable": True}, id=kind.__name__) for kind in (optim.Adam, optim.AdamW, optim.Adadelta,
+        optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD)),
     pytest.param(optim.Adagrad, {}, id="Adagrad"),
-]
+]  # fmt: skip
 
 
 def weights() -> list[nn.Parameter]:

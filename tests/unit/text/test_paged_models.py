@@ -28,39 +28,17 @@ STOCK: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 8},
-    # Two layers with chunks of 5 positions and RoPE, two that attend to all and scale queries by position.
-    "Llama4Text": {
-        "num_hidden_layers": 4,
-        "intermediate_size_mlp": 64,
-        "attention_chunk_size": 5,
-        "num_local_experts": 2,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layer_interval": 2,
-        "floor_scale": 3,
-        "attn_scale": 0.7,
-    },
-    "DeepseekV3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "head_dim": 4,
-        "v_head_dim": 6,
-        "first_k_dense_replace": 2,
-    },
+    "Llama4Text": {"num_hidden_layers": 4, "intermediate_size_mlp": 64, "attention_chunk_size": 5,
+        "num_local_experts": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "floor_scale": 3,
+        "attn_scale": 0.7},
+    "DeepseekV3": {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 2},
     "Gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     "GptOss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "Gemma4Text": {
-        "sliding_window": 5,
-        "global_head_dim": 24,
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": 61,
-        "hidden_size_per_layer_input": 8,
-    },
-    # The layer does not pass its window: the model's mask has it.
+    "Gemma4Text": {"sliding_window": 5, "global_head_dim": 24, "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
     "Phimoe": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def stock(name: str) -> Any:
