@@ -1,19 +1,24 @@
-"""The guards on real graphs: debug, compare, what is read from the context, failures, padding."""
+"""Guards on a GPU, and profiles."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import cgpass
+import graphpass
 import graphpass as gp
 from graphpass.capture import CapturePolicy
+from graphpass.compat import operators
 from tests.unit.engine.models import Attends
 
 pytestmark = pytest.mark.cuda
@@ -220,3 +225,31 @@ def test_padding_is_proved(cuda: torch.device, mode: str, compiler: str) -> None
         got = fast(x, torch.ones(reqs, tokens, dtype=torch.bool, device=cuda))
         torch.testing.assert_close(got, F.scaled_dot_product_attention(x, x, x), atol=1e-3, rtol=1e-3)
     fast.close()
+
+
+# Names of replays in a profile of the GPU.
+
+
+def test_the_launch_of_a_graph_lies_in_the_range_of_its_key(cuda: torch.device, tmp_path: Path) -> None:
+    fast = graphpass.graphed(torch.nn.Linear(8, 8).to(cuda), [4], {"input": 0})
+    x = torch.randn(4, 8, device=cuda)
+    fast.capture(x)
+    fast(x)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        fast(x)
+        torch.cuda.synchronize()
+    seen.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    (named,) = [
+        e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("g0.full FULL 4 tokens")
+    ]
+    (launch,) = [e for e in events if "cudaGraphLaunch" in e.get("name", "") and e.get("ph") == "X"]
+    assert named["ts"] <= launch["ts"] <= named["ts"] + named["dur"]
+    fast.close()
+
+
+def test_nvtx_ranges_come_from_the_same_check(cuda: torch.device) -> None:
+    assert not operators.is_profiled()
+    with torch.autograd.profiler.emit_nvtx():
+        assert operators.is_profiled()
+    assert not operators.is_profiled()

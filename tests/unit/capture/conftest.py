@@ -67,6 +67,11 @@ class Rig:
         with self.runtime.capturing():
             return self.call(wrapper, *args, **kwargs)
 
+    def captured(self, wrapper: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> CUDAGraphWrapper:
+        """The wrapper after one forward that may capture."""
+        self.capture(wrapper, *args, **kwargs)
+        return wrapper
+
     def counts(self, wrapper: CUDAGraphWrapper, key: int = 8) -> Counts:
         return self.runtime.counts()[wrapper.name, wrapper.mode, BatchDescriptor(key)]
 

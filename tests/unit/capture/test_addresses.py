@@ -44,8 +44,7 @@ def test_positional_keyword_and_nested_inputs_are_staged(rig: Any) -> None:
 
 
 def test_another_structure_is_another_graph(rig: Any) -> None:
-    wrapper = rig.wrap(lambda pair: pair[0] + pair[1])
-    rig.capture(wrapper, (X, X * 2))
+    wrapper = rig.captured(rig.wrap(lambda pair: pair[0] + pair[1]), (X, X * 2))
     with pytest.raises(CaptureError, match="this key with other arguments"):
         rig.call(wrapper, [X, X * 2])
     rig.capture(wrapper, [X, X * 2])
@@ -54,8 +53,7 @@ def test_another_structure_is_another_graph(rig: Any) -> None:
 
 
 def test_the_callers_tensor_may_move_and_die(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: x * 2)
-    rig.capture(wrapper, torch.ones(1000))
+    wrapper = rig.captured(rig.wrap(lambda x: x * 2), torch.ones(1000))
     kept = []
     for step in range(20):
         kept.append(torch.full((1000,), float(step)))
@@ -90,8 +88,7 @@ def test_views_of_two_dtypes_share_one_buffer(rig: Any) -> None:
         arena[8:16].view(torch.float32).fill_(fill / 2)
         return arena[1:16], arena[8:16].view(torch.float32)
 
-    wrapper = rig.wrap(region)
-    rig.capture(wrapper, *views(3))
+    wrapper = rig.captured(rig.wrap(region), *views(3))
     assert torch.equal(rig.call(wrapper, *views(5)), region(*views(5)))
     assert rig.counts(wrapper).captured == 1
 
@@ -140,8 +137,7 @@ def test_a_static_input_is_read_in_place(rig: Any, kind: str) -> None:
 
 def test_a_static_keyword_is_read_in_place(rig: Any) -> None:
     weight, roles = static_weight("keyword")
-    wrapper = rig.wrap(lambda x, *, weight: x * weight[0], **roles)
-    rig.capture(wrapper, X, weight=[weight])
+    wrapper = rig.captured(rig.wrap(lambda x, *, weight: x * weight[0], **roles), X, weight=[weight])
     weight.fill_(5)
     assert torch.equal(rig.call(wrapper, X, weight=[weight]), X * 5)
     assert rig.counts(wrapper).copied == 2
@@ -174,8 +170,7 @@ def test_module_instances_are_not_moved_inputs(rig: Any) -> None:
 
 def test_a_weight_that_keeps_moving_is_staged_for_its_instance_alone(rig: Any) -> None:
     moving, steady = (torch.nn.Parameter(torch.ones(8), requires_grad=False) for _ in range(2))
-    wrapper = rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"), lazy=True)
-    rig.capture(wrapper, X, steady)
+    wrapper = rig.captured(rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"), lazy=True), X, steady)
     for n in range(12):
         moving.data = torch.full((8,), float(n))
         assert torch.equal(rig.call(wrapper, X, moving), X * n)
@@ -330,8 +325,7 @@ def test_an_input_that_now_lies_inside_a_static_input_is_noticed(rig: Any) -> No
         return cache.sum() + rows
 
     cache = torch.zeros(4, 3)
-    wrapper = rig.wrap(region, static_inputs=[0], mutated_inputs=[1])
-    rig.capture(wrapper, cache, torch.zeros(2, 3))
+    wrapper = rig.captured(rig.wrap(region, static_inputs=[0], mutated_inputs=[1]), cache, torch.zeros(2, 3))
     with pytest.raises(CaptureError, match="share memory in another way"):
         rig.call(wrapper, cache, cache[1:3])
     assert torch.equal(cache, torch.zeros(4, 3))

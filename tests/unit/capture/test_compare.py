@@ -43,8 +43,7 @@ def test_a_difference_names_tensor_row_and_magnitude(rig: Any) -> None:
     def region(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + 1, x * rows[0]
 
-    wrapper = rig.wrap(region, compare=True)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(region, compare=True), X)
     rig.call(wrapper, X)
     rows[0] = torch.tensor([[1.0], [1.0], [3.0], [1.5]])
     with pytest.raises(MismatchError) as failure:
@@ -173,8 +172,7 @@ def test_it_checks_and_copies_as_a_graph_would(rig: Any) -> None:
 
 
 def test_ops_that_cannot_be_captured_run(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: x * x.sum().item(), debug=True)
-    rig.capture(wrapper, ROW)
+    wrapper = rig.captured(rig.wrap(lambda x: x * x.sum().item(), debug=True), ROW)
     assert torch.equal(rig.call(wrapper, ROW + 1), (ROW + 1) * (ROW + 1).sum())
 
 
@@ -182,8 +180,7 @@ def test_ops_that_cannot_be_captured_run(rig: Any) -> None:
 def test_what_a_graph_would_bake_in_is_refused(rig: Any, found: str) -> None:
     given: list[Any] = [3]
     region = (lambda x: (x + 1, given[0])) if found == "number" else (lambda x: x[: given[0]] + 1)
-    wrapper = rig.wrap(region, debug=True)
-    rig.capture(wrapper, ROW)
+    wrapper = rig.captured(rig.wrap(region, debug=True), ROW)
     given[0] = 4
     with pytest.raises(CaptureError, match=r"output \d of region is baked into the graph"):
         rig.call(wrapper, ROW)
@@ -201,8 +198,7 @@ def test_debug_does_not_keep_parameters_alive(rig: Any) -> None:
 
 def test_regions_inside_do_not_capture(rig: Any) -> None:
     inner = rig.wrap(lambda x: x + 1, "PIECEWISE", name="inner")
-    outer = rig.wrap(lambda x: inner(x) * 2, debug=True, name="outer")
-    rig.capture(outer, ROW)
+    outer = rig.captured(rig.wrap(lambda x: inner(x) * 2, debug=True, name="outer"), ROW)
     assert torch.equal(rig.call(outer, ROW + 1), (ROW + 2) * 2)
     assert set(rig.runtime.counts()) == {("outer", gp.CUDAGraphMode.FULL, gp.BatchDescriptor(8))}
 
@@ -215,9 +211,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def views(rig: Any) -> Any:
-    wrapper = rig.wrap(lambda x: (x + 1, x.long() * 2), outputs="view", debug=True)
-    rig.capture(wrapper, ROW)
-    return wrapper
+    return rig.captured(rig.wrap(lambda x: (x + 1, x.long() * 2), outputs="view", debug=True), ROW)
 
 
 def test_a_view_alive_after_two_replays_is_reported(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,8 +242,7 @@ def test_views_in_a_loop_are_fine(rig: Any, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_clones_are_not_watched(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = rig.wrap(lambda x: x + 1, debug=True)
-    rig.capture(wrapper, ROW)
+    wrapper = rig.captured(rig.wrap(lambda x: x + 1, debug=True), ROW)
     kept = [rig.call(wrapper, ROW + i) for i in range(4)]
     assert not said(caplog)
     assert all(torch.equal(y, ROW + i + 1) for i, y in enumerate(kept))

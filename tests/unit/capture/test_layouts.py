@@ -40,8 +40,7 @@ X = torch.arange(12.0).reshape(3, 4)
     ids=lambda t: f"{tuple(t.shape)} {t.dtype} {t.device}",
 )
 def test_an_input_that_a_copy_would_change_is_refused(rig: Any, other: torch.Tensor) -> None:
-    wrapper = rig.wrap(lambda x: x + 1, input_names=("hidden",))
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: x + 1, input_names=("hidden",)), X)
     with pytest.raises(ShapeError) as refused:
         rig.call(wrapper, other)
     for text in (
@@ -55,8 +54,7 @@ def test_an_input_that_a_copy_would_change_is_refused(rig: Any, other: torch.Ten
 
 
 def test_a_nested_input_is_refused_by_name(rig: Any) -> None:
-    wrapper = rig.wrap(lambda *, table: table[0] + table[1])
-    rig.capture(wrapper, table=[X, X * 2])
+    wrapper = rig.captured(rig.wrap(lambda *, table: table[0] + table[1]), table=[X, X * 2])
     with pytest.raises(ShapeError, match=r"input table\[1\]"):
         rig.call(wrapper, table=[X, torch.ones(1, 4)])
 
@@ -86,8 +84,7 @@ def test_strides_at_replay_may_differ_where_the_graph_reads_a_buffer(rig: Any) -
 
 
 def test_strides_must_match_where_an_output_is_a_view_of_the_input(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: x[1:], input_names=("x",))
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: x[1:], input_names=("x",)), X)
     other = X + 1
     assert torch.equal(rig.call(wrapper, other), other[1:])
     with pytest.raises(ShapeError, match=r"input x of region has other strides.*\(4, 1\).*\(1, 3\)"):
@@ -102,8 +99,7 @@ def test_expanded_inputs(rig: Any) -> None:
     assert torch.equal(rig.call(wrapper, (row * 3).expand(3, 4)), (row * 3 + 1).expand(3, 4))
     with pytest.raises(ShapeError, match=r"input mask is not expanded as it was.*\(0, 1\).*\(4, 1\)"):
         rig.call(wrapper, X)
-    scalar = rig.wrap(lambda x: x + 1, name="scalar")
-    rig.capture(scalar, torch.ones(()).expand(3, 4))
+    scalar = rig.captured(rig.wrap(lambda x: x + 1, name="scalar"), torch.ones(()).expand(3, 4))
     assert torch.equal(rig.call(scalar, torch.full((), 5.0).expand(3, 4)), torch.full((3, 4), 6.0))
 
 
@@ -120,8 +116,7 @@ def test_overlapping_inputs_are_refused(rig: Any, size: tuple[int, ...], stride:
 
 
 def test_a_replay_reads_overlapping_inputs_into_a_plain_buffer(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: x + 1)
-    rig.capture(wrapper, torch.ones(3, 3))
+    wrapper = rig.captured(rig.wrap(lambda x: x + 1), torch.ones(3, 3))
     windows = torch.arange(8.0).as_strided((3, 3), (1, 1))
     assert torch.equal(rig.call(wrapper, windows), windows + 1)
 
@@ -132,8 +127,7 @@ def test_zero_size_tensors(rig: Any, shape: tuple[int, ...], outputs: str) -> No
     def region(x: torch.Tensor, empty: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x + 1, empty * 2, empty, torch.zeros(0)
 
-    wrapper = rig.wrap(region, outputs=outputs)
-    rig.capture(wrapper, X, torch.ones(shape))
+    wrapper = rig.captured(rig.wrap(region, outputs=outputs), X, torch.ones(shape))
     empty = torch.ones(shape)
     got = rig.call(wrapper, X * 2, empty)
     assert torch.equal(got[0], X * 2 + 1)
@@ -222,8 +216,7 @@ def test_a_turned_weight_is_refused_where_dynamo_does_not_guard_it(
     """Without keeping the weight alive; a loop of one's own has no guards, and reads the old layout if nobody asks."""
     monkeypatch.setattr(dynamo, "guards_module_layouts", lambda: guarded)
     weight = torch.nn.Parameter(torch.arange(9.0).reshape(3, 3), requires_grad=False)
-    wrapper = rig.wrap(lambda x, w: x @ w, input_names=("x", "w"))
-    rig.capture(wrapper, X[:, :3], weight)
+    wrapper = rig.captured(rig.wrap(lambda x, w: x @ w, input_names=("x", "w")), X[:, :3], weight)
     for _ in range(2):  # compared natively the second time
         assert torch.equal(rig.call(wrapper, X[:, :3] + 1, weight), (X[:, :3] + 1) @ weight)
     weight.data = weight.data.t()

@@ -180,8 +180,7 @@ def test_outputs_that_share_storage_share_it_afterwards(rig: Any, outputs: str) 
         y = torch.cat([x, x + 1]).reshape(4, 4)
         return y[1], y.t(), y, y[1:, ::2], y, x * 3
 
-    wrapper = rig.wrap(region, outputs=outputs)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(region, outputs=outputs), X)
     row, turned, whole, corner, again, apart = rig.call(wrapper, X * 2)
     for got, want in zip((row, turned, whole, corner, again, apart), region(X * 2), strict=True):
         assert torch.equal(got, want)
@@ -195,8 +194,7 @@ def test_outputs_that_share_storage_share_it_afterwards(rig: Any, outputs: str) 
 
 
 def test_outputs_without_tensors_come_back(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: (x + 1, None, 3, "name", {"empty": [], "flag": True}))
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: (x + 1, None, 3, "name", {"empty": [], "flag": True})), X)
     got = rig.call(wrapper, X * 2)
     assert torch.equal(got[0], X * 2 + 1)
     assert got[1:] == (None, 3, "name", {"empty": [], "flag": True})
@@ -205,8 +203,7 @@ def test_outputs_without_tensors_come_back(rig: Any) -> None:
 @pytest.mark.parametrize("outputs", ["clone", "view"])
 def test_memory_that_the_region_reaches_by_itself_is_never_overwritten(rig: Any, outputs: str) -> None:
     table = torch.arange(8.0)
-    wrapper = rig.wrap(lambda x: (x + table, table, table[2:4]), outputs=outputs)
-    rig.capture(wrapper, X, at_key=8)
+    wrapper = rig.captured(rig.wrap(lambda x: (x + table, table, table[2:4]), outputs=outputs), X, at_key=8)
     rig.capture(wrapper, X[:8] * 2, at_key=16)
     for key in (8, 16, 8):
         total, same, part = rig.call(wrapper, X, at_key=key)
@@ -222,8 +219,7 @@ def test_memory_that_the_region_reaches_by_itself_is_never_overwritten(rig: Any,
 @pytest.mark.parametrize("one_context", [False, True])
 @pytest.mark.parametrize("outputs", ["clone", "view"])
 def test_an_output_can_be_the_next_input(rig: Any, outputs: str, one_context: bool) -> None:
-    wrapper = rig.wrap(lambda x: x * 2 + 1, outputs=outputs)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: x * 2 + 1, outputs=outputs), X)
     x = want = X
     if one_context:
         with set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(8)):
@@ -238,8 +234,7 @@ def test_an_output_can_be_the_next_input(rig: Any, outputs: str, one_context: bo
 
 @pytest.mark.parametrize("outputs", ["clone", "view"])
 def test_an_output_can_be_another_keys_input(rig: Any, outputs: str) -> None:
-    wrapper = rig.wrap(lambda x: x * 2 + 1, outputs=outputs)
-    rig.capture(wrapper, X, at_key=8)
+    wrapper = rig.captured(rig.wrap(lambda x: x * 2 + 1, outputs=outputs), X, at_key=8)
     x = rig.capture(wrapper, X, at_key=16)  # from the pool, into a capture and replays of another key
     want = X * 2 + 1
     for key in (8, 16, 16, 8, 8):
@@ -295,8 +290,7 @@ def test_a_regions_output_keeps_its_memory_while_a_later_region_is_captured(rig:
 def test_graphs_do_not_keep_their_outputs_memory(rig: Any) -> None:
     device = rig.runtime.lease._device = OwningDevice()
     for outputs in ("clone", "view"):
-        wrapper = rig.wrap(lambda x: x + 1, name=outputs, outputs=outputs)
-        rig.capture(wrapper, X)
+        wrapper = rig.captured(rig.wrap(lambda x: x + 1, name=outputs, outputs=outputs), X)
         result = rig.call(wrapper, X * 2)
         assert torch.equal(result, X * 2 + 1)
         assert device.owners[-1][0]() is None

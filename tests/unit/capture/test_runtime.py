@@ -82,8 +82,7 @@ def test_two_threads_get_their_own_results(rig: Any) -> None:
 
 
 def test_a_forward_inside_a_forward_is_refused(rig: Any) -> None:
-    inner = rig.wrap(plus_one, name="inner")
-    rig.capture(inner, X, at_key=4)
+    inner = rig.captured(rig.wrap(plus_one, name="inner"), X, at_key=4)
     outer = rig.wrap(lambda x: rig.call(inner, x, at_key=4), name="outer")
     with pytest.raises(PoolBusyError, match=r"inner started a forward inside another forward.*GraphRuntime of its own"):
         rig.capture(outer, X)
@@ -246,8 +245,7 @@ def test_closing_drops_the_graphs_memory(rig: Any) -> None:
 
 
 def test_the_runtime_does_not_keep_wrappers_alive(rig: Any) -> None:
-    wrapper = rig.wrap(plus_one)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(plus_one), X)
     assert rig.runtime.stats().captured == 1
     gone = weakref.ref(wrapper)
     del wrapper
@@ -320,8 +318,7 @@ def test_stats_are_totals(rig: Any) -> None:
     regions = (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (Reason("splitting op"),)))
     runtime.register(CallableRecord("g0", regions, 2))
     assert runtime.next_callable_name() == "g1"
-    wrapper = rig.wrap(lambda x, y: x + y, name="g0.full")
-    rig.capture(wrapper, X, X * 2)
+    wrapper = rig.captured(rig.wrap(lambda x, y: x + y, name="g0.full"), X, X * 2)
     rig.call(wrapper, X, X * 2)
     stats = runtime.stats()
     assert (stats.callables, stats.artifacts, stats.captured, stats.replayed, stats.copied) == (1, 2, 1, 2, 4)

@@ -1,14 +1,18 @@
-"""What a call leaves behind: mutated inputs, random number generators; and what a graph takes for constant."""
+"""What a call leaves behind, and what a graph takes for constant: also what it reads of the forward context."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
 
+import graphpass as gp
 from graphpass.capture import Counts
-from graphpass.errors import CaptureError
+from graphpass.errors import CaptureError, StaticInputError
 
 X = torch.arange(8.0)
 
@@ -53,8 +57,7 @@ def test_mutated_inputs_end_as_eager_leaves_them(rig: Any, kind: str, keyword: b
 
 def test_the_memory_around_a_mutated_view_is_left_alone(rig: Any) -> None:
     memory = torch.zeros(8, 3)
-    wrapper = rig.wrap(accumulate, mutated_inputs=[1])
-    rig.capture(wrapper, X, memory[:, 1])
+    wrapper = rig.captured(rig.wrap(accumulate, mutated_inputs=[1]), X, memory[:, 1])
     memory[:, 0] = 5  # between replays, beside the view
     rig.call(wrapper, X, memory[:, 1])
     assert torch.equal(memory[:, 0], torch.full((8,), 5.0))
@@ -130,8 +133,7 @@ def test_replays_draw_what_eager_draws(rig: Any) -> None:
 
 
 def test_reseeding_reproduces(rig: Any) -> None:
-    wrapper = rig.wrap(noisy)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(noisy), X)
     torch.manual_seed(4)
     first, second = rig.call(wrapper, X), rig.call(wrapper, X)
     torch.manual_seed(4)
@@ -165,8 +167,7 @@ def test_an_explicit_generator(rig: Any) -> None:
     ("captured", "other"), [(3, 4), (1, True), (2, 2.0), (0.5, 0.25), ("relu", "gelu"), (True, False), (None, 3)]
 )
 def test_a_baked_value_is_refused_when_it_changes(rig: Any, captured: Any, other: Any) -> None:
-    wrapper = rig.wrap(lambda x, max_seq_len: x + 1, input_names=("x", "max_seq_len"))
-    rig.capture(wrapper, X, captured)
+    wrapper = rig.captured(rig.wrap(lambda x, max_seq_len: x + 1, input_names=("x", "max_seq_len")), X, captured)
     refusal = rf"argument max_seq_len of region is baked.*8 tokens.*{captured!r}.*{other!r}.*extra="
     for call in (rig.call, rig.capture):
         with pytest.raises(CaptureError, match=refusal):
@@ -175,8 +176,7 @@ def test_a_baked_value_is_refused_when_it_changes(rig: Any, captured: Any, other
 
 
 def test_a_baked_keyword_is_refused_by_name(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x, *, scale: x * scale)
-    rig.capture(wrapper, X, scale=3)
+    wrapper = rig.captured(rig.wrap(lambda x, *, scale: x * scale), X, scale=3)
     assert torch.equal(rig.call(wrapper, X, scale=3), X * 3)
     with pytest.raises(CaptureError, match="argument scale of region is baked"):
         rig.call(wrapper, X, scale=4)
@@ -224,3 +224,155 @@ def test_a_parameter_replays_without_grad(rig: Any) -> None:
     assert rig.counts(wrapper).replayed == 2
     eager = wrapper(X, weight)
     assert eager.requires_grad
+
+
+# What an op inside a graph reads from the forward context is baked in: another value later is refused by name.
+
+
+@dataclasses.dataclass
+class Metadata:
+    max_len: int
+    slots: torch.Tensor
+    unread: int = 0
+
+    @property
+    def doubled(self) -> int:
+        return self.max_len * 2
+
+    @functools.cached_property
+    def halved(self) -> int:
+        return self.max_len // 2
+
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.slots] * self.max_len
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    max_len: int
+    slots: torch.Tensor
+
+
+Pair = namedtuple("Pair", ["max_len", "slots"])
+
+
+def slots() -> torch.Tensor:
+    return torch.arange(8).flip(0)
+
+
+READERS: dict[str, Any] = {
+    "attribute": (lambda max_len, s: Metadata(max_len, s), lambda m, x: x[m.slots] * m.max_len),
+    "property": (lambda max_len, s: Metadata(max_len, s), lambda m, x: x[m.slots] * m.doubled / 2),
+    "cached property": (lambda max_len, s: Metadata(max_len, s), lambda m, x: x[m.slots] * m.halved * 2),
+    "method": (lambda max_len, s: Metadata(max_len, s), lambda m, x: m.taken(x)),
+    "frozen with slots": (lambda max_len, s: Frozen(max_len, s), lambda m, x: x[m.slots] * m.max_len),
+    "vars": (lambda max_len, s: Metadata(max_len, s), lambda m, x: x[vars(m)["slots"]] * vars(m)["max_len"]),
+    "dict": (lambda max_len, s: {"max_len": max_len, "slots": s}, lambda m, x: x[m["slots"]] * m.get("max_len")),
+    "unpacked dict": (lambda max_len, s: {"max_len": max_len, "slots": s}, lambda m, x: Metadata(**m).taken(x)),
+    "copied dict": (
+        lambda max_len, s: {"max_len": max_len, "slots": s},
+        lambda m, x: x[dict(m)["slots"]] * m["max_len"],
+    ),
+    "by layer": (lambda max_len, s: {"layer.0": Metadata(max_len, s)}, lambda m, x: m["layer.0"].taken(x)),
+    "tuple": (lambda max_len, s: (max_len, s), lambda m, x: x[m[1]] * m[0]),
+    "list": (lambda max_len, s: [max_len, s], lambda m, x: x[m[1]] * m[0]),
+    "named tuple": (lambda max_len, s: Pair(max_len, s), lambda m, x: x[m.slots] * m.max_len),
+}
+
+
+def region_reading(read: Any) -> Any:
+    return lambda x: read(gp.get_forward_context().attn_metadata, x)
+
+
+def at(metadata: Any, **others: Any) -> dict[str, Any]:
+    return {"at_context": {"attn_metadata": metadata, **others}}
+
+
+@pytest.fixture(params=READERS)
+def captured_at_4(rig: Any, request: pytest.FixtureRequest) -> Any:
+    """(what makes the metadata of a number, the slots, a wrapper that was captured at the number 4)"""
+    make, read = READERS[request.param]
+    s = slots()
+    return make, s, rig.captured(rig.wrap(region_reading(read)), X, **at(make(4, s)))
+
+
+def test_the_same_values_replay(rig: Any, captured_at_4: Any) -> None:
+    make, s, wrapper = captured_at_4
+    s.copy_(torch.arange(8))  # refilled in place
+    assert torch.equal(rig.call(wrapper, X + 1, **at(make(4, s))), (X + 1) * 4)
+
+
+def test_another_number_is_refused_by_name(rig: Any, captured_at_4: Any) -> None:
+    make, s, wrapper = captured_at_4
+    with pytest.raises(CaptureError, match=r"(?s)^attn_metadata.*baked into.*expected 4; found 6.*extra="):
+        rig.call(wrapper, X, **at(make(6, s)))
+    assert torch.equal(rig.call(wrapper, X, **at(make(4, s))), X.flip(0) * 4)
+
+
+def test_a_tensor_elsewhere_is_refused_by_name(rig: Any, captured_at_4: Any) -> None:
+    make, s, wrapper = captured_at_4
+    with pytest.raises(StaticInputError, match=r"(?s)^attn_metadata.*read by the graph.*refill it in place"):
+        rig.call(wrapper, X, **at(make(4, s.clone())))
+    with pytest.raises((StaticInputError, CaptureError), match="found None"):
+        rig.call(wrapper, X)
+
+
+@pytest.mark.parametrize("field", ["slot_mapping", "is_padding", "extra"])
+def test_every_field_counts(rig: Any, field: str) -> None:
+    wrapper = rig.wrap(lambda x: x[getattr(gp.get_forward_context(), field)])
+    s = slots()
+    rig.capture(wrapper, X, at_context={field: s})
+    assert torch.equal(rig.call(wrapper, X, at_context={field: s}), X.flip(0))
+    with pytest.raises(StaticInputError, match=f"^{field} of the forward context"):
+        rig.call(wrapper, X, at_context={field: s.clone()})
+
+
+def test_what_is_not_read_may_change(rig: Any) -> None:
+    s = slots()
+    wrapper = rig.captured(rig.wrap(region_reading(lambda m, x: x * m.max_len)), X, **at(Metadata(4, s, unread=1)))
+    assert torch.equal(rig.call(wrapper, X, **at(Metadata(4, s.clone(), unread=2))), X * 4)
+
+
+def test_the_address_of_a_captured_tensor_is_not_reused(rig: Any) -> None:
+    wrapper = rig.captured(rig.wrap(region_reading(lambda m, x: x[m.slots])), X, **at(Metadata(4, slots())))
+    for _ in range(8):  # what was captured is held, so none of these lies at its address
+        with pytest.raises(StaticInputError):
+            rig.call(wrapper, X, **at(Metadata(4, torch.arange(8))))
+
+
+def test_writes_reach_the_caller(rig: Any) -> None:
+    metadata = Metadata(4, slots())
+    seen: list[int] = []
+
+    def read(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.unread = 7
+        seen.append(m.max_len)
+        assert isinstance(m, Metadata)
+        return x * m.max_len
+
+    rig.capture(rig.wrap(region_reading(read)), X, **at(metadata))
+    assert metadata.unread == 7
+    assert seen == [4, 4]
+
+
+def test_the_count_inside_a_graph_is_the_key_s(rig: Any) -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        count = gp.get_forward_context().num_tokens
+        assert count is not None
+        return x[:count] + 1
+
+    wrapper = rig.captured(rig.wrap(region), X, at_context={"num_tokens": 5})
+    for real in (3, 8):
+        assert torch.equal(rig.call(wrapper, X, at_context={"num_tokens": real}), X + 1)
+
+
+def test_debug_reads_the_context_of_each_call(rig: Any) -> None:
+    wrapper = rig.wrap(region_reading(lambda m, x: x * m.max_len), debug=True)
+    rig.capture(wrapper, X, **at(Metadata(4, slots())))
+    assert torch.equal(rig.call(wrapper, X, **at(Metadata(6, slots()))), X * 6)
+
+
+def test_objects_that_take_no_subclass_are_passed_on(rig: Any) -> None:
+    metadata = memoryview(b"\x04")
+    wrapper = rig.captured(rig.wrap(region_reading(lambda m, x: x * m[0])), X, **at(metadata))
+    assert torch.equal(rig.call(wrapper, X, **at(metadata)), X * 4)

@@ -159,8 +159,7 @@ class Artifact:
 def test_an_opaque_callable_is_one_step(rig: Any) -> None:
     artifact = Artifact(lambda x, *, scale: [x * scale, (x + 1, None)])
     inner = CUDAGraphWrapper(artifact, "PIECEWISE", runtime=rig.runtime, name="inner")  # as a region announces itself
-    whole = rig.wrap(lambda x, s: inner(x * 2, scale=s))
-    rig.capture(whole, X, torch.full((8,), 3.0))
+    whole = rig.captured(rig.wrap(lambda x, s: inner(x * 2, scale=s)), X, torch.full((8,), 3.0))
     calls = artifact.calls
     got = rig.call(whole, X * 5, torch.full((8,), 4.0))
     assert torch.equal(got[0], X * 40)
@@ -273,29 +272,21 @@ def test_a_functional_result_is_copied_to_its_fixed_address(rig: Any) -> None:
 
 def test_python_values_are_frozen(rig: Any) -> None:
     box = {"scale": 2.0}
-    wrapper = rig.wrap(lambda x: x * box["scale"])
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: x * box["scale"]), X)
     box["scale"] = 9.0
     assert torch.equal(rig.call(wrapper, X), X * 2)
 
 
 def test_closure_state_is_read_at_its_address(rig: Any) -> None:
     table = torch.ones(8)
-    wrapper = rig.wrap(lambda x: x * table)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: x * table), X)
     table.fill_(4)
     assert torch.equal(rig.call(wrapper, X), X * 4)
 
 
-def a_new_number(x: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(0.5)
-
-
-def a_new_number_written(x: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([0.5]).add_(x.sum())
-
-
-@pytest.mark.parametrize("region", [a_new_number, a_new_number_written], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "region", [lambda x: torch.tensor(0.5), lambda x: torch.tensor([0.5]).add_(x.sum())], ids=["as it is", "written"]
+)
 @pytest.mark.parametrize("outputs", ["clone", "view"])
 def test_a_tensor_of_python_data_is_new_in_every_replay(rig: Any, region: Any, outputs: str) -> None:
     wrapper = rig.wrap(region, outputs=outputs)
@@ -314,8 +305,7 @@ def test_a_result_that_no_op_made_is_refused(rig: Any, result: Any) -> None:
 
 def test_a_numpy_array_of_the_closure_is_read_and_written_at_its_address(rig: Any) -> None:
     array = np.zeros(8, dtype=np.float32)
-    wrapper = rig.wrap(lambda x: torch.from_numpy(array).add_(x) * 1)
-    rig.capture(wrapper, X)
+    wrapper = rig.captured(rig.wrap(lambda x: torch.from_numpy(array).add_(x) * 1), X)
     array[:] = 4
     assert torch.equal(rig.call(wrapper, X), X + 4)
     assert np.array_equal(array, X.numpy() + 4)

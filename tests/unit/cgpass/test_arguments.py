@@ -1,7 +1,4 @@
-"""What a compiled call is given: views, generators, structured arguments, Python values.
-
-Every test compares with eager and counts what was compiled, captured and replayed.
-"""
+"""Arguments and results of every form that torch.compile takes, nested tensors among them."""
 
 from __future__ import annotations
 
@@ -15,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import cgpass
+import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime
 from graphpass.errors import CaptureError
 from tests.observed import reported_regions
@@ -29,8 +28,6 @@ from tests.unit.cgpass.attended import (
     expected_counts,
     regions_of,
 )
-
-# -- inputs that are views
 
 
 def slice_of_columns(rows: int) -> torch.Tensor:
@@ -356,3 +353,65 @@ def test_a_float_that_was_never_captured_is_served_by_the_same_graph(rt: GraphRu
     for rate in (0.25, 0.5, 0.75):
         x = torch.randn(4, 6)
         agrees(at_key(compiled, "PIECEWISE", 4, x, rate=rate), with_values(x, rate=rate))
+
+
+# Jagged tensors made inside the compiled function run eagerly, the rest of the graph replays.
+
+
+OFFSETS = torch.tensor([0, 1, 3])
+
+
+def jagged(x: torch.Tensor) -> Any:
+    return torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+
+
+def values(x: torch.Tensor, offsets: torch.Tensor) -> Any:
+    return (jagged(x.tanh()) * 2).values().sum(0)
+
+
+def padded(x: torch.Tensor, offsets: torch.Tensor) -> Any:
+    return torch.nn.functional.linear(jagged(x), x.new_ones(5, 4)).to_padded_tensor(0.0).exp()
+
+
+def from_offsets(x: torch.Tensor, offsets: torch.Tensor) -> Any:
+    return torch.nested.nested_tensor_from_jagged(x.tanh(), offsets).values() * 3
+
+
+def written(x: torch.Tensor, offsets: torch.Tensor) -> Any:
+    y = x.tanh()
+    torch.nested.nested_tensor_from_jagged(y, offsets).mul_(2)
+    return y.exp()
+
+
+def result(x: torch.Tensor, offsets: torch.Tensor) -> Any:
+    return torch.nested.nested_tensor_from_jagged(x.tanh(), offsets)
+
+
+def result_beside_another(x: torch.Tensor, offsets: torch.Tensor) -> Any:
+    return jagged(x.tanh()) * 2, x.exp() + 1
+
+
+def plain(value: Any) -> list[torch.Tensor]:
+    parts = value if isinstance(value, tuple) else (value,)
+    return [tensor.values() if tensor.layout is torch.jagged else tensor for tensor in parts]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compiler": "eager"}, {"compiler": "aot_eager"}, {"compiler": "aot_eager", "mode": "PIECEWISE"}],
+    ids=["eager", "aot_eager", "PIECEWISE"],
+)
+@pytest.mark.parametrize(
+    "function", [values, padded, from_offsets, written, result, result_beside_another], ids=lambda f: f.__name__
+)
+def test_a_jagged_tensor_inside(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="cgpass", options=cgpass.options(**options))
+    expected, found = [], []
+    with torch.no_grad():
+        for step in range(5):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+            expected.append(plain(function(x, OFFSETS)))
+            found.append(plain(compiled(x, OFFSETS)))
+    torch.testing.assert_close(found, expected)  # after all calls: a result is not overwritten by a later one
+    assert "nested tensor" in str(gp.runtime_of(compiled).report())

@@ -1,8 +1,8 @@
-"""EncoderCudaGraphManager when something changes or fails: weights, a request, padding, a cleared ladder."""
+"""What changes after the capture: weights, attributes, hooks; settings of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +15,7 @@ from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.test_manager import exchanged, moved, replaced
 from tests.unit.encoder.toy import MIXED, assert_same, made
+from tests.unit.engine.ambient import AMBIENT_CHANGES, autocast
 
 
 def test_a_shared_pool_is_shared_again_after_weights_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,3 +185,76 @@ def test_specs_may_come_one_by_one() -> None:
     encoder.get_encoder_cudagraph_item_specs = lambda items: iter(specs(items))  # type: ignore[assignment,method-assign,return-value]
     items = toy.images(MIXED)
     assert_same(made(encoder).execute(items), toy.one_by_one(toy.ToyEncoder(encoder.tower), items))
+
+
+# Settings that change after the capture: autocast, training, defaults, autograd and inference mode.
+
+
+OTHER_SETTINGS = {change.__name__: change for change in AMBIENT_CHANGES}
+
+
+@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.Compiled])
+@pytest.mark.parametrize("setting", OTHER_SETTINGS)
+def test_settings_of_now_are_used(setting: str, kind: type[toy.ToyEncoder], caplog: pytest.LogCaptureFixture) -> None:
+    """Under other settings than at the capture the encoder runs eagerly; under the old ones its graphs replay again."""
+    encoder = kind(toy.ToyTower(dropout=0.5))
+    manager = made(encoder, max_eager_tokens=1000, compiler="eager" if kind is toy.Compiled else None)
+    items = toy.images(MIXED)
+    plain = toy.one_by_one(encoder, items)
+    with OTHER_SETTINGS[setting](encoder.tower.blocks[1]):
+        expected = of_all(encoder, items)
+        for _ in range(2):
+            torch.manual_seed(3)
+            found = manager.execute(items)
+            assert [one.dtype for one in found] == [one.dtype for one in expected]
+            assert_same(found, expected)
+    stats = manager.get_cumulative_stats()
+    assert (stats.hits, stats.misses, dict(stats.other_settings)) == (0, 2 * toy.NUM_WITH_TOKENS, {setting: 2})
+    logged = [record.message for record in caplog.records if record.name == "graphpass"]
+    # The advice after eight calls without a context: how many of the tower's own calls count depends on Dynamo.
+    logged = [message for message in logged if "without a forward context" not in message]
+    assert [f"{setting} changed since" in message for message in logged] == [True]
+    assert setting in str(stats)
+    assert_same(manager.execute(items), plain)
+    assert manager.get_cumulative_stats().hits == toy.NUM_WITH_TOKENS - 1
+
+
+def of_all(encoder: toy.ToyEncoder, items: EncoderItems) -> Sequence[EncoderOutput]:
+    """What the tower says of all items in one call."""
+    with torch.no_grad():
+        torch.manual_seed(3)
+        output = encoder.encoder_eager_forward(items)
+        encoder.eager_calls.clear()
+    return encoder.postprocess_encoder_output((output,), encoder.get_encoder_cudagraph_item_specs(items))
+
+
+@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.Compiled])
+def test_autocast_at_the_capture_is_captured(kind: type[toy.ToyEncoder]) -> None:
+    encoder = kind()
+    with autocast(encoder.tower):
+        manager = made(encoder, compiler="eager" if kind is toy.Compiled else None)
+        items = toy.images(MIXED)
+        expected = toy.one_by_one(encoder, items)
+        found = manager.execute(items)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert manager.get_cumulative_stats().hits == toy.NUM_WITH_TOKENS - 1
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    assert dict(manager.get_cumulative_stats().other_settings) == {"autocast": 1}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("mode_of_capture", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_autograd_and_inference_mode_change_nothing(
+    mode: Callable[[], Any], mode_of_capture: Callable[[], Any]
+) -> None:
+    encoder = toy.ToyEncoder()
+    with mode_of_capture():
+        manager = made(encoder)
+    with mode():
+        items = toy.images(MIXED)
+        found = manager.execute(items)
+    assert_same(found, toy.one_by_one(encoder, items))
+    assert not any(tensor.requires_grad or tensor.is_inference() for tensor in found)  # type: ignore[union-attr]
+    assert manager.get_cumulative_stats().hits == toy.NUM_WITH_TOKENS - 1

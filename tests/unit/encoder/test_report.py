@@ -1,14 +1,23 @@
-"""Statistics and the report of an encoder, and budgets that are planned from them."""
+"""Statistics and the report of an encoder, budgets planned from them; items over ranks."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphpass import EncoderCudaGraphManager, EncoderOptions, plan_sizes
-from graphpass.encoder import EncoderStats
+from graphpass.encoder import EncoderItemSpec, EncoderStats, ItemShares, balance_items, sharding
+from graphpass.encoder.sharding import encoded_by_all
+from graphpass.errors import EncoderConfigError
 from tests.unit.encoder import toy
 
 
@@ -111,3 +120,67 @@ def test_the_snapshot_is_the_callers() -> None:
     empty = manager.get_cumulative_stats()
     manager.execute(toy.images([6]))
     assert (empty.histogram, manager.get_cumulative_stats().histogram) == ({}, {3: 1})
+
+
+# Items over ranks: everything once, balanced by size and then by count, the same on every rank.
+
+
+SIZES = st.lists(st.integers(0, 100), max_size=40)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "expected"),
+    [
+        ([], 2, ItemShares([], [0, 0], [0, 0])),
+        ([5], 3, ItemShares([0], [1, 0, 0], [5, 0, 0])),
+        ([1, 9, 4, 4], 2, ItemShares([1, 2, 3, 0], [1, 3], [9, 9])),
+        ([3, 3, 3, 3], 2, ItemShares([0, 2, 1, 3], [2, 2], [6, 6])),
+        ([0, 0, 0], 2, ItemShares([0, 2, 1], [2, 1], [0, 0])),
+        ([7, 2], 1, ItemShares([0, 1], [2], [9])),
+    ],
+)
+def test_largest_first_to_the_least_loaded_rank(sizes: list[int], num_ranks: int, expected: ItemShares) -> None:
+    assert balance_items(sizes, num_ranks) == expected
+
+
+@given(SIZES, st.integers(1, 9))
+def test_every_item_has_one_rank(sizes: list[int], num_ranks: int) -> None:
+    balance = balance_items(sizes, num_ranks)
+    assert sorted(balance.order) == list(range(len(sizes)))
+    assert len(balance.counts) == len(balance.loads) == num_ranks
+    assert sum(balance.counts) == len(sizes)
+    shares = [balance.share(rank) for rank in range(num_ranks)]
+    assert [item for share in shares for item in share] == balance.order
+    assert [sum(sizes[item] for item in share) for share in shares] == balance.loads
+
+
+@given(SIZES, st.integers(1, 9))
+def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) -> None:
+    balance = balance_items(sizes, num_ranks)
+    least = max(Fraction(sum(sizes), num_ranks), Fraction(max(sizes, default=0)))
+    assert max(balance.loads) <= least + Fraction(max(sizes, default=0) * (num_ranks - 1), num_ranks)
+    # What was given last went to a rank that had least: without its smallest item no rank has more than another.
+    for share, load in zip([balance.share(rank) for rank in range(num_ranks)], balance.loads, strict=True):
+        assert not share or load - min(sizes[item] for item in share) <= min(balance.loads)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what is returned: of patches one item has as many as the three others."""
+    monkeypatch.setattr(sharding, "gather_rows", lambda own, *_: tuple(own))
+    specs = [EncoderItemSpec(10, 7), EncoderItemSpec(11, 7), EncoderItemSpec(30, 1), EncoderItemSpec(9, 7)]
+    asked: list[int] = []
+
+    def encode(_: Any, share: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
+        asked.extend(share)
+        yield range(len(share)), [torch.zeros(sum(specs[item].output_tokens for item in share), 3)]
+
+    agreement = Mock(rank=rank, num_ranks=2, exchange=lambda row: [list(row)] * 2)
+    encoded_by_all(lambda: specs, [torch.empty(0, 3)], None, agreement, encode)
+    assert sorted(asked) == [[2], [0, 1, 3]][rank]
+
+
+@pytest.mark.parametrize(("sizes", "num_ranks", "numbers"), [([1], 0, "num_ranks=0"), ([3, -1], 2, "smallest size -1")])
+def test_what_cannot_be_distributed(sizes: list[int], num_ranks: int, numbers: str) -> None:
+    with pytest.raises(EncoderConfigError, match=numbers):
+        balance_items(sizes, num_ranks)

@@ -103,11 +103,13 @@ def run(manager: CudaGraphManager, x: torch.Tensor, **given: Any) -> Any:
     return manager.run(of_x(x, **given))
 
 
-def assert_right(manager: CudaGraphManager, model: Callable[..., Any], sizes: Sequence[int] = (3, 8, 1)) -> None:
-    """Correct batches, one after the other, are right."""
+def assert_right(
+    manager: CudaGraphManager, sizes: Sequence[int] = (3, 8, 1), *, model: Callable[..., Any] | None = None
+) -> None:
+    """Correct batches, one after the other, are right: as the manager's model computes them eagerly, or another."""
     for num_tokens in sizes:
         x = rows(num_tokens)
-        torch.testing.assert_close(run(manager, x), model(x).detach())
+        torch.testing.assert_close(run(manager, x), (model or manager.model)(x).detach())
 
 
 def captured_keys(manager: CudaGraphManager) -> list[tuple[CUDAGraphMode, int, bool]]:

@@ -105,8 +105,7 @@ def test_stats_have_seconds_and_bytes_of_each_key() -> None:
 
 @pytest.mark.parametrize(("max_bytes", "num_captured"), [(0, 0), (99, 0), (100, 1), (250, 2), (300, 3)])
 def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, num_captured: int) -> None:
-    model = Rows().eval()
-    manager = made(model, runtime=GrowingRuntime())
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
     manager.capture(max_bytes=max_bytes)
     assert len(manager.stats().keys) == num_captured
     assert manager.stats().pool_bytes <= max_bytes
@@ -117,21 +116,20 @@ def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, n
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         assert f"FULL {left_out[0]} tokens num_reqs={left_out[0]}{more}: keys left out" in notes(manager)
-    assert_right(manager, model, range(1, LARGEST + 1))
+    assert_right(manager, range(1, LARGEST + 1))
     before = captured_keys(manager)
     if left_out:
         manager.capture()
         assert captured_keys(manager)[: len(before)] == before, "what was captured is not captured again"
         assert manager.stats().left_out == ()
         assert not manager.needs_capture()
-    assert_right(manager, model, range(1, LARGEST + 1))
+    assert_right(manager, range(1, LARGEST + 1))
 
 
 def test_batches_of_keys_left_out_run_without_a_graph() -> None:
-    model = Rows().eval()
-    manager = made(model, runtime=GrowingRuntime())
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
     manager.capture(max_bytes=250)
-    assert_right(manager, model, [1, 2, 3, 8])
+    assert_right(manager, [1, 2, 3, 8])
     assert manager.stats().fallbacks == {DispatchReason.NOT_CAPTURED: 2}
     assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1}
 
@@ -150,36 +148,33 @@ def test_a_progress_bar_on_the_first_rank(
 
 
 def test_capturing_twice_is_refused_and_changes_nothing() -> None:
-    model = Rows().eval()
-    manager = captured(model)
+    manager = captured(Rows().eval())
     with pytest.raises(CaptureError, match="nothing to capture") as raised:
         manager.capture()
     assert "3 keys" in raised.value.found
     assert "recapture" in raised.value.remedy
     assert manager.runtime.stats().captured == 3
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 def test_a_dispatcher_without_keys_needs_no_capture() -> None:
-    model = Rows().eval()
-    manager = made(model, "NONE")
+    manager = made(Rows().eval(), "NONE")
     assert not manager.needs_capture()
     with pytest.raises(CaptureError, match="nothing to capture") as raised:
         manager.capture()
     assert raised.value.found == "a dispatcher without keys"
     assert "mode and sizes" in raised.value.remedy
-    assert_right(manager, model)
+    assert_right(manager)
     assert manager.stats().fallbacks == {DispatchReason.DISABLED: 3}
 
 
 def test_running_before_the_capture_is_refused_by_name() -> None:
-    model = Rows().eval()
-    manager = made(model)
+    manager = made(Rows().eval())
     with pytest.raises(CaptureError, match="nothing has been captured yet") as raised:
         run(manager, rows(3))
     assert "3 keys" in raised.value.found
     manager.capture()
-    assert_right(manager, model)
+    assert_right(manager)
     assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1, (FULL, 2): 1}
 
 
@@ -193,28 +188,26 @@ def test_a_batch_above_all_keys_needs_no_capture() -> None:
 def test_recapture_captures_all_keys_again() -> None:
     model = Rows().eval()
     manager = captured(model)
-    assert_right(manager, model)
+    assert_right(manager)
     with torch.no_grad():
         model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
     model.act = nn.ReLU()
     manager.recapture()
     assert captured_keys(manager) == [(FULL, 8, False), (FULL, 4, False), (FULL, 2, False)]
     before = manager.runtime.stats().captured
-    assert_right(manager, model)
+    assert_right(manager)
     assert manager.runtime.stats().captured == before
 
 
 def test_recapture_before_any_capture_is_a_capture() -> None:
-    model = Rows().eval()
-    manager = made(model)
+    manager = made(Rows().eval())
     manager.recapture()
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 def test_after_close_there_is_nothing_and_it_can_be_captured_again() -> None:
-    model = Rows().eval()
-    manager = captured(model)
-    assert_right(manager, model)
+    manager = captured(Rows().eval())
+    assert_right(manager)
     manager.close()
     assert manager.needs_capture()
     assert manager.stats().keys == ()
@@ -226,7 +219,7 @@ def test_after_close_there_is_nothing_and_it_can_be_captured_again() -> None:
     manager.close()
     manager.capture()
     before = replays(manager)
-    assert_right(manager, model)
+    assert_right(manager)
     assert replays(manager) == before + 3
 
 
@@ -258,10 +251,10 @@ def test_a_key_that_cannot_be_captured_is_named_and_the_others_stay(mode: str) -
     finally:
         FAILS_AT.clear()
     assert [num_tokens for _, num_tokens, _ in captured_keys(manager)] == [8]
-    assert_right(manager, lambda x: x + 1)
+    assert_right(manager, model=lambda x: x + 1)
     manager.capture()
     assert [num_tokens for _, num_tokens, _ in captured_keys(manager)] == [8, 4, 2]
-    assert_right(manager, lambda x: x + 1)
+    assert_right(manager, model=lambda x: x + 1)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

@@ -19,18 +19,18 @@ from tests.unit.engine.managed import LARGEST, WIDTH, Rows, X, assert_right, cap
 def test_weights_replaced_in_every_way_are_noticed() -> None:
     model = Rows().eval()
     manager = captured(model)
-    assert_right(manager, model)
+    assert_right(manager)
     for step in range(3):
         model.inner.weight = nn.Parameter(torch.full((5, WIDTH), float(step)))
-        assert_right(manager, model)
+        assert_right(manager)
         model.inner.weight.data = torch.randn(5, WIDTH)
-        assert_right(manager, model)
+        assert_right(manager)
         torch.utils.swap_tensors(model.inner.weight, nn.Parameter(torch.randn(5, WIDTH)))
-        assert_right(manager, model)
+        assert_right(manager)
         model.inner = nn.Linear(WIDTH, 5).eval()
-        assert_right(manager, model)
+        assert_right(manager)
         model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()}, assign=True)
-        assert_right(manager, model)
+        assert_right(manager)
     assert "captured again" in notes(manager)
 
 
@@ -39,14 +39,14 @@ def test_weights_written_in_place_need_no_capture() -> None:
     manager = captured(model)
     before = manager.runtime.stats().captured
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
-    assert_right(manager, model)
+    assert_right(manager)
     with torch.no_grad():
         model.inner.weight.mul_(2)
         model.inner.bias.data.copy_(torch.ones(5))
-    assert_right(manager, model)
+    assert_right(manager)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    assert_right(manager, model)
+    assert_right(manager)
     assert manager.runtime.stats().captured == before
 
 
@@ -66,14 +66,14 @@ class Square(nn.Module):
 def test_a_transposed_weight_is_refused(mode: str) -> None:
     model = Square().eval()
     manager = captured(model, mode)
-    assert_right(manager, model)
+    assert_right(manager)
     weight = model.inner.weight
     weight.data = weight.data.t()
     with pytest.raises(ShapeError, match="another layout") as raised:
         run(manager, rows(3))
     assert raised.value.expected != raised.value.found
     weight.data = weight.data.t()
-    assert_right(manager, model)
+    assert_right(manager)
     assert manager.runtime.stats().captured == 3
 
 
@@ -100,7 +100,7 @@ def test_new_weights_after_many_replacements_are_right_in_place_too(mode: str) -
         for num_tokens in (3, 7):
             manager.buffers["x"][:num_tokens] = rows(num_tokens)
             torch.testing.assert_close(manager.run(Batch(num_tokens)), model(rows(num_tokens)).detach())
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 def test_moved_weights_are_refused_by_name_under_on_moved_input_error() -> None:
@@ -112,10 +112,10 @@ def test_moved_weights_are_refused_by_name_under_on_moved_input_error() -> None:
         run(manager, rows(3))
     assert "recapture" in raised.value.remedy
     model.inner.weight = old
-    assert_right(manager, model)
+    assert_right(manager)
     model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
     manager.recapture()
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 def new_factor(model: Any) -> None:
@@ -147,9 +147,9 @@ class Changes(Rows):
 def test_an_exchanged_submodule_without_parameters_is_noticed(mode: str) -> None:
     model = Changes().eval()
     manager = captured(model, mode)
-    assert_right(manager, model)
+    assert_right(manager)
     model.act = nn.ReLU()
-    assert_right(manager, model)
+    assert_right(manager)
     assert "captured again" in notes(manager)
 
 
@@ -160,12 +160,12 @@ def test_whatever_else_changes_the_model_is_there_after_recapture(mode: str, cha
     """A step looks at the model's tensors and modules; attributes, hooks and longer lists are the caller's to tell."""
     model = Changes().eval()
     manager = captured(model, mode)
-    assert_right(manager, model)
+    assert_right(manager)
     before = model(rows(3)).detach()
     change(model)
     assert not torch.allclose(model(rows(3)), before)
     manager.recapture()
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_whatever_else_changes_the_model_is_there_after_recapture(mode: str, cha
 def test_a_change_of_ambient_state_is_refused_by_name(mode: str, change: Any) -> None:
     model = Rows().eval()
     manager = captured(model, mode)
-    assert_right(manager, model)
+    assert_right(manager)
     with change(model), pytest.raises(CaptureError, match=f"{change.__name__} changed") as raised:
         run(manager, rows(3))
     assert raised.value.expected != raised.value.found
-    assert_right(manager, model)
+    assert_right(manager)
     assert manager.runtime.stats().captured == 3
 
 
@@ -188,7 +188,7 @@ def test_after_close_the_new_state_is_captured() -> None:
     manager = captured(model)
     model.train()
     manager.recapture()
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 class Picks(Rows):

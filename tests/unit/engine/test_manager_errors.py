@@ -50,8 +50,7 @@ BAD: Mapping[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
 def test_inputs_that_do_not_fit_are_refused_and_nothing_is_written(mode: str) -> None:
-    model = Rows().eval()
-    manager = captured(model, mode, (4, 8))
+    manager = captured(Rows().eval(), mode, (4, 8))
     for name, inputs in BAD.items():
         run(manager, rows(8))
         before = manager.buffers["x"].clone()
@@ -59,17 +58,16 @@ def test_inputs_that_do_not_fit_are_refused_and_nothing_is_written(mode: str) ->
             manager.run(Batch(3, inputs=inputs()))
         assert raised.value.expected != raised.value.found, name
         torch.testing.assert_close(manager.buffers["x"], before, rtol=0, atol=0)
-        assert_right(manager, model, [3, 8, 9])
+        assert_right(manager, [3, 8, 9])
 
 
 @pytest.mark.parametrize("num_tokens", [-1, LARGEST + 1, None, 3.0, "3"], ids=repr)
 def test_a_number_of_tokens_that_cannot_be_is_refused(num_tokens: Any) -> None:
-    model = Rows().eval()
-    manager = captured(model, sizes=(4,))
+    manager = captured(Rows().eval(), sizes=(4,))
     for inputs in (None, {"x": rows(3)}):
         with pytest.raises(ShapeError, match="does not fit the buffers"):
             manager.run(Batch(num_tokens, inputs=inputs))
-    assert_right(manager, model, [3])
+    assert_right(manager, [3])
 
 
 def test_an_input_that_overlaps_its_own_buffer_is_copied_right() -> None:
@@ -78,7 +76,7 @@ def test_an_input_that_overlaps_its_own_buffer_is_copied_right() -> None:
     x = rows(8)
     run(manager, x)
     torch.testing.assert_close(run(manager, manager.buffers["x"][1:4]), x[1:4] * 2 + 1)
-    assert_right(manager, manager.model)
+    assert_right(manager)
     run(manager, x)
     torch.testing.assert_close(run(manager, manager.buffers["x"][:4]), x[:4] * 2 + 1)
 
@@ -113,7 +111,7 @@ def test_a_key_larger_than_the_buffers_is_refused_by_name_and_one_as_large_is_no
     assert "16" in raised.value.found
     # As large as the buffers, and torch takes a view as long as its base for another graph.
     manager = captured(model, sizes=(4, LARGEST))
-    assert_right(manager, model, [3, 4, 5, LARGEST])
+    assert_right(manager, [3, 4, 5, LARGEST])
     assert manager.stats().replays == 4
 
 
@@ -214,8 +212,7 @@ def test_other_missing_attributes_stay_what_they_are() -> None:
 
 @pytest.mark.parametrize("name", ["vmap", "grad", "jvp"])
 def test_a_batch_inside_a_function_transform_is_refused_by_name(name: str) -> None:
-    model = Rows().eval()
-    manager = captured(model)
+    manager = captured(Rows().eval())
 
     def step(x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = run(manager, x).sum()
@@ -229,12 +226,11 @@ def test_a_batch_inside_a_function_transform_is_refused_by_name(name: str) -> No
     with pytest.raises(CaptureError, match=f"inside {name}") as raised:
         calls[name]()
     assert "transform the model itself" in raised.value.remedy
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 def test_a_batch_inside_forward_mode_differentiation_is_refused() -> None:
-    model = Rows().eval()
-    manager = captured(model)
+    manager = captured(Rows().eval())
     with forward_ad.dual_level(), pytest.raises(CaptureError, match="inside forward-mode AD"):
         run(manager, forward_ad.make_dual(rows(3), rows(3)))
-    assert_right(manager, model)
+    assert_right(manager)

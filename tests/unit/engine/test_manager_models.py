@@ -1,25 +1,37 @@
-"""Models that are no single graph, or that FULL cannot hold."""
+"""Models that are no single graph, attention and its metadata, several managers."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, InputSpec
+from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
 from graphpass.errors import CaptureError, ShapeError
 from tests.unit.engine.managed import (
+    EVENTS,
+    FULL,
     LARGEST,
+    MODES,
     PIECEWISE,
+    SIZES,
     WIDTH,
+    Attends,
+    DictBuilder,
+    Doubled,
+    Requests,
     Rows,
+    SlotBuilder,
     X,
     assert_right,
     captured,
     captured_keys,
+    hits,
     made,
     notes,
     replays,
@@ -50,32 +62,29 @@ class Breaks(nn.Module):
     ],
 )
 def test_a_model_with_a_graph_break_goes_through_dynamo_and_says_so(scope: Any, mode: str) -> None:
-    model = Breaks().eval()
-    manager = captured(model, mode)
+    manager = captured(Breaks().eval(), mode)
     assert "every step goes through Dynamo's guards: the model is 2 graphs" in notes(manager)
     before, artifacts = replays(manager), manager.runtime.compiled()
     with scope():
-        assert_right(manager, model, range(1, 9))
+        assert_right(manager, range(1, 9))
     assert replays(manager) == before + 2 * 8
     assert manager.runtime.compiled() == artifacts
     assert manager.stats().replays == 8
-    assert_right(manager, model, [9])
+    assert_right(manager, [9])
 
 
 def test_compare_compares_every_step() -> None:
     """Through Dynamo, in any grad mode of the caller."""
-    model = Rows().eval()
-    manager = captured(model, compare=True)
+    manager = captured(Rows().eval(), compare=True)
     assert "compare=True" in notes(manager)
     before = replays(manager)
-    assert_right(manager, model, range(1, 9))
+    assert_right(manager, range(1, 9))
     assert replays(manager) == before + 8
 
 
 def test_debug_runs_the_same_steps_eagerly() -> None:
-    model = Rows().eval()
-    manager = captured(model, "FULL_AND_PIECEWISE", debug=True)
-    assert_right(manager, model, range(1, LARGEST + 1))
+    manager = captured(Rows().eval(), "FULL_AND_PIECEWISE", debug=True)
+    assert_right(manager, range(1, LARGEST + 1))
 
 
 def test_a_tensor_that_the_model_keeps_elsewhere_goes_through_dynamo() -> None:
@@ -90,9 +99,9 @@ def test_a_tensor_that_the_model_keeps_elsewhere_goes_through_dynamo() -> None:
     model = Keeps()
     manager = captured(model)
     assert "neither arguments, parameters nor buffers" in notes(manager)
-    assert_right(manager, model)
+    assert_right(manager)
     model.table[0] = torch.full((WIDTH,), 3.0)
-    assert_right(manager, model)
+    assert_right(manager)
 
 
 class ReadsItem(nn.Module):
@@ -140,3 +149,262 @@ def test_another_dtype_at_another_size_is_refused_by_name() -> None:
         manager.capture()
     assert "bfloat16" in raised.value.expected
     assert "float32" in raised.value.found
+
+
+# A manager and its attention: whose metadata, refilled when, and which modes it allows.
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiler", "made_by"),
+    [
+        *((mode, "eager", SlotBuilder) for mode in MODES),
+        ("FULL", "aot_eager", SlotBuilder),
+        ("PIECEWISE", "aot_eager", SlotBuilder),
+        *((mode, "eager", DictBuilder) for mode in MODES),
+    ],
+)
+def test_attention_keeps_what_it_keeps_without_graphs_and_padding(
+    mode: str, compiler: str, made_by: type[SlotBuilder]
+) -> None:
+    builder = made_by()
+    model = Attends().eval()
+    manager = captured(model, mode, attention=builder, compiler=compiler)
+    requests = Requests(model)
+    for step, num_tokens in enumerate((3, 8, 1, 9, 10, 2, 5, 4)):
+        x, slots = rows(num_tokens), [(5 * n + step) % 16 for n in range(num_tokens)]
+        got = run(manager, x, attention=slots, uniform_decode=bool(step % 2))
+        torch.testing.assert_close(got, requests.step(x, slots))
+        torch.testing.assert_close(builder.sums[:16], requests.sums)
+
+
+def test_the_metadata_of_a_full_key_is_one_object_refilled_in_every_step() -> None:
+    builder = SlotBuilder()
+    model = Attends().eval()
+    manager = captured(model, "FULL", attention=builder)
+    requests = Requests(model)
+    builder.built_for.clear()
+    EVENTS.clear()
+    for slots in ([1, 2, 3], [4, 5], [6, 7, 8, 9]):
+        x = rows(len(slots))
+        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+    assert [key.num_tokens for key in builder.built_for if key] == [4, 2, 4]
+    assert EVENTS == ["build"] * 3, "the op is in the graph"
+    torch.testing.assert_close(builder.sums[:16], requests.sums)
+
+
+@pytest.mark.parametrize(
+    ("asked", "query_len", "support", "expected"),
+    [
+        ("FULL", 1, AttentionSupport.ALWAYS, "FULL"),
+        ("FULL", 1, AttentionSupport.UNIFORM_BATCH, "FULL_AND_PIECEWISE"),
+        ("FULL", 2, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "PIECEWISE"),
+        ("FULL_AND_PIECEWISE", 1, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "FULL_AND_PIECEWISE"),
+        ("FULL_AND_PIECEWISE", 2, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "PIECEWISE"),
+        ("FULL_AND_PIECEWISE", 1, AttentionSupport.NEVER, "PIECEWISE"),
+        ("FULL_DECODE_ONLY", 1, AttentionSupport.NEVER, "PIECEWISE"),
+        ("NONE", 1, AttentionSupport.NEVER, "NONE"),
+    ],
+)
+def test_what_attention_can_be_captured_with_bounds_the_mode(
+    asked: str, query_len: int, support: AttentionSupport, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        manager = made(Attends().eval(), asked, attention=SlotBuilder(support), query_len=query_len)
+    assert str(manager.dispatcher.mode) == expected
+    assert manager.dispatcher.uniform_decode_query_len == query_len
+    warned = [record.getMessage() for record in caplog.records if record.name == "graphpass"]
+    assert len(warned) == (asked != expected)
+    assert all("attention support" in text and text in notes(manager) for text in warned)
+
+
+def test_a_bounded_manager_runs_every_batch() -> None:
+    builder = SlotBuilder(AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    model = Attends().eval()
+    manager = captured(model, "FULL", attention=builder)
+    requests = Requests(model)
+    for uniform in (False, True):
+        x = rows(3)
+        got = run(manager, x, attention=[1, 2, 3], uniform_decode=uniform)
+        torch.testing.assert_close(got, requests.step(x, [1, 2, 3]))
+    assert hits(manager) == {(PIECEWISE, 4): 1, (FULL, 4): 1}
+
+
+def test_a_key_field_of_attention_chooses_the_key() -> None:
+    """A bucketed maximum length beside the token count."""
+
+    class Bounded(SlotBuilder):
+        def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:
+            return (("max_seq_len", max(attention) + 1),)
+
+    builder = Bounded()
+    model = Attends().eval()
+    dispatcher = CudagraphDispatcher("FULL", {"num_tokens": [4, 8], "max_seq_len": [8, 16]}, max_num_reqs=8)
+    manager = CudaGraphManager(model, dispatcher, [X], attention=builder, compiler="eager", on_fallback="silent")
+    manager.capture()
+    assert len(manager.stats().keys) == 4
+    requests = Requests(model)
+    for slots in ([1, 2], [9, 3], [7] + [1] * 0, list(range(8)), [15, 0, 1, 2, 3]):
+        x = rows(len(slots))
+        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+    used = [
+        (key.captured.descriptor.num_tokens, dict(key.captured.descriptor.extra)["max_seq_len"], key.replays)
+        for key in manager.stats().keys
+    ]
+    assert sorted(used) == [(4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)]
+    learned = [key for key in builder.built_for if key is None]
+    assert len(learned) == 1
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_metadata_that_does_not_fit_is_refused_and_the_next_batch_is_right(mode: str) -> None:
+    builder = SlotBuilder()
+    model = Attends().eval()
+    manager = captured(model, mode, attention=builder)
+    requests = Requests(model)
+    if mode == "FULL":
+        with pytest.raises(ShapeError, match="too many slots"):
+            run(manager, rows(3), attention=[1, 2, 3, 4, 5])
+    with pytest.raises((TypeError, ValueError)):
+        run(manager, rows(3), attention=["no slot"] * 3)
+    assert not builder.sums[:16].any()
+    for slots in ([1, 2, 3], [3, 4]):
+        x = rows(len(slots))
+        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+    torch.testing.assert_close(builder.sums[:16], requests.sums)
+
+
+# Several managers of a runtime, a model or a dispatcher; several threads.
+
+
+def test_two_managers_in_one_runtime_keep_apart() -> None:
+    runtime = GraphRuntime()
+    one, two = Rows().eval(), Doubled()
+    first, second = captured(one, runtime=runtime), captured(two, "PIECEWISE", runtime=runtime)
+    for _ in range(2):
+        assert_right(first)
+        assert_right(second)
+    first.close()
+    assert first.needs_capture()
+    first.capture()
+    assert_right(second)
+    assert_right(first)
+
+
+def test_closing_one_manager_of_a_runtime_leaves_the_other_right() -> None:
+    runtime = GraphRuntime()
+    model = Rows().eval()
+    first, second = captured(model, runtime=runtime), captured(model, runtime=runtime)
+    assert_right(second)
+    first.close()
+    assert_right(second)
+    before = runtime.stats().captured
+    assert_right(second)
+    assert runtime.stats().captured == before
+
+
+def test_one_model_in_two_managers() -> None:
+    model = Rows().eval()
+    first = captured(model)
+    second = captured(model, "PIECEWISE", (3, 6), [InputSpec("x", (6, WIDTH), torch.float32)])
+    for _ in range(2):
+        assert_right(first)
+        assert_right(second, [1, 3, 5])
+    model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
+    assert_right(second, [1, 3, 5])
+    assert_right(first)
+    first.close()
+    assert_right(second, [1, 3, 5])
+
+
+def test_two_models_of_one_class() -> None:
+    one, two = Rows().eval(), Rows().eval()
+    nn.init.ones_(two.inner.weight)
+    first, second = captured(one), captured(two)
+    for _ in range(2):
+        assert_right(first)
+        assert_right(second)
+
+
+def test_one_dispatcher_in_two_managers_gives_right_results() -> None:
+    """It says a key is captured where the other manager has captured it."""
+    dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=LARGEST)
+    one, two = Rows().eval(), Doubled()
+    first = CudaGraphManager(one, dispatcher, [X], compiler="eager")
+    second = CudaGraphManager(two, dispatcher, [X], compiler="eager")
+    first.capture()
+    assert_right(second, [3])
+    assert second.needs_capture()
+    second.capture()
+    assert_right(first)
+    assert_right(second)
+    first.close()
+    assert_right(second)
+    first.capture()
+    assert_right(first)
+    assert_right(second)
+
+
+def test_a_lazy_dispatcher_captures_each_key_at_its_first_use() -> None:
+    """As the refusal of a run before the capture says."""
+    model = Rows().eval()
+    dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=LARGEST, lazy=True)
+    manager = CudaGraphManager(model, dispatcher, [X], compiler="eager", on_moved_input="error")
+    assert_right(manager, [3, 4, 8])
+    assert [key.num_tokens for _, _, key in manager.runtime.counts()] == [4, 8]
+    assert "weights were replaced" not in notes(manager)
+
+
+def in_threads(body: Callable[[int], None], num_threads: int = 4) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(index: int) -> None:
+        try:
+            body(index)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
+def test_threads_take_turns() -> None:
+    model = Rows().eval()
+    manager = captured(model, "FULL_AND_PIECEWISE")
+    whole_step = threading.Lock()
+
+    def body(index: int) -> None:
+        for step in range(10):
+            x = rows((index * 3 + step) % LARGEST + 1)
+            with whole_step:
+                got = run(manager, x, uniform_decode=bool(step % 2)).clone()
+            torch.testing.assert_close(got, model(x).detach())
+
+    in_threads(body)
+    stats = manager.stats()
+    assert stats.replays + sum(stats.fallbacks.values()) == 40
+
+
+def test_threads_without_a_lock_of_their_own_harm_nothing_but_their_results() -> None:
+    manager = captured(Rows().eval())
+
+    def body(index: int) -> None:
+        for step in range(10):
+            num_tokens = (index + step) % 8 + 1
+            assert run(manager, rows(num_tokens)).shape == (num_tokens, 5)
+
+    in_threads(body)
+    assert_right(manager)
+    assert manager.stats().replays == 43
+
+
+def test_captured_in_one_thread_and_run_in_another() -> None:
+    manager = made(Rows().eval())
+    in_threads(lambda _: manager.capture(), 1)
+    assert_right(manager)
+    in_threads(lambda _: assert_right(manager), 1)

@@ -1,4 +1,4 @@
-"""Python floats that vary are filled into tensors on the GPU, and the graphs read those."""
+"""Padding on a GPU: leaks, floats that are inputs, negative indices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,43 @@ import torch
 
 import graphpass as gp
 from tests.observed import calls_with_graph
+from tests.unit.cgpass.leaks import BOTH, LEAKS, RIGHT, agree, around, is_padded, refusals
+from tests.unit.cgpass.test_negative_indices import NUM_CALLS, compiled, num_padded, run
+from tests.unit.cgpass.test_negative_indices import PROGRAMS as INDEXING
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
+
+FIVE = ("softmax", "batch norm in training", "centred in place", "attention of a query", "relative positions")
+STAY = ("masked attention", "multilayer perceptron", "convolution of each row", "mean pooling with a trash row")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [64, 1000, 100_000])
+@pytest.mark.parametrize("name", BOTH)
+def test_a_mean_is_refused_at_any_size_and_type(name: str, size: int, dtype: torch.dtype, cuda: torch.device) -> None:
+    runtime = agree(LEAKS[name], around(size), dtype, device=str(cuda), compiler="inductor")
+    assert len(refusals(runtime)) == 1
+    assert not is_padded(runtime)
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_a_leak_is_refused(name: str, cuda: torch.device) -> None:
+    runtime = agree(LEAKS[name], around(1024), torch.float32, device=str(cuda), compiler="inductor")
+    assert len(refusals(runtime)) == 1
+    assert not is_padded(runtime)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", STAY)
+def test_what_does_not_leak_is_padded(name: str, dtype: torch.dtype, cuda: torch.device) -> None:
+    runtime = agree(RIGHT[name], around(1024), dtype, device=str(cuda), compiler="inductor")
+    assert refusals(runtime) == []
+    assert is_padded(runtime)
+
+
+# Python floats that vary are filled into tensors on the GPU, and the graphs read those.
+
 
 PROGRAMS: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "arithmetic": lambda x, thr: (x * thr - thr) / (thr * 2 + 1) + thr / x,
@@ -49,3 +84,15 @@ def test_a_float_is_not_rounded_to_16_bits_before_it_is_used(dtype: torch.dtype)
     with torch.no_grad():
         for step in range(1, 7):
             assert torch.equal(fast(x, step * 1e-4), program(x, step * 1e-4))
+
+
+# Negative indices from data on real graphs: the real size is an input on the device of the index.
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("name", ["x[i]", "x[i, j]", "take", "x[i] += 1 in the argument", "index_fill"])
+def test_negative_indices_count_from_the_real_end(name: str, mode: str, compiler: str) -> None:
+    fast = compiled(INDEXING[name], compiler=compiler, mode=mode)
+    assert run(INDEXING[name], fast, "cuda") == 0
+    assert num_padded(fast) == NUM_CALLS - 1
