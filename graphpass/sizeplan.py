@@ -62,7 +62,10 @@ def plan_sizes(
     """
     max_graphs = positive(max_graphs, "max_graphs", remedy="pass how many graphs time and memory allow")
     sizes, weights = _observed(histogram)
-    costs = _costs(sizes, (lambda size: size) if cost is None else cost)
+    costs = _finite(
+        ((f"the cost of size {size}", size if cost is None else cost(size)) for size in sizes),
+        "return the work of one replay, such as its milliseconds",
+    )
     # Scaling by powers of two is exact, and sums of values below 1 do not overflow.
     costs, cost_exponent = _scaled(costs)
     weights, _ = _scaled(weights)
@@ -102,13 +105,6 @@ def _observed(histogram: Mapping[int, float]) -> tuple[list[int], NDArray[np.flo
             remedy="count the sizes of real batches",
         )
     return sizes, weights
-
-
-def _costs(sizes: Iterable[int], cost: Callable[[int], float]) -> NDArray[np.float64]:
-    return _finite(
-        ((f"the cost of size {size}", cost(size)) for size in sizes),
-        "return the work of one replay, such as its milliseconds",
-    )
 
 
 def _finite(named: Iterable[tuple[str, object]], remedy: str) -> NDArray[np.float64]:

@@ -7,13 +7,13 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 import graphpass
 from graphpass.cli.explain import quiet_compiler
@@ -76,7 +76,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -87,20 +87,6 @@ def _machine(device: torch.device) -> dict[str, Any]:
         found["memory_bytes"] = properties.total_memory
         found["free_bytes"] = torch.cuda.mem_get_info(device)[0]
     return found
-
-
-def _driver() -> str | None:
-    """The version of the NVIDIA driver; None without one."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    asked = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = answer.stdout.split()
-    return lines[0] if answer.returncode == 0 and lines else None
 
 
 def _compilers() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import math
 import time
@@ -87,7 +86,8 @@ def plan(traffic: Path, max_graphs: int, strides: Sequence[int], bytes_file: Pat
     planned = plan_sizes(histogram, max_graphs).sizes
     seconds = time.perf_counter() - start_s
     largest = planned[-1]
-    chosen = {f"planned, at most {max_graphs}": planned, "doubling": _doubling(largest)}
+    doubling = (*(1 << power for power in range((largest - 1).bit_length())), largest)
+    chosen = {f"planned, at most {max_graphs}": planned, "doubling": doubling}
     for stride in strides or (math.ceil(largest / len(planned)),):
         chosen[f"stride {stride}"] = _strided(largest, stride)
     ladders = [_measured(name, sizes, histogram, bytes_of) for name, sizes in chosen.items()]
@@ -98,11 +98,6 @@ def plan(traffic: Path, max_graphs: int, strides: Sequence[int], bytes_file: Pat
         "ladders": ladders,
     }
     return Result("plan", traffic.name, figures, _parts(ladders, histogram, seconds))
-
-
-def _doubling(largest: int) -> tuple[int, ...]:
-    powers = itertools.takewhile(lambda size: size < largest, (1 << power for power in itertools.count()))
-    return (*powers, largest)
 
 
 def _strided(largest: int, stride: int) -> tuple[int, ...]:

@@ -156,14 +156,7 @@ def _equal_attention(
     return attended.transpose(1, 2).reshape(shape).contiguous()
 
 
-def _shaped_like_query(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float
-) -> torch.Tensor:
-    """The fake implementation, for tracing."""
-    return query.new_empty(query.shape)
-
-
-torch.library.register_fake(_EQUAL_OP, _shaped_like_query)
+torch.library.register_fake(_EQUAL_OP, lambda query, *_: query.new_empty(query.shape))
 
 
 def _flash(

@@ -88,7 +88,6 @@ class EncoderCudaGraphManager:
         self._is_to_recapture, self._graph_pool = False, None
         self._eager_planner = self._ladder.planner()
         self._compiler = _compiler_of(model, self._options, self._device)
-        self._is_compiled = False
         self._ledger = Ledger()
         self._requests, self._eager = (self._ledger.rows("encoder", event)[""] for event in (REQUEST, EAGER))
         self._replays = self._ledger.rows("encoder", REPLAYED)
@@ -187,10 +186,10 @@ class EncoderCudaGraphManager:
         self._captured = None
 
     def _compile(self) -> None:
-        if self._compiler is not None and not self._is_compiled:
+        if self._compiler is not None:
             assert isinstance(self._model, SupportsEncoderCompilation)
             self._model.compile_encoder(self._compiler, self.runtime)
-            self._is_compiled = True
+            self._compiler = None  # it is compiled once
 
     # -- running ----------------------------------------------------------------------------------------------------
 

@@ -74,12 +74,10 @@ class InputSpec:
 
 def _fits(value: float, dtype: torch.dtype) -> bool:
     """Whether a tensor of this dtype can store the number; floating-point dtypes may round it."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return True
-    if value != value or (isinstance(value, float) and not value.is_integer()):
+    try:
+        return dtype.is_floating_point or dtype.is_complex or torch.full((), value, dtype=dtype).item() == value
+    except (RuntimeError, ValueError, OverflowError):  # out of range, infinite or NaN
         return False
-    least, greatest = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return least <= value <= greatest
 
 
 @dataclass(frozen=True, slots=True)

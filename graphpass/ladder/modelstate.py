@@ -17,6 +17,7 @@ import random
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -139,26 +140,11 @@ class Layouts:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """The number of submodules of a model, and the addresses of its tensors."""
-
-    children: tuple[dict[str, Any], ...]
-    num_children: int
-    tensors: list[Any]
-    addresses: list[int | None]
-    positions: list[int]
-
-    @classmethod
-    def of(cls, modules: Sequence[torch.nn.Module], tensors: list[Any]) -> _Extent:
-        children = tuple(map(nnmodules.child_dict, modules))
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return cls(children, sum(map(len, children)), tensors, addresses, list(range(len(tensors))))
-
-    def unchanged(self) -> bool:
-        return sum(map(len, self.children)) == self.num_children and memory.data_ptrs_equal(
-            self.tensors, self.addresses, self.positions
-        )
+def _has_extent(
+    children: Sequence[dict[str, Any]], count: int, tensors: list[Any], addresses: list[int | None], all_: list[int]
+) -> bool:
+    """Whether modules have ``count`` submodules, and tensors these addresses."""
+    return sum(map(len, children)) == count and memory.data_ptrs_equal(tensors, addresses, all_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +159,7 @@ class ModelState:
     modules: tuple[torch.nn.Module, ...]  #: all modules of the model
     slots: DictSlots  #: the module dictionaries with the tensors and submodules
     layouts: Layouts  #: shapes and strides of the tensors
-    _extent: _Extent | None
+    _has_extent: Callable[[], bool] | None  #: compares the number of submodules and the addresses; None without
 
     @classmethod
     def of_arguments(cls, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> ModelState | None:
@@ -210,11 +196,16 @@ class ModelState:
             for name, value in owner.items()
         )
         tensors = list({id(value): value for value in slots.values if isinstance(value, torch.Tensor)}.values())
-        return cls(AmbientState.now(modules), modules, slots, Layouts(tensors), _Extent.of(modules, tensors))
+        children = tuple(map(nnmodules.child_dict, modules))
+        addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
+        count = sum(map(len, children))
+        has_extent = partial(_has_extent, children, count, tensors, addresses, list(range(len(tensors))))
+        return cls(AmbientState.now(modules), modules, slots, Layouts(tensors), has_extent)
 
     def has_weights(self) -> bool:
         """Whether tensors and submodules are the captured objects, with the same addresses and layouts."""
-        return self.slots.in_place() and (self._extent is None or self._extent.unchanged()) and self.layouts.unchanged()
+        has_extent = self._has_extent
+        return self.slots.in_place() and (has_extent is None or has_extent()) and self.layouts.unchanged()
 
     def has_training_flags(self) -> bool:
         """Whether the ``training`` flag of each module is the same as at capture."""

@@ -475,10 +475,6 @@ def _add_lora(
     out.view(num_tokens, -1).addmm_(low, lora_b.view(count * rank, -1))
 
 
-def _writes_out_only(*_: Any) -> None:
-    """The fake implementation, which tracing calls."""
-
-
 def _add_lora_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
     """Padding rule: a row depends on its input and on its token's adapter."""
     x, out, slots = call.tensor("x"), call.tensor("out"), call.tensor("slots")
@@ -491,5 +487,5 @@ def _add_lora_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
     return (PaddedValue(out.factors),)
 
 
-torch.library.register_fake(ADD_LORA, _writes_out_only)
+torch.library.register_fake(ADD_LORA, lambda *_: None)
 register_padding_rule(ADD_LORA, _add_lora_by_row)

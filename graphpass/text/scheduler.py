@@ -239,7 +239,14 @@ class Scheduler:
             needed = self._pages_needed(request)
             if needed > self._source.num_free:
                 break
-            self._start(self._waiting.popleft(), self._source.allocate(needed))
+            pages, slot = self._source.allocate(needed), self._free_slots.pop()
+            self._waiting.popleft()
+            self._slot_of[request], self._pages_of[request] = slot, pages
+            self._computed[slot] = self._new[slot] = 0
+            self._prompt[slot], self._limit[slot] = len(request.prompt), request.max_new_tokens
+            self._block_tables[slot] = 0
+            self._block_tables[slot, : len(pages)] = pages
+            self._rows_changed = True
         if self._waiting and not self._slot_of:
             raise OutOfPagesError(
                 f"{self._waiting[0].name} waits for pages, but no request runs that could free them",
@@ -247,15 +254,6 @@ class Scheduler:
                 found=f"{self._source.num_free} of {self._limits.num_pages}",
                 remedy="finish or close the other users of this manager's KV cache",
             )
-
-    def _start(self, request: Request, pages: list[int]) -> None:
-        slot = self._free_slots.pop()
-        self._slot_of[request], self._pages_of[request] = slot, pages
-        self._computed[slot] = self._new[slot] = 0
-        self._prompt[slot], self._limit[slot] = len(request.prompt), request.max_new_tokens
-        self._block_tables[slot] = 0
-        self._block_tables[slot, : len(pages)] = pages
-        self._rows_changed = True
 
     def _collect_rows(self) -> None:
         """Update the rows: the requests with a token to come. A request whose last token is planned has no row."""

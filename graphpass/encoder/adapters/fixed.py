@@ -114,7 +114,7 @@ class FixedSizeAdapter(ABC):
         Raises:
             EncoderConfigError: no image fits the key.
         """
-        num_images = self._num_images(key)
+        num_images = min(key.items, key.tokens // self._rows)
         if not num_images:
             raise EncoderConfigError(
                 f"no image of {type(self.tower).__name__} fits a budget",
@@ -177,14 +177,11 @@ class FixedSizeAdapter(ABC):
         blocks.follow()
         # Embeddings of a single image have transposed strides, but blocks are compiled for one layout.
         rows = hidden.contiguous()
-        if blocks.compute_rows_alone():  # guard: encoder_images_apart
-            # All images are one row, because a batch of one image would be compiled separately.
+        are_alone = blocks.compute_rows_alone()  # guard: encoder_images_apart
+        if are_alone:  # all images are one row, because a batch of one image would be compiled separately
             rows = rows.view(1, -1, hidden.shape[-1])
-            for layer in range(len(blocks)):
-                rows = blocks(layer, rows, arguments)
-        else:
-            for layer in range(len(blocks)):
-                rows = blocks.call_stock(layer, rows, arguments)
+        for layer in range(len(blocks)):
+            rows = blocks(layer, rows, arguments, is_stock=not are_alone)
         last, pooled = self._finish(rows.view(hidden.shape))
         if self._output == LAST_HIDDEN_STATE:
             return last.flatten(0, 1)
@@ -192,9 +189,6 @@ class FixedSizeAdapter(ABC):
         if self._output == POOLER_OUTPUT:
             return pooled
         return torch.cat([last, pooled.unsqueeze(1)], dim=1).flatten(0, 1)
-
-    def _num_images(self, key: EncoderGraphKey) -> int:
-        return min(key.items, key.tokens // self._rows)
 
     def _checked_output(self, output: str | None) -> str:
         known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if self._has_pooler else (LAST_HIDDEN_STATE,)

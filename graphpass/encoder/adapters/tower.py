@@ -69,9 +69,12 @@ class Blocks(SharesWeights):
     def __len__(self) -> int:
         return len(self._stock)
 
-    def __call__(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states after block ``index``."""
-        output: torch.Tensor = self._call(self._blocks[index], hidden, arguments)
+    def __call__(
+        self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any], *, is_stock: bool = False
+    ) -> torch.Tensor:
+        """The hidden states after block ``index``, or after the tower's own block with the tower's own attention."""
+        blocks = self._stock if is_stock else self._blocks
+        output: torch.Tensor = self._call(blocks[index], hidden, arguments)
         return output
 
     def follow(self) -> None:
@@ -91,11 +94,6 @@ class Blocks(SharesWeights):
     def kernel(self) -> KernelUse:
         """The kernel of the attention function."""
         return kernel_of(self._blocks)
-
-    def call_stock(self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The hidden states after block ``index`` of the tower itself, with the tower's own attention."""
-        output: torch.Tensor = self._call(self._stock[index], hidden, arguments)
-        return output
 
     @property
     def _stock(self) -> torch.nn.ModuleList:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -203,10 +202,6 @@ def _step_in_context() -> PagedStep:
     return metadata
 
 
-def _writes_out_only(*_: Any, **__: Any) -> None:
-    """The fake implementation: the op writes to ``out`` and returns nothing."""
-
-
 def _paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
     """Padding rule: a row depends on its query and on the pages of its request."""
     rows = call.tensor("query").factors[0]
@@ -220,5 +215,5 @@ def _paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
     return (PaddedValue((rows, *call.tensor("out").factors[1:])),)
 
 
-torch.library.register_fake(PAGED_ATTENTION, _writes_out_only)
+torch.library.register_fake(PAGED_ATTENTION, lambda *_, **__: None)
 register_padding_rule(PAGED_ATTENTION, _paged_attention_by_row)
