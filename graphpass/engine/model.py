@@ -220,9 +220,10 @@ class Model:
         context = parts.context(metadata, inputs, none, None, sizes["num_tokens"])
         with self.runtime.scopes.opened() as scope, context, fields_named(parts.attention, metadata):
             first = self._first_entry(scope, inputs)
-            with self._restoring(self.modules, *self._changed_by(first, inputs)) as state:
-                if first is not None:
-                    refuse_side_effects(first.reached.side_effects, state)
+            is_split = any(call.callable.ends_early is not None for call in first)
+            with self._restoring(self.modules, *self._changed_by(first, inputs, is_split=is_split)) as state:
+                for call in first:
+                    refuse_side_effects(call.callable.side_effects, state)
                 with parts.hooked(none):
                     versions = versions_of(inputs.buffers)
                     result = self.compiled(**inputs.arguments)
@@ -238,39 +239,33 @@ class Model:
                         raise _not_with_offloading(found, "a model without graph breaks")
                     yield _FirstRun(inputs, result, scope.reached, frozenset(written))
 
-    def _first_entry(self, scope: CaptureScope, inputs: PaddedInputs) -> EnteredCallable | None:
-        """Call the model up to the entry of its first graph; None if it enters no graph."""
+    def _first_entry(self, scope: CaptureScope, inputs: PaddedInputs) -> Reached:
+        """Call the model up to the entry of its first graph, the only call; empty if it enters no graph."""
         scope.stops_at_entry = True
         try:
             self.compiled(**inputs.arguments)
         except EnteredCallable as entered:
-            return entered
+            return [ReachedCall(entered.reached, entered.args, (), None)]
         finally:
             scope.stops_at_entry = False
-        return None
+        return []
 
     def _changed_by(
-        self, first: EnteredCallable | None, inputs: PaddedInputs
+        self, calls: Reached, inputs: PaddedInputs, *, is_split: bool
     ) -> tuple[list[torch.Tensor], list[torch.Generator]]:
-        """The tensors, inputs excluded, and the random number generators that a run may change."""
-        if first is None:
-            return [], []
-        own = by_tensor(inputs.buffers)
-        written = [first.args[position] for position in first.reached.partition.mutated_inputs]
-        state = [tensor for tensor in written if id(tensor) not in own]
-        generators = [value for value in first.args if isinstance(value, torch.Generator)]
-        if first.reached.ends_early is None:
-            return state, generators
-        return self._all_state(state, generators)  # Python code between graphs may change any of the model
+        """The tensors, inputs excluded, and the random number generators that a run of these graphs may change.
 
-    def _all_state(
-        self, tensors: Sequence[torch.Tensor], generators: Sequence[torch.Generator]
-    ) -> tuple[list[torch.Tensor], list[torch.Generator]]:
-        """These tensors and generators, and all buffers and generators of the model, each once."""
-        stored = [value for module in self.modules for value in vars(module).values()]
-        every = [*generators, *(value for value in stored if isinstance(value, torch.Generator))]
-        states = {id(tensor): tensor for tensor in (*tensors, *self._buffers())}
-        return list(states.values()), list({id(generator): generator for generator in every}.values())
+        If the model is split into several graphs, Python code between them may change any of its buffers.
+        """
+        own = by_tensor(inputs.buffers)
+        written = [call.args[position] for call in calls for position in call.callable.partition.mutated_inputs]
+        state = {id(tensor): tensor for tensor in written if id(tensor) not in own}
+        drawn = [value for call in calls for value in call.args if isinstance(value, torch.Generator)]
+        if is_split:
+            state |= {id(tensor): tensor for tensor in self._buffers()}
+            stored = [value for module in self.modules for value in vars(module).values()]
+            drawn += [value for value in stored if isinstance(value, torch.Generator)]
+        return list(state.values()), list({id(generator): generator for generator in drawn}.values())
 
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
@@ -283,10 +278,8 @@ class Model:
         sources = leaf_sources(leaves, reached, of_tensor)
         written = [call.args[position] for call in reached for position in call.callable.partition.mutated_inputs]
         mutated = run.written.union(of_tensor[id(value)].name for value in written if id(value) in of_tensor)
-        state = [tensor for tensor in written if id(tensor) not in of_tensor]
-        generators = [value for call in reached for value in call.args if isinstance(value, torch.Generator)]
-        if len(reached) > 1:  # guard: manager_several_graphs_state
-            state, generators = self._all_state(state, generators)
+        is_split = len(reached) > 1  # guard: manager_several_graphs_state
+        state, generators = self._changed_by(reached, run.inputs, is_split=is_split)
         self.inputs.pad_always(mutated)
         recipe = Recipe(
             spec=spec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from graphpass.capture.runtime import GraphRuntime
@@ -101,7 +102,7 @@ class ManagerStats:
             OptionError: the package ``prometheus-client`` is not installed.
         """
         try:
-            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client import generate_latest
             from prometheus_client.core import CounterMetricFamily as Counter
             from prometheus_client.core import GaugeMetricFamily as Gauge
         except ImportError as error:
@@ -138,13 +139,7 @@ class ManagerStats:
         add(Gauge, "pool_bytes", "Bytes of the graph pool", (), [(self.pool_bytes,)])
         add(Gauge, "buffer_bytes", "Bytes of the buffers", (), [(self.buffer_bytes,)])
 
-        class Collector:
-            def collect(self) -> list[Any]:
-                return families
-
-        registry = CollectorRegistry()
-        registry.register(Collector())
-        return generate_latest(registry).decode()
+        return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
 
     def figures(self, runtime: GraphRuntime, subject: str) -> ReportFigures:
         """The figures of a report: those of the runtime, with the keys, batches and captures that the manager counted.

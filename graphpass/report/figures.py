@@ -229,6 +229,9 @@ def _key_uses(callables: Sequence[CallableRecord], uses: Iterable[RegionUse], le
 
 def graph_figures(record: CallableRecord) -> Figures:
     """One callable as dicts, lists, strings, numbers, booleans and None."""
+    sizes = list(map(asdict, record.sizes))
+    for size in sizes:
+        size["padded"], size["not_proved"] = size.pop("is_padded"), list(size.pop("causes"))
     return {
         "name": record.name,
         "mode": None if record.mode is None else str(record.mode),
@@ -244,20 +247,7 @@ def graph_figures(record: CallableRecord) -> Figures:
             }
             for region in record.regions
         ],
-        "sizes": [
-            {
-                "field": size.field,
-                "symbol": size.symbol,
-                "traced": size.traced,
-                "least": size.least,
-                "greatest": size.greatest,
-                "padded": size.is_padded,
-                "verdict": size.verdict,
-                "not_proved": [asdict(cause) for cause in size.causes],
-                "remedy": size.remedy,
-            }
-            for size in record.sizes
-        ],
+        "sizes": sizes,
         "assumptions": list(record.assumptions),
         "compile_s": asdict(record.seconds),
     }

@@ -115,9 +115,8 @@ class ServedModel:
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
         """Record the attributes and buffers of modules that the body sets. If it fails, the model is given back."""
-        before = {module: _attributes(module) for module in self._model.modules()}
         try:
-            with restored_on_error(self._model):
+            with restored_on_error(self._model) as before:
                 yield
         except BaseException:
             self.give_back()
@@ -174,14 +173,14 @@ def _copied_configs(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, 
 
 
 @contextlib.contextmanager
-def restored_on_error(model: torch.nn.Module) -> Iterator[None]:
-    """Set attributes and buffers of modules, and the settings of their configs, back if the body fails."""
+def restored_on_error(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, dict[str, Any]]]:
+    """Set attributes and buffers of modules, which it yields, and settings of their configs back if the body fails."""
     before = {module: _attributes(module) for module in model.modules()}
     config_class = importlib.import_module("transformers").PreTrainedConfig
     configs = {id(v): v for module in before for v in vars(module).values() if isinstance(v, config_class)}
     settings = [(config, dict(vars(config))) for config in configs.values()]
     try:
-        yield
+        yield before
     except BaseException:
         for module, name, former in _changed_since(before):
             setattr(module, name, former)

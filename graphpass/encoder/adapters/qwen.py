@@ -234,7 +234,8 @@ class GridAdapter(ABC):
         Raises:
             ShapeError: grids and patches contradict each other, or a grid is not a multiple of the merged block.
         """
-        return [self._spec(grid) for grid in self._read(items).grids]
+        grids = [(math.prod(grid), grid[0]) for grid in self._read(items).grids]
+        return [EncoderItemSpec(patches, patches // self._merge**2, frames) for patches, frames in grids]
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
         """The images and clips at ``indices``, as ``pixel_values`` and ``grid_thw``."""
@@ -356,10 +357,6 @@ class GridAdapter(ABC):
 
     def _frame_pieces(self, key: EncoderGraphKey) -> int:
         return most_pieces(self._frames(key), key.patches, key.patches)
-
-    def _spec(self, grid: Grid) -> EncoderItemSpec:
-        patches = math.prod(grid)
-        return EncoderItemSpec(patches, patches // self._merge**2, grid[0])
 
     def _on_device(
         self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None

@@ -16,6 +16,7 @@ from graphpass.dispatch.sizes import round_up
 from graphpass.errors import ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.modes import AttentionSupport
+from graphpass.paddedmemory import PaddedMemory
 from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,
@@ -88,7 +89,7 @@ class PagedAttention:
         self._kernels = AttentionKernels.choose(cache, max_seq_len)
         self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
         self._by_key: dict[BatchDescriptor, _KeyTables] = {}
-        self._shared: dict[str, torch.Tensor] = {}
+        self._shared: PaddedMemory[str] = PaddedMemory()
 
     @classmethod
     def for_model(
@@ -283,11 +284,7 @@ class PagedAttention:
 
         A key that needs more memory gets a new block, which later keys share. Existing blocks never move.
         """
-        size = math.prod(shape)
-        largest = self._shared.get(name)
-        if largest is None or largest.numel() < size:
-            largest = self._shared[name] = self._new_tensor(name, (size,), dtype)
-        return largest[:size].view(shape)
+        return self._shared.view(name, shape, torch.empty(0, dtype=dtype, device=self.cache.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
