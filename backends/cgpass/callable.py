@@ -46,7 +46,7 @@ class CompiledGraph:
     sizes: NamedSizes  #: the sizes that keys of a context have
     compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
     traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
-    used_argument_positions: Sequence[int]  #: of Dynamo's arguments, in the order of the partition's inputs
+    used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
     appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
     ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
