@@ -51,24 +51,29 @@ def main() -> None:
     make, inputs = bert()
     model = make.cuda().bfloat16().eval()
     title = f"BERT-base × 64, {torch.cuda.get_device_name()}, torch {torch.__version__}"
-    table = Table("call", "host µs", "with an empty callable", "our share", title=title)
+    table = Table("call", "host µs", "with an empty callable", "our share", "reduce-overhead", title=title)
     with torch.inference_mode():
-        overhead = torch.compile(model, dynamic=True, mode="reduce-overhead")
-        fast = torch.compile(model, backend="cgpass", dynamic=True)
-        for size, what in ((8, "at its own size"), (7, "padded to 8")):
-            batch = moved(inputs(size))
-            run = partial(fast, **batch)
-            for _ in range(4):
-                returned = run()
-                overhead(**batch)
-            whole = host_us(run)
-            flat = [value for value in returned.values() if value is not None]
-            call = GraphedCallable.__call__
-            GraphedCallable.__call__ = lambda *_, flat=flat: flat  # type: ignore[method-assign]
-            empty = host_us(run)
-            GraphedCallable.__call__ = call  # type: ignore[method-assign]
-            table.add_row(what, f"{whole:.0f}", f"{empty:.0f}", f"{whole - empty:.0f}")
-            table.add_row(f"reduce-overhead, batch {size}", f"{host_us(partial(overhead, **batch)):.0f}", "", "")
+        for dynamic in (None, True):
+            torch.compiler.reset()
+            overhead = torch.compile(model, dynamic=dynamic, mode="reduce-overhead")
+            fast = torch.compile(model, backend="cgpass", dynamic=dynamic)
+            for size, what in ((3, "padded to 3"), (8, "at its own size"), (7, "padded to 8")):
+                batch = moved(inputs(size))
+                run = partial(fast, **batch)
+                for _ in range(4):
+                    returned = run()
+                    overhead(**batch)
+                if size == 3:  # the second size makes Dynamo compile for all sizes
+                    continue
+                whole = host_us(run)
+                flat = [value for value in returned.values() if value is not None]
+                call = GraphedCallable.__call__
+                GraphedCallable.__call__ = lambda *_, flat=flat: flat  # type: ignore[method-assign]
+                empty = host_us(run)
+                GraphedCallable.__call__ = call  # type: ignore[method-assign]
+                beside = host_us(partial(overhead, **batch))
+                figures = (f"{figure:.0f}" for figure in (whole, empty, whole - empty, beside))
+                table.add_row(f"{what}, dynamic={dynamic}", *figures)
     console.print(table)
     if "--profile" in sys.argv:
         with torch.inference_mode(), cProfile.Profile() as profile:
