@@ -25,7 +25,7 @@ PaddingParts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | float]]
 
 _Name = TypeVar("_Name", bound=Hashable)
 _MOST_REPEATS = 16
-"""The most rows of padding that a fused copy of several inputs writes; beyond it one launch for each input is faster."""
+"""The most rows of padding that one fused copy of several inputs writes; above it, each input has a launch."""
 
 
 class PaddedMemory(Generic[_Name]):
@@ -316,7 +316,9 @@ class OutputCuts:
 
     def apart(self, outputs: Sequence[Any]) -> list[tuple[TensorCut, torch.Tensor]]:
         """(cut, view of the real part) of each output tensor that shares its storage with no other output."""
-        return [(group[0], prefix(outputs[group[0].index], group[0].shape)) for group in self.tensors if len(group) == 1]
+        return [
+            (group[0], prefix(outputs[group[0].index], group[0].shape)) for group in self.tensors if len(group) == 1
+        ]
 
     def apply(
         self,
@@ -333,7 +335,7 @@ class OutputCuts:
                 cut_outputs[index] = output
         apart = self.apart(outputs) if apart is None else apart
         copies = [cut.new(real) for cut, real in apart]
-        if len(copies) > 1 and all([cut.is_plain for cut, _ in apart]):
+        if len(copies) > 1 and all(cut.is_plain for cut, _ in apart):
             memory.foreach_copy_(copies, [real for _, real in apart])
         else:
             for copy, (_, real) in zip(copies, apart, strict=True):

@@ -32,6 +32,7 @@ from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedInputs, PaddedMemory
 
 _MAX_REMEMBERED = 4096
+_NO_INPUTS = PaddedInputs()
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class AutoCall:
     seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
     num_real: int = 1  #: product of the real sizes
     num_padded: int = 1  #: product of the key's sizes
-    inputs: PaddedInputs = PaddedInputs()
+    inputs: PaddedInputs = _NO_INPUTS
     written: tuple[PaddedInput, ...] = ()  #: those of ``inputs`` that the graph writes to
     numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
     cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs

@@ -311,7 +311,7 @@ def pass_only(graph: fx.Graph, positions: Collection[int]) -> bool:
     if any("grapharg" not in node.meta for node in placeholders) or not wrapped_floats(graph).keys() >= set(reads):
         return False
     for item in reads:
-        item.replace_all_uses_with(float(item.meta["example_value"]))  # type: ignore[arg-type]
+        item.replace_all_uses_with(float(item.meta["example_value"]))
         graph.erase_node(item)
     for node in dropped:
         graph.erase_node(node)

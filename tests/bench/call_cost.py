@@ -50,7 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     make, inputs = bert()
     model = make.cuda().bfloat16().eval()
-    title = f"BERT-base × 64, {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    title = f"BERT-base, 64 tokens, 64, {torch.cuda.get_device_name()}, torch {torch.__version__}"
     table = Table("call", "host µs", "with an empty callable", "our share", "reduce-overhead", title=title)
     with torch.inference_mode():
         for dynamic in (None, True):
