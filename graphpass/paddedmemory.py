@@ -160,7 +160,7 @@ class PaddedInput:
             fill_parts(self._parts)  # guard: padding_filled_in_every_call
 
 
-class PaddedInputs:
+class PaddedArguments:
     """The padded inputs of one call. Inputs of one dtype are filled in one launch where their layout allows it."""
 
     def __init__(self, inputs: Sequence[PaddedInput] = ()) -> None:
@@ -182,7 +182,7 @@ class PaddedInputs:
                 value = args[padded.position]
                 sources.append(value)
                 if padded.num_repeats:
-                    sources += [value[-1:]] * padded.num_repeats  # guard: padding_filled_in_every_call
+                    sources += [value[-1:]] * padded.num_repeats
             memory.foreach_copy_(targets, sources)
         for padded in self._others:
             padded.fill(args[padded.position])

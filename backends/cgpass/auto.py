@@ -29,10 +29,10 @@ from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
-from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedInputs, PaddedMemory
+from graphpass.paddedmemory import OutputCuts, PaddedArguments, PaddedInput, PaddedMemory
 
 _MAX_REMEMBERED = 4096
-_NO_INPUTS = PaddedInputs()
+_NO_INPUTS = PaddedArguments()
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class AutoCall:
     seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
     num_real: int = 1  #: product of the real sizes
     num_padded: int = 1  #: product of the key's sizes
-    inputs: PaddedInputs = _NO_INPUTS
+    inputs: PaddedArguments = _NO_INPUTS
     written: tuple[PaddedInput, ...] = ()  #: those of ``inputs`` that the graph writes to
     numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
     cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs
@@ -310,7 +310,7 @@ class AutoDispatcher:
 
     def _inputs(
         self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]
-    ) -> tuple[PaddedInputs, tuple[tuple[int, int], ...]] | InputLayout:
+    ) -> tuple[PaddedArguments, tuple[tuple[int, int], ...]] | InputLayout:
         """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
         graph, rules = self.rules.sizes, self.rules
         padded, unpadded = graph.named(sizes), graph.named(real)
@@ -323,7 +323,7 @@ class AutoDispatcher:
             shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
             buffer = self._memory.view(position, shape, args[position], layout.order)
             inputs.append(PaddedInput.of(position, buffer, real_shape, rule, is_written=position in rules.written))
-        return PaddedInputs(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
+        return PaddedArguments(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
 
     def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:
         """The decision about calls that cannot be padded, which is reported."""

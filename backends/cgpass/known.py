@@ -14,7 +14,7 @@ import torch
 
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import GraphEntry
-from graphpass.paddedmemory import OutputCuts, PaddedInputs, TensorCut
+from graphpass.paddedmemory import OutputCuts, PaddedArguments, TensorCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class KnownReplay:
 
     entry: GraphEntry
     generation: int  #: of the pool lease when the entry was found: after a graph is dropped, it is looked up again
-    inputs: PaddedInputs
+    inputs: PaddedArguments
     cuts: OutputCuts | None  #: None if nothing is padded
     clones_outputs: bool  #: whether results that are not cut are copied out of the pool
     #: (cut, view of the real part) of the outputs that are cut and share no storage
@@ -32,7 +32,13 @@ class KnownReplay:
 
     @classmethod
     def of(
-        cls, entry: GraphEntry, generation: int, inputs: PaddedInputs, cuts: OutputCuts | None, *, clones_outputs: bool
+        cls,
+        entry: GraphEntry,
+        generation: int,
+        inputs: PaddedArguments,
+        cuts: OutputCuts | None,
+        *,
+        clones_outputs: bool,
     ) -> KnownReplay:
         """The replay of ``entry``, which a lease of ``generation`` has."""
         plan, outputs = entry.plan, entry.outputs

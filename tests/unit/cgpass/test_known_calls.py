@@ -13,7 +13,7 @@ import cgpass.callable
 import graphpass as gp
 from cgpass.callable import GraphedCallable
 from graphpass.capture.replay import EntryTable
-from graphpass.paddedmemory import PaddedInput, PaddedInputs, dense_strides
+from graphpass.paddedmemory import PaddedArguments, PaddedInput, dense_strides
 
 
 class Tagger(nn.Module):
@@ -155,7 +155,7 @@ def test_inputs_that_are_filled_together_hold_what_each_alone_holds(
     apart, together = made(), made()
     for padded in apart:
         padded.fill(values[padded.position])
-    PaddedInputs(together).fill(values)
+    PaddedArguments(together).fill(values)
     for alone, beside in zip(apart, together, strict=True):
         torch.testing.assert_close(beside.buffer, alone.buffer, rtol=0, atol=0)
 
