@@ -192,12 +192,13 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], bool]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _whole_graphs() -> Iterator[None]:
+@pytest.fixture
+def whole_graphs() -> Iterator[None]:
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         yield
 
 
+@pytest.mark.usefixtures("whole_graphs")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("check", ["prove", "declared"])
 @pytest.mark.parametrize("name", PROGRAMS)

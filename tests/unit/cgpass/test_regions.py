@@ -20,9 +20,6 @@ from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.errors import CaptureError
 from tests.observed import reported_regions
 
-# Not on every machine that runs the GPU tests.
-assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline
-
 ATTEND = "cgpasstest::attend"
 Run = Callable[..., Any]
 
@@ -98,7 +95,8 @@ def test_the_dump_has_one_file_a_graph(tmp_path: Path) -> None:
 def test_explain_says_what_would_be_captured() -> None:
     report = cgpass.explain(two_layers, torch.randn(4, 6), options={"splitting_ops": [ATTEND]}, dynamic=False)
     (record,) = report.figures.callables
-    assert_expected_inline(
+    # Not on every machine that runs the GPU tests.
+    pytest.importorskip("expecttest").assert_expected_inline(
         "\n".join(
             " | ".join((region.name, region.kind, str(region.num_ops), *dict.fromkeys(r.why for r in region.reasons)))
             for region in record.regions

@@ -259,7 +259,7 @@ def test_random_numbers_follow_the_seed() -> None:
 THREADS, CALLS, WAIT_S = 4, 50, 300
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def frequent_switches() -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -277,6 +277,7 @@ class Model(nn.Module):
         return self.inner(x).tanh()
 
 
+@pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("shared", ["model", "runtime", "nothing"])
 @pytest.mark.parametrize("declared", [False, True], ids=["plain", "declared"])
 def test_four_threads_with_captures_under_way(shared: str, declared: bool) -> None:
