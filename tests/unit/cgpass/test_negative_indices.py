@@ -80,17 +80,18 @@ def num_padded(fast: Any) -> int:
     return sum(key.replays for key in gp.runtime_of(fast).report().figures.keys if key.padding)
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_negative_indices_count_from_the_real_end(name: str, mode: str) -> None:
-    fast = compiled(PROGRAMS[name], mode=mode)
-    assert run(PROGRAMS[name], fast) == 0
-    assert num_padded(fast) == NUM_CALLS - 1
+RECOGNISED_IN_AOT_GRAPHS = ("x[i]", "take", "x[i] = number", "neighbours", "x[i] of 32 bits")
 
 
-@pytest.mark.parametrize("name", ["x[i]", "take", "x[i] = number", "neighbours", "x[i] of 32 bits"])
-def test_the_rewritten_index_is_recognised_in_an_aot_graph(name: str) -> None:
-    fast = compiled(PROGRAMS[name], compiler="aot_eager", mode="FULL")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {"mode": mode}) for name in PROGRAMS for mode in ("FULL", "PIECEWISE")),
+        *((name, {"compiler": "aot_eager", "mode": "FULL"}) for name in RECOGNISED_IN_AOT_GRAPHS),
+    ],
+)
+def test_negative_indices_count_from_the_real_end(name: str, options: dict[str, Any]) -> None:
+    fast = compiled(PROGRAMS[name], **options)
     assert run(PROGRAMS[name], fast) == 0
     assert num_padded(fast) == NUM_CALLS - 1
 

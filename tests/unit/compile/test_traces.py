@@ -14,21 +14,9 @@ from graphpass import partition
 from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, traced_regions
 from graphpass.regions import Partition
+from tests.unit.compile.test_once import Layers
 
 cut = torch.ops.compiletest.cut
-
-
-class Layers(torch.nn.Module):
-    """Three structures: before the first cut, between two, behind the last."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + cut(torch.relu(layer(x)))
-        return x * 0.5
 
 
 def ops_of(aten: fx.GraphModule) -> list[str]:

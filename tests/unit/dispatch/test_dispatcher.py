@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 
 import pytest
 
@@ -130,32 +129,6 @@ def test_allowed_modes(
     assert allowed == before
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_tokens", "allowed"),
-    [
-        ("PIECEWISE", 4, {FULL}),
-        ("PIECEWISE", 17, {PIECEWISE}),
-        ("FULL_AND_PIECEWISE", 17, {PIECEWISE, FULL}),
-        ("FULL_AND_PIECEWISE", 0, {PIECEWISE, FULL}),
-        ("NONE", 4, {PIECEWISE, FULL}),
-    ],
-)
-def test_nothing_fits_and_none_is_not_allowed(mode: str, num_tokens: int, allowed: set[CUDAGraphMode]) -> None:
-    with pytest.raises(DispatchError, match="allow NONE") as refused:
-        dispatcher_for(mode).dispatch(num_tokens, allowed_modes=allowed)
-    assert isinstance(refused.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    "allowed",
-    [(), set(), {CUDAGraphMode.FULL_AND_PIECEWISE}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, ["full_decode_only"]],
-)
-def test_refused_allowed_modes(allowed: Collection[CUDAGraphMode | str]) -> None:
-    for num_tokens in (0, 4, 99):
-        with pytest.raises(DispatchError, match="allowed_modes"):
-            dispatcher_for("FULL_AND_PIECEWISE").dispatch(num_tokens, allowed_modes=allowed)
-
-
 def test_modes_are_taken_by_name_in_any_case() -> None:
     dispatcher = CudagraphDispatcher("full_and_piecewise", [4, 8], max_num_reqs=8)
     dispatcher.add_key("Piecewise", BatchDescriptor(12))
@@ -168,23 +141,40 @@ def test_modes_are_taken_by_name_in_any_case() -> None:
         dispatcher.dispatch(11, allowed_modes=["fulll"])
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("batch", [{"num_tokens": -1}, {"num_tokens": 4, "num_reqs": -1}])
-def test_negative_counts(mode: str, batch: dict[str, int]) -> None:
-    for uniform in (False, True):
-        with pytest.raises(DispatchError, match="-1"):
-            dispatcher_for(mode).dispatch(uniform_decode=uniform, **batch)  # type: ignore[arg-type]
+BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
+REFUSED_BATCHES: list[tuple[str, int, dict[str, object], str]] = [
+    # nothing fits, and NONE is not allowed
+    ("PIECEWISE", 1, {"num_tokens": 4, "allowed_modes": {FULL}}, "allow NONE"),
+    ("PIECEWISE", 1, {"num_tokens": 17, "allowed_modes": {PIECEWISE}}, "allow NONE"),
+    ("FULL_AND_PIECEWISE", 1, {"num_tokens": 17, "allowed_modes": {PIECEWISE, FULL}}, "allow NONE"),
+    ("FULL_AND_PIECEWISE", 1, {"num_tokens": 0, "allowed_modes": {PIECEWISE, FULL}}, "allow NONE"),
+    ("NONE", 1, {"num_tokens": 4, "allowed_modes": {PIECEWISE, FULL}}, "allow NONE"),
+    *(
+        ("FULL_AND_PIECEWISE", 1, {"num_tokens": num_tokens, "allowed_modes": allowed}, "allowed_modes")
+        for num_tokens in (0, 4, 99)
+        for allowed in ((), set(), {BOTH}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, ["full_decode_only"])
+    ),
+    *(
+        (mode, 1, {"uniform_decode": uniform, **batch}, "-1")
+        for mode in ("NONE", "FULL", "FULL_AND_PIECEWISE")
+        for batch in ({"num_tokens": -1}, {"num_tokens": 4, "num_reqs": -1})
+        for uniform in (False, True)
+    ),
+    ("FULL", 1, {"num_reqs": 3}, "num_tokens"),
+    ("FULL_DECODE_ONLY", 3, {"num_tokens": 7, "uniform_decode": True}, "multiple of 3"),
+    ("FULL_AND_PIECEWISE", 3, {"num_tokens": 7, "uniform_decode": True}, "multiple of 3"),
+    *(
+        ("PIECEWISE", 1, {"num_tokens": 4, "extra": extra}, "extra")
+        for extra in ((("a", 1), ("a", 2)), ("ab",) * 2, ((1, 2),), 5, (("a",),), (("a", []),))
+    ),
+]
 
 
-def test_missing_count() -> None:
-    with pytest.raises(DispatchError, match="num_tokens"):
-        dispatcher_for("FULL").dispatch(num_reqs=3)
-
-
-@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
-def test_uniform_batches_hold_whole_requests(mode: str) -> None:
-    with pytest.raises(DispatchError, match="multiple of 3"):
-        dispatcher_for(mode, 3).dispatch(7, uniform_decode=True)
+@pytest.mark.parametrize(("mode", "query_len", "batch", "match"), REFUSED_BATCHES)
+def test_a_batch_that_cannot_be_is_refused(mode: str, query_len: int, batch: dict[str, object], match: str) -> None:
+    with pytest.raises(DispatchError, match=match) as refused:
+        dispatcher_for(mode, query_len).dispatch(**batch)  # type: ignore[arg-type]
+    assert isinstance(refused.value, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -368,12 +358,6 @@ def test_keys_that_no_batch_could_get_are_refused(
     with pytest.raises(DispatchError, match="never be dispatched"):
         dispatcher.add_key(mode, descriptor)
     assert dispatcher.keys == before
-
-
-@pytest.mark.parametrize("extra", [(("a", 1), ("a", 2)), ("ab",) * 2, ((1, 2),), 5, (("a",),), (("a", []),)], ids=repr)
-def test_refused_extra(extra: object) -> None:
-    with pytest.raises(DispatchError, match="extra"):
-        dispatcher_for("PIECEWISE").dispatch(4, extra=extra)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

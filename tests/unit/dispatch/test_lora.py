@@ -63,14 +63,15 @@ def test_descriptor_with_adapters_but_no_count_takes_the_largest() -> None:
     assert step.reason is DispatchReason.EXACT
 
 
-@pytest.mark.parametrize("lora", [None, LoraKeys(2)])
-def test_descriptor_that_contradicts_itself(lora: LoraKeys | None) -> None:
+@pytest.mark.parametrize(
+    ("lora", "descriptor", "match"),
+    [
+        (None, BatchDescriptor(4, num_active_loras=1), "has_lora"),
+        (LoraKeys(2), BatchDescriptor(4, num_active_loras=1), "has_lora"),
+        (None, BatchDescriptor(4, has_lora=True), "lora=None"),
+    ],
+)
+def test_descriptor_that_contradicts_itself(lora: LoraKeys | None, descriptor: BatchDescriptor, match: str) -> None:
     dispatcher = CudagraphDispatcher("PIECEWISE", [4], max_num_reqs=4, lora=lora, lazy=True)
-    with pytest.raises(DispatchError, match="has_lora"):
-        dispatcher.dispatch_descriptor(BatchDescriptor(4, num_active_loras=1))
-
-
-def test_descriptor_with_adapters_where_there_are_none() -> None:
-    dispatcher = CudagraphDispatcher("PIECEWISE", [4], max_num_reqs=4, lazy=True)
-    with pytest.raises(DispatchError, match="lora=None"):
-        dispatcher.dispatch_descriptor(BatchDescriptor(4, has_lora=True))
+    with pytest.raises(DispatchError, match=match):
+        dispatcher.dispatch_descriptor(descriptor)

@@ -54,23 +54,19 @@ def test_unknown_towers(tower: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "found"),
+    ("stock", "options", "found"),
     [
-        ({"min_tokens": 0}, "0"),
-        ({"min_tokens": 8, "max_tokens": 4}, "at least 8; found 4"),
-        ({"max_items": True}, "True"),
-        ({"max_items": 8, "max_frames": 7}, "at least 8; found 7"),
+        (QWEN3_VL, {"min_tokens": 0}, "0"),
+        (QWEN3_VL, {"min_tokens": 8, "max_tokens": 4}, "at least 8; found 4"),
+        (QWEN3_VL, {"max_items": True}, "True"),
+        (QWEN3_VL, {"max_items": 8, "max_frames": 7}, "at least 8; found 7"),
+        (CLIP, {"output": "all"}, "'all'"),
+        (CLIP, {"max_items": 0}, "0"),
     ],
 )
-def test_options_of_grids(options: dict[str, Any], found: str) -> None:
+def test_options_that_cannot_be(stock: Tower, options: dict[str, Any], found: str) -> None:
     with pytest.raises(gp.errors.EncoderConfigError, match=found):
-        adapter_for(QWEN3_VL.build(CPU), **options)
-
-
-@pytest.mark.parametrize(("options", "found"), [({"output": "all"}, "'all'"), ({"max_items": 0}, "0")])
-def test_options_of_fixed_sizes(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(gp.errors.EncoderConfigError, match=found):
-        adapter_for(CLIP.build(CPU), **options)
+        adapter_for(stock.build(CPU), **options)
 
 
 def test_another_interpolation_is_refused() -> None:

@@ -69,26 +69,42 @@ def with_(name: str, change: Callable[[Any], Any]) -> Callable[[Values], Values]
     return lambda values: {**values, name: change(values.get(name))}
 
 
+EAGER = r"eager_forward .*\[\(20, 8\)\]; found \["
+
+
+def specs_of(**change: Any) -> Callable[[Any], list[EncoderItemSpec]]:
+    return lambda _: [EncoderItemSpec(**{"input_size": 4, "output_tokens": 2, **change})]
+
+
 @pytest.mark.parametrize(
-    ("spoil", "error", "text"),
+    ("method", "sizes", "spoil", "error", "text"),
     [
-        (without("lengths"), EncoderConfigError, r"no buffer 'lengths'.*None for an unchanged buffer"),
-        (with_("extra", lambda _: None), EncoderConfigError, r"'extra', which is no buffer"),
-        (with_("patches", lambda p: p.repeat(9, 1)), ShapeError, r"\(8, 6\).*found \(18, 6\)"),
-        (with_("patches", lambda p: p[:, :1]), ShapeError, r"\(8, 6\).*found \(2, 1\)"),
-        (with_("patches", lambda p: p[0]), ShapeError, r"found \(6,\)"),
-        (with_("positions", lambda p: p.int()), ShapeError, r"int64.*int32"),
-        (with_("positions", lambda p: p.float()), ShapeError, r"int64.*float32"),
-        (with_("scale", lambda _: torch.ones(1)), ShapeError, r"found \(1,\)"),
-        (with_("patches", lambda p: p.numpy()), ShapeError, r"a tensor.*\(8, 6\).*found ndarray"),
+        ("replay", [2], without("lengths"), EncoderConfigError, r"no buffer 'lengths'.*None for an unchanged buffer"),
+        ("replay", [2], with_("extra", lambda _: None), EncoderConfigError, r"'extra', which is no buffer"),
+        ("replay", [2], with_("patches", lambda p: p.repeat(9, 1)), ShapeError, r"\(8, 6\).*found \(18, 6\)"),
+        ("replay", [2], with_("patches", lambda p: p[:, :1]), ShapeError, r"\(8, 6\).*found \(2, 1\)"),
+        ("replay", [2], with_("patches", lambda p: p[0]), ShapeError, r"found \(6,\)"),
+        ("replay", [2], with_("positions", lambda p: p.int()), ShapeError, r"int64.*int32"),
+        ("replay", [2], with_("positions", lambda p: p.float()), ShapeError, r"int64.*float32"),
+        ("replay", [2], with_("scale", lambda _: torch.ones(1)), ShapeError, r"found \(1,\)"),
+        ("replay", [2], with_("patches", lambda p: p.numpy()), ShapeError, r"a tensor.*\(8, 6\).*found ndarray"),
+        ("specs", [4], specs_of(output_tokens=-1), EncoderConfigError, "at least 0"),
+        ("specs", [4], specs_of(input_size=-1), EncoderConfigError, "at least 0"),
+        ("specs", [4], specs_of(frames=-1), EncoderConfigError, "at least 0"),
+        ("specs", [4], specs_of(path="video"), EncoderConfigError, r"a path among \[''\]"),
+        ("specs", [4], specs_of(axes=(("size", 1),)), EncoderConfigError, r"axes \[\]"),
+        ("eager", [40], lambda rows: rows[1:], EncoderConfigError, rf"{EAGER}\(19, 8\)\]"),
+        ("eager", [40], lambda rows: rows[:, 1:], EncoderConfigError, rf"{EAGER}\(20, 7\)\]"),
+        ("eager", [40], lambda rows: (rows, rows), EncoderConfigError, rf"{EAGER}\(20, 8\), \(20, 8\)\]"),
+        ("postprocess", [4, 4], lambda results: results[1:], EncoderConfigError, "2, one for each item; found 1"),
     ],
 )
-def test_what_does_not_fit_a_buffer_is_refused(
-    spoil: Callable[[Values], Values], error: type[Exception], text: str
+def test_what_a_model_returns_for_a_request_is_refused_where_it_does_not_fit(
+    method: str, sizes: list[int], spoil: Callable[[Any], Any], error: type[Exception], text: str
 ) -> None:
-    manager = made(Spoilt("replay", spoil))
+    manager = made(Spoilt(method, spoil))
     with pytest.raises(error, match=text):
-        manager.execute(toy.images([2]))
+        manager.execute(toy.images(sizes))
 
 
 @pytest.mark.parametrize(
@@ -116,47 +132,10 @@ def test_a_buffer_that_shrinks_is_refused() -> None:
         made(encoder)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"output_tokens": -1}, "at least 0"),
-        ({"input_size": -1}, "at least 0"),
-        ({"frames": -1}, "at least 0"),
-        ({"path": "video"}, r"a path among \[''\]"),
-        ({"axes": (("size", 1),)}, r"axes \[\]"),
-    ],
-)
-def test_item_specs_that_break_the_configuration_are_refused(change: dict[str, Any], text: str) -> None:
-    given = {"input_size": 4, "output_tokens": 2, **change}
-    manager = made(Spoilt("specs", lambda _: [EncoderItemSpec(**given)]))
-    with pytest.raises(EncoderConfigError, match=text):
-        manager.execute(toy.images([4]))
-
-
 def test_other_values_on_a_rounding_axis_are_refused() -> None:
     manager = made(toy.ToyEncoder(axes=(toy.LONGEST,)))
     with pytest.raises(EncoderConfigError, match=r"integers on axes that round up; found .*'long'"):
         manager.execute(toy.images([4], axes=[(("longest", "long"),)]))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "found"),
-    [
-        (lambda rows: rows[1:], r"\(19, 8\)"),
-        (lambda rows: rows[:, 1:], r"\(20, 7\)"),
-        (lambda rows: (rows, rows), r"\(20, 8\), \(20, 8\)"),
-    ],
-)
-def test_an_eager_call_that_returns_other_shapes_is_refused(spoil: Callable[[Any], Any], found: str) -> None:
-    manager = made(Spoilt("eager", spoil))
-    with pytest.raises(EncoderConfigError, match=rf"eager_forward .*\[\(20, 8\)\]; found \[{found}\]"):
-        manager.execute(toy.images([40]))
-
-
-def test_other_numbers_of_results_are_refused() -> None:
-    manager = made(Spoilt("postprocess", lambda results: results[1:]))
-    with pytest.raises(EncoderConfigError, match=r"2, one for each item; found 1"):
-        manager.execute(toy.images([4, 4]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -144,33 +145,6 @@ def test_options_that_contradict_the_model(options: dict[str, Any], encoder: dic
 
 
 @pytest.mark.parametrize(
-    ("given", "numbers"),
-    [
-        ({"patches_per_token": 0}, r"patches_per_token.*found 0"),
-        ({"token_multiple": 0}, r"token_multiple.*found 0"),
-        ({"max_frames": 0}, r"max_frames.*found 0"),
-        ({"max_items": -2}, r"max_items.*found -2"),
-        ({"paths": ()}, "paths"),
-        ({"paths": ("a", "a")}, r"\['a', 'a'\]"),
-        ({"padding": {"pixels": 0}}, r"patches.*found 'pixels'"),
-        ({"padding": {"patches": "first"}}, "found 'first'"),
-        ({"axes": (EncoderAxis("size", ()),)}, "values of axis 'size'"),
-        ({"axes": (EncoderAxis("size", (1,)), EncoderAxis("size", (2,)))}, r"axes.*\['size', 'size'\]"),
-        ({"axes": (EncoderAxis("size", (8, 4), rounds_up=True),)}, r"ascending integers; found \(8, 4\)"),
-        ({"axes": (EncoderAxis("size", ("s", "t"), rounds_up=True),)}, "ascending integers"),
-    ],
-)
-def test_configurations_that_contradict_themselves(given: dict[str, Any], numbers: str) -> None:
-    with pytest.raises(EncoderConfigError, match=numbers):
-        checked_config(config(**given))
-
-
-def test_widths_are_positive() -> None:
-    with pytest.raises(EncoderConfigError, match=r"output_width 1.*found 0"):
-        checked_config(EncoderCudaGraphConfig(("image",), ("patches",), (8, 0)))
-
-
-@pytest.mark.parametrize(
     ("minimum", "maximum", "ratio", "budgets"),
     [
         (64, 4096, 2, [64, 128, 256, 512, 1024, 2048, 4096]),
@@ -185,25 +159,6 @@ def test_a_ladder_grows_by_its_ratio_and_ends_at_the_maximum(
     minimum: int, maximum: int, ratio: float, budgets: list[int]
 ) -> None:
     assert generate_budgets(minimum, maximum, ratio=ratio) == budgets
-
-
-@pytest.mark.parametrize(
-    ("minimum", "maximum", "ratio", "numbers"),
-    [
-        (0, 4, 2, "minimum=0, maximum=4"),
-        (-3, 4, 2, "minimum=-3"),
-        (9, 4, 2, "minimum=9, maximum=4"),
-        (1, 4, 1, "ratio=1"),
-        (1, 4, 0.5, "ratio=0.5"),
-        (1, 4, math.inf, "ratio=inf"),
-        (1, 4, math.nan, "ratio=nan"),
-    ],
-)
-def test_a_ladder_that_cannot_be_is_refused_with_its_numbers(
-    minimum: int, maximum: int, ratio: float, numbers: str
-) -> None:
-    with pytest.raises(EncoderConfigError, match=numbers):
-        generate_budgets(minimum, maximum, ratio=ratio)
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(0, 4), (4, 4), (5, 8), (8, 8), (9, None)])
@@ -249,39 +204,55 @@ def test_budgets_are_multiples_of_what_items_are() -> None:
     assert (budgets[0], budgets[-1]) == (50, 1600)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "numbers"),
-    [
-        ({"minimum": 1, "maximum": 8, "max_graphs": 0}, "room for 0"),
-        ({"minimum": 8, "maximum": 4, "max_graphs": 3}, "minimum=8, maximum=4"),
-        ({"minimum": 3, "maximum": 4, "max_graphs": 3, "multiple": 5}, "minimum=1, maximum=0"),
-    ],
-)
-def test_a_fine_ladder_that_cannot_be_is_refused(arguments: dict[str, int], numbers: str) -> None:
-    with pytest.raises(EncoderConfigError, match=numbers):
-        fine_budgets(**arguments)
-
-
 def test_one_graph_is_the_largest() -> None:
     assert fine_budgets(2, 100, max_graphs=1) == [100]
 
 
-@pytest.mark.parametrize(
-    ("budgets", "numbers"),
-    [
-        ([], r"\[\]"),
-        ([0, 4], "found 0"),
-        ([4, -1], "found -1"),
-        ([4, 2.5], r"found 2\.5"),
-        ([4, True], "found True"),
-        ([8, 4, 8], "8 2 times"),
-        ([4, 200], "from 4, its smallest item, to 100, its largest batch; found 200"),
-        ([1, 3], "found 3"),
-    ],
-)
-def test_budgets_of_the_user_that_cannot_be_are_refused(budgets: list[int], numbers: str) -> None:
+CONTRADICTIONS: list[tuple[Callable[[], object], str]] = [
+    # budgets of the user
+    (lambda: checked_budgets([], 4, 100), r"\[\]"),
+    (lambda: checked_budgets([0, 4], 4, 100), "found 0"),
+    (lambda: checked_budgets([4, -1], 4, 100), "found -1"),
+    (lambda: checked_budgets([4, 2.5], 4, 100), r"found 2\.5"),  # type: ignore[list-item]
+    (lambda: checked_budgets([4, True], 4, 100), "found True"),
+    (lambda: checked_budgets([8, 4, 8], 4, 100), "8 2 times"),
+    (lambda: checked_budgets([4, 200], 4, 100), "from 4, its smallest item, to 100, its largest batch; found 200"),
+    (lambda: checked_budgets([1, 3], 4, 100), "found 3"),
+    # ladders
+    (lambda: generate_budgets(0, 4), "minimum=0, maximum=4"),
+    (lambda: generate_budgets(-3, 4), "minimum=-3"),
+    (lambda: generate_budgets(9, 4), "minimum=9, maximum=4"),
+    (lambda: generate_budgets(1, 4, ratio=1), "ratio=1"),
+    (lambda: generate_budgets(1, 4, ratio=0.5), "ratio=0.5"),
+    (lambda: generate_budgets(1, 4, ratio=math.inf), "ratio=inf"),
+    (lambda: generate_budgets(1, 4, ratio=math.nan), "ratio=nan"),
+    (lambda: fine_budgets(1, 8, max_graphs=0), "room for 0"),
+    (lambda: fine_budgets(8, 4, max_graphs=3), "minimum=8, maximum=4"),
+    (lambda: fine_budgets(3, 4, max_graphs=3, multiple=5), "minimum=1, maximum=0"),
+    # configurations
+    (lambda: checked_config(config(patches_per_token=0)), r"patches_per_token.*found 0"),
+    (lambda: checked_config(config(token_multiple=0)), r"token_multiple.*found 0"),
+    (lambda: checked_config(config(max_frames=0)), r"max_frames.*found 0"),
+    (lambda: checked_config(config(max_items=-2)), r"max_items.*found -2"),
+    (lambda: checked_config(config(paths=())), "paths"),
+    (lambda: checked_config(config(paths=("a", "a"))), r"\['a', 'a'\]"),
+    (lambda: checked_config(config(padding={"pixels": 0})), r"patches.*found 'pixels'"),
+    (lambda: checked_config(config(padding={"patches": "first"})), "found 'first'"),
+    (lambda: checked_config(config(axes=(EncoderAxis("size", ()),))), "values of axis 'size'"),
+    (lambda: checked_config(config(axes=(EncoderAxis("size", (1,)),) * 2)), r"axes.*\['size', 'size'\]"),
+    (lambda: checked_config(config(axes=(EncoderAxis("size", (8, 4), True),))), r"ascending integers; found \(8, 4\)"),
+    (lambda: checked_config(config(axes=(EncoderAxis("size", ("s", "t"), True),))), "ascending integers"),
+    (
+        lambda: checked_config(EncoderCudaGraphConfig(("image",), ("patches",), (8, 0))),
+        r"output_width 1.*found 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "numbers"), CONTRADICTIONS)
+def test_what_contradicts_itself_is_refused_with_its_numbers(call: Callable[[], object], numbers: str) -> None:
     with pytest.raises(EncoderConfigError, match=numbers):
-        checked_budgets(budgets, 4, 100)
+        call()
 
 
 def test_budgets_of_the_user_ascend() -> None:

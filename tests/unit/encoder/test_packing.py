@@ -155,20 +155,21 @@ def test_costs_decide(
     assert [batch.budget for batch in batches] == budgets, expected
 
 
-def test_eager_calls_are_joined_where_that_is_cheaper() -> None:
-    cost = PackingCosts({4: 100.0}, by_tokens(10, 1), 8)
-    assert pack_items([4, 2, 4, 3], [4], 1, cost=cost) == [PackedBatch((1, 3), 5, None), PackedBatch((0, 2), 8, None)]
-
-
-def test_one_batch_replays_and_the_next_runs_eagerly() -> None:
-    cost = PackingCosts({4: 1.0, 8: 100.0}, by_tokens(5, 0), 8)
-    assert pack_items([8, 4], [4, 8], 1, cost=cost) == [PackedBatch((1,), 4, 4), PackedBatch((0,), 8, None)]
-
-
-def test_one_eager_call_for_all_is_among_the_plans() -> None:
-    """The large item runs eagerly in any case; the small one joins it, though its replay costs less than a call."""
-    cost = PackingCosts({4: 5.0}, by_tokens(6, 0), 20)
-    assert pack_items([9, 3], [4], 1, cost=cost) == [PackedBatch((1, 0), 12, None)]
+@pytest.mark.parametrize(
+    ("tokens", "cost", "batches"),
+    [
+        ([4, 2, 4, 3], PackingCosts({4: 100.0}, by_tokens(10, 1), 8), [((1, 3), 5, None), ((0, 2), 8, None)]),
+        ([8, 4], PackingCosts({4: 1.0, 8: 100.0}, by_tokens(5, 0), 8), [((1,), 4, 4), ((0,), 8, None)]),
+        ([9, 3], PackingCosts({4: 5.0}, by_tokens(6, 0), 20), [((1, 0), 12, None)]),
+        ([9], PackingCosts({4: 1.0}, lambda tokens: float("inf")), [((0,), 9, None)]),
+    ],
+    ids=["eager calls are joined", "one replays", "one eager call for all, cheaper than a replay", "nothing fits"],
+)
+def test_eager_calls_are_made_where_that_is_cheaper(
+    tokens: list[int], cost: PackingCosts, batches: list[tuple[tuple[int, ...], int, int | None]]
+) -> None:
+    found = pack_items(tokens, sorted(cost.replay), 1, cost=cost)
+    assert found == [PackedBatch(*batch) for batch in batches]
 
 
 @pytest.mark.parametrize("cost", [None, PackingCosts({4: 1.0, 8: 2.0}, by_tokens(5, 1))])
@@ -206,11 +207,6 @@ def test_arguments_that_cannot_be_are_refused(arguments: tuple[list[int], list[i
 def test_a_budget_without_a_usable_cost_is_refused(costs: dict[int, float]) -> None:
     with pytest.raises(EncoderConfigError, match=r"budget 8 has no cost.*\{4: 1\.0"):
         pack_items([1], [4, 8], 1, cost=PackingCosts(costs, by_tokens(1, 1)))
-
-
-def test_what_fits_nothing_is_eager_whatever_that_costs() -> None:
-    cost = PackingCosts({4: 1.0}, lambda tokens: float("inf"))
-    assert pack_items([9], [4], 1, cost=cost) == [PackedBatch((0,), 9, None)]
 
 
 @pytest.mark.parametrize("count", [100, 1000, 5000])

@@ -352,18 +352,6 @@ def test_compiled_by_others_it_is_refused_and_not_wrong() -> None:
         expected(compiled, 3)
 
 
-def test_a_manager_without_the_offloader_is_refused() -> None:
-    model, _, _ = offloaded(4)
-    with pytest.raises(ContextError, match="pass offloader= to CudaGraphManager"):
-        managed(model, None).capture()
-
-
-def test_under_autograd_it_is_refused() -> None:
-    model, _, _ = offloaded(4)
-    with pytest.raises(OffloadError, match="autograd"):
-        model(rows(3).requires_grad_())
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [(lambda model: model.double(), "moved or converted"), (copy.deepcopy, "cannot be copied")],
@@ -456,13 +444,27 @@ def test_managers_that_cannot_use_it(
         managed(model, offloader, **options)
 
 
+def assigned(model: Stack, _: WeightOffloader) -> None:
+    model.load_state_dict(Stack(4).state_dict(), assign=True)
+
+
 @pytest.mark.parametrize(
-    ("name", "shape"), [("9.up.weight", (1,)), ("0.nothing", (1,)), ("x.up.weight", (1,)), ("0.up.weight", (1,))]
+    ("use", "error", "message"),
+    [
+        (lambda model, _: managed(model, None).capture(), ContextError, "pass offloader= to CudaGraphManager"),
+        (lambda model, _: model(rows(3).requires_grad_()), OffloadError, "autograd"),
+        (assigned, OffloadError, "assign=True"),
+        (lambda _, offloader: offloader.write("9.up.weight", torch.ones(1)), OffloadError, "cannot be written"),
+        (lambda _, offloader: offloader.write("0.nothing", torch.ones(1)), OffloadError, "cannot be written"),
+        (lambda _, offloader: offloader.write("x.up.weight", torch.ones(1)), OffloadError, "cannot be written"),
+        (lambda _, offloader: offloader.write("0.up.weight", torch.ones(1)), OffloadError, "cannot be written"),
+    ],
+    ids=["no offloader", "autograd", "assigned", "no layer", "no weight", "no number", "another shape"],
 )
-def test_writes_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
-    _, _, offloader = offloaded(4)
-    with pytest.raises(OffloadError, match="cannot be written"):
-        offloader.write(name, torch.ones(shape))
+def test_uses_that_are_refused(use: Callable[..., object], error: type[GraphpassError], message: str) -> None:
+    model, _, offloader = offloaded(4)
+    with pytest.raises(error, match=message):
+        use(model, offloader)
 
 
 def test_layers_by_hand_need_the_first_ones_there() -> None:
@@ -471,9 +473,3 @@ def test_layers_by_hand_need_the_first_ones_there() -> None:
         offloader.onload(0)
     offloader.sync_prev_onload()
     offloader.onload(0)
-
-
-def test_assigned_weights_are_refused() -> None:
-    model, reference, _ = offloaded(4)
-    with pytest.raises(OffloadError, match="assign=True"):
-        model.load_state_dict(reference.state_dict(), assign=True)

@@ -185,6 +185,10 @@ def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None
     assert "cond_true_0" not in split.regions[1].inputs
 
 
+def softmax_around(between: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: F.softmax(between(F.softmax(x + 1, -1)), -1) + 1
+
+
 @pytest.mark.parametrize(
     "between",
     [
@@ -198,26 +202,13 @@ def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None
     ],
 )
 def test_views_alone_are_not_captured(dynamo_split: Split, between: Callable[..., Any]) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(between(F.softmax(x + 1, -1)), -1) + 1
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+    split = dynamo_split(softmax_around(between), torch.rand(3, 3), ops=SOFTMAX)
     assert kinds(split) == ["captured", "eager", "captured"]
 
 
-def test_a_copy_is_captured(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(F.softmax(x + 1, -1).t().contiguous(), -1) + 1
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
-    assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
-
-
-def test_a_write_is_captured(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(F.softmax(x + 1, -1).add_(1), -1) + 1
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
+@pytest.mark.parametrize("between", [lambda y: y.t().contiguous(), lambda y: y.add_(1)], ids=["copy", "write"])
+def test_a_copy_and_a_write_are_captured(dynamo_split: Split, between: Callable[..., Any]) -> None:
+    split = dynamo_split(softmax_around(between), torch.rand(3, 3), ops=SOFTMAX)
     assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
 
 
