@@ -21,6 +21,7 @@ from graphpass.regions.padding.values import (
     Verdict,
     blurred,
     is_finite,
+    shown,
 )
 
 CHECK_IF_DECLARED = "set padding_check='declared'"
@@ -149,7 +150,8 @@ class OpCall:
                 for other, size in enumerate(operand.factors[dim])
                 if not set(fields).isdisjoint(self.sizes.fields_of(size))
             ]
-            pads.setdefault((dim, at), blurred(*beside))
+            if (pad := blurred(*beside)) is not None:
+                pads.setdefault((dim, at), pad)
         return value.with_pads(pads)
 
     def places(self, value: PaddedValue, dims: Iterable[int] | None = None) -> list[Place]:
@@ -181,7 +183,7 @@ class OpCall:
         """The exception to raise because the call does ``what`` ("sums products over") with the factor at ``place``."""
         pad = value.pad_at(place)
         contents = "" if pad is None else f" (padding holds {getattr(pad, 'value', pad)})"
-        if remedy and not is_finite(pad):
+        if remedy and not is_finite(shown(pad)):
             remedy = MAKE_FINITE
         size = value.factors[place[0]][place[1]]
         return self.refuse(f"{what} the padded dimension {place[0]}{contents}", size, remedy)

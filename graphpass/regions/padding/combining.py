@@ -19,15 +19,18 @@ from graphpass.regions.padding.values import (
     VISIBLE_ENTRY,
     Approximate,
     Factors,
+    Filled,
     Pad,
     PaddedValue,
     Place,
     TensorShape,
     blurred,
+    by_data,
     is_finite,
     is_low,
     is_number,
     is_zero,
+    shown,
 )
 
 # --- mixes: entries are combined within some dimensions, which must be unpadded; all others stay as they are
@@ -233,8 +236,10 @@ def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neut
     return places
 
 
-def _of_rows(name: str, pad: Pad) -> Pad | None:
+def _of_rows(name: str, pad: Pad | None) -> Pad | None:
     """The result of a reduction of entries that all hold ``pad``, of which the number is unknown."""
+    if pad is None:
+        return None
     if name in ("any", "all"):
         return bool(pad) if is_number(pad) else None
     if name in ("amax", "amin", "mean", "max", "min"):
@@ -268,16 +273,22 @@ def softmax(call: OpCall) -> PaddedValue:
     value = call.tensor("self")
     call.no_padded_numbers()
     places = _require_neutral(call, value, named_dims(call, value), is_low)
-    pads: dict[Place, Pad | None] = dict.fromkeys(places, None if "log_" in call.name else 0.0)
-    for place in call.places(value):
-        pad = value.pad_at(place)
-        if place not in pads and pad is not None:
-            hidden = call.name == "_safe_softmax" and pad == -math.inf
-            # guard: proof_hidden_rows
-            pads[place] = Approximate.NONNEGATIVE if hidden or is_finite(pad) else Approximate.NOT_FINITE
-            if "log_" in call.name:
-                pads[place] = blurred(pads[place])
+    pads = {at: weight_of(call.name, value.pad_at(at), is_along=at in places) for at in call.places(value)}
     return PaddedValue(value.factors).with_pads(pads)
+
+
+def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | None:
+    """What a softmax makes of entries of ``score``, or of low ones beside others along its dimension (``is_along``)."""
+    is_log, seen = "log_" in name, shown(score)
+    if is_along:
+        return 0.0 if not is_log else score if score == -math.inf else None  # guard: proof_logarithm_of_zero
+    hidden = name == "_safe_softmax" and seen == -math.inf
+    if seen is not None:
+        # guard: proof_hidden_rows
+        seen = Approximate.NONNEGATIVE if hidden or is_finite(seen) else Approximate.NOT_FINITE
+    if not is_log:
+        return seen
+    return by_data(blurred(seen), score.fill) if isinstance(score, Filled) else blurred(seen)
 
 
 def scan(call: OpCall) -> Returned:
@@ -328,10 +339,9 @@ def linear(call: OpCall) -> PaddedValue:
 
 def outer(call: OpCall) -> PaddedValue:
     """The products of each entry of one vector and each of another."""
-    sides = call.tensor("self"), call.tensor("vec2")
-    result = PaddedValue((sides[0].factors[0], sides[1].factors[0]))
-    pads = {(dim, at): _product_pad(call, sides[dim].pad_at((0, at))) for dim, at in call.places(result)}
-    return result.with_pads(pads)
+    rows, columns = call.tensor("self"), call.tensor("vec2")
+    column = rows.moved((rows.factors[0], ()), {0: 0})
+    return _product_of(call, column, columns.moved(((), columns.factors[0]), {0: 1}))
 
 
 def scaled_product(call: OpCall) -> PaddedValue:
@@ -393,8 +403,11 @@ def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> Padded
         sources.append((-1, second.rank - 1))
     pads: dict[Place, Pad | None] = {}
     for dim, at in call.places(PaddedValue(tuple(factors))):
-        operands = zip((first, second), sources[dim], strict=True)
-        held = [value.pad_at((own, at)) for value, own in operands if own >= 0 and value.factors[own] == factors[dim]]
+        held = [
+            value.pad_at((own, at))
+            for value, own in zip((first, second), sources[dim], strict=True)
+            if value.real is not None or (own >= 0 and value.factors[own] == factors[dim])
+        ]
         # guard: proof_rows_of_a_product
         pads[dim, at] = blurred(*held) if summed_padding else _product_pad(call, *held)
     return PaddedValue(tuple(factors)).with_pads(pads)
@@ -410,7 +423,7 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: object) -> PaddedValue:
     for place in call.places(result):
         ours, theirs = matrix.pad_at(place), added.pad_at(place)
         varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
-        pads[place] = blurred(ours, theirs) if varies else blurred(ours)
+        pads[place] = blurred(ours, theirs) if varies or theirs is not None else blurred(ours)
         if is_zero(ours) and is_zero(theirs):  # guard: proof_bias_of_zero_rows
             pads[place] = 0
     return result.with_pads(pads)
@@ -460,7 +473,7 @@ def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -
     """``result``, not finite in padding from which the mask hides all keys: some kernels compute NaN there."""
     wide = broadcast(call, mask, (*result.factors[:-1], mask.factors[-1]))
     pads = {place: wide.pad_at(place) for place in call.places(result)}
-    hidden = [place for place, pad in pads.items() if pad is False or not is_finite(pad)]
+    hidden = [place for place, pad in pads.items() if pad is False or not is_finite(shown(pad))]
     return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
 
 

@@ -278,7 +278,7 @@ def _opaque(region: Region, inputs: Sequence[Abstract], problem: str, sizes: Siz
 
 def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedValue:
     """``value`` after a write of unknown contents: same sizes, more findings, nothing known of padding."""
-    return replace(value.with_findings(findings), padding=(), index=None, constant=None, sign=Sign.UNKNOWN)
+    return replace(value.with_findings(findings), padding=(), index=None, constant=None, real=None, sign=Sign.UNKNOWN)
 
 
 def _shape_of(value: Any) -> TensorShape | Size | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,10 +10,23 @@ import sympy
 import torch
 
 from graphpass.regions.padding.calls import CHECK_IF_DECLARED, OpCall, PaddingReason, PaddingRule, tensors_of
+from graphpass.regions.padding.combining import attention, softmax, weight_of
 from graphpass.regions.padding.indexing import FROM_START, is_whole, stays_real
-from graphpass.regions.padding.pointwise import cast, entry_by_entry
+from graphpass.regions.padding.pointwise import cast, entry_by_entry, real_entries
 from graphpass.regions.padding.sizes import product
-from graphpass.regions.padding.values import Factors, PaddedValue, PaddingFinding, Sign
+from graphpass.regions.padding.values import (
+    Factors,
+    Pad,
+    PaddedValue,
+    PaddingFinding,
+    Sign,
+    blurred,
+    by_data,
+    cast_pad,
+    is_finite,
+    is_infinite,
+    shown,
+)
 
 
 def _words(*lines: str) -> frozenset[str]:
@@ -88,6 +102,37 @@ def _is_nonnegative(value: Any) -> bool:
     if isinstance(value, sympy.Basic):
         return value.is_nonnegative is True
     return isinstance(value, (bool, int, float)) and value >= 0
+
+
+# --- infinities: entries of a result that a mask, or an operator, makes infinite
+
+_OF_ENTRIES = _words(
+    "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to convert_element_type copy copy_ fill",
+    "view reshape _unsafe_view _reshape_alias view_copy flatten unflatten squeeze unsqueeze permute transpose t",
+    "movedim expand broadcast_in_dim repeat select slice narrow split split_with_sizes unbind chunk cat stack flip",
+    "roll tril triu index _unsafe_index index_select gather take take_along_dim embedding diagonal constant_pad_nd",
+    "unfold scatter index_put _unsafe_index_put index_copy index_fill index_add slice_scatter select_scatter",
+    "zero_padding amax amin max min sort topk kthvalue cummax cummin",
+)
+"""Operators whose results hold entries of their arguments, perhaps beside numbers."""
+
+
+def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
+    """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
+    held = [tensor.held for tensor in tensors_of(call.arguments.values())]
+    numbers = [number for number in call.arguments.values() if is_infinite(number)]
+    if call.asks_independence or value.dtype is None or not (numbers or any(not is_finite(pad) for pad in held)):
+        return None
+    if rule is entry_by_entry:
+        found = real_entries(call)
+    elif rule is softmax:
+        found = weight_of(call.name, *held)
+    elif call.name in _OF_ENTRIES:
+        found = functools.reduce(by_data, (*held, *numbers))
+    else:
+        found = blurred(*(map(shown, held) if rule is attention or call.name == "logsumexp" else held))
+    found = cast_pad(found, value.dtype)
+    return None if is_finite(found) else by_data(None, found)
 
 
 # --- bounds: index tensors stay in bounds in their padding, so that no kernel reads outside of its tensor

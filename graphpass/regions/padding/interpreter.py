@@ -19,7 +19,14 @@ from graphpass.regions.padding.calls import (
     padded_sizes_in,
     tensors_of,
 )
-from graphpass.regions.padding.contents import by_position, needs_real_contents, new_fields, reads_outside, sign_of
+from graphpass.regions.padding.contents import (
+    by_position,
+    infinities_of,
+    needs_real_contents,
+    new_fields,
+    reads_outside,
+    sign_of,
+)
 from graphpass.regions.padding.program import CONSTANT, GETITEM, NUMBER, AtenGraph, AtenNode, Ref, references
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
 from graphpass.regions.padding.table import is_registered, rule_for
@@ -30,7 +37,9 @@ from graphpass.regions.padding.values import (
     Sign,
     Size,
     TensorShape,
+    by_data,
     cast_pad,
+    is_finite,
 )
 
 _ONE_EACH = (
@@ -80,7 +89,9 @@ def input_values(
             fields = {field for dim, at in places for field in sizes.fields_of(value.factors[dim][at])}
             value = replace(value, new_fields=frozenset(fields))
         if pad is not None:
-            value = value.with_pads(dict.fromkeys(places, cast_pad(pad, shape.dtype)))
+            held = cast_pad(pad, shape.dtype)
+            value = value.with_pads(dict.fromkeys(places, held))
+            value = value.with_real(None if is_finite(held) else by_data(None, held))
         values.append(value)
     return tuple(values)
 
@@ -205,7 +216,9 @@ class _Run:
             return own, ()
         results = tuple(
             replace(
-                value.with_findings(findings),  # guard: proof_earlier_findings
+                value.with_findings(findings).with_real(  # guard: proof_earlier_findings
+                    infinities_of(call, rule_for(node.op), value)
+                ),
                 sign=sign_of(call, value, at) if at < len(own) else Sign.UNKNOWN,
                 new_fields=new_fields(call, tensors, value),
                 by_position=self._by_position(node, call, value),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,13 +18,14 @@ from graphpass.regions.padding.values import (
     Approximate,
     Entry,
     Factors,
+    Filled,
     IndexAlong,
     Pad,
     PaddedValue,
     Place,
     blurred,
+    by_data,
     cast_pad,
-    either,
     evaluated,
     is_finite,
     is_low,
@@ -100,7 +102,30 @@ def copied(call: OpCall) -> Returned:
 def _pad(
     call: OpCall, values: Mapping[str, PaddedValue], aligned: Mapping[str, PaddedValue], place: Place
 ) -> Pad | None:
-    pads = {name: value.pad_at(place) for name, value in aligned.items()}
+    rank = len(call.shapes[0].sizes)
+    dims = {name: place[0] - rank + value.rank for name, value in values.items() if value.constant is None}
+    padded = [name for name, dim in dims.items() if dim >= 0 and call.sizes.any_padded(values[name].factors[dim])]
+    return _of_each(call, {name: value.pad_at(place) for name, value in aligned.items()}, padded)
+
+
+def real_entries(call: OpCall) -> Pad | None:
+    """What real entries of the result hold if the graph makes some of them infinite."""
+    held = {name: value.held for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
+    return _of_each(replace(call, assumptions=set()), held, list(held))
+
+
+def _of_each(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]) -> Pad | None:
+    """The result for operands that hold ``pads``; of those that a mask fills, for what they hold and for the fill."""
+    parts = [[(name, pad.of), (name, pad.fill)] for name, pad in pads.items() if isinstance(pad, Filled)]
+    unfilled, *others = itertools.product(*parts)
+    result = _of_pads(call, {**pads, **dict(unfilled)}, padded)
+    for held in others:  # guard: proof_masks_in_unknown_padding
+        known = {name: Approximate.POSITIVE if pad is None else pad for name, pad in {**pads, **dict(held)}.items()}
+        result = by_data(result, _of_pads(replace(call, assumptions=set()), known, padded))
+    return result
+
+
+def _of_pads(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]) -> Pad | None:
     if call.name in ("where", "masked_fill"):
         return _chosen(call, pads)
     absorbed = _absorbed(call, pads)
@@ -110,9 +135,6 @@ def _pad(
     found = cast_pad(blurred(*pads.values()), call.shape.dtype) if found is None else found
     if found is Approximate.NOT_FINITE or is_number(found):
         return found
-    rank = len(call.shapes[0].sizes)
-    dims = {name: place[0] - rank + value.rank for name, value in values.items() if value.constant is None}
-    padded = (name for name, dim in dims.items() if dim >= 0 and call.sizes.any_padded(values[name].factors[dim]))
     # Beside real contents, what is known of an operand says nothing: their sum is as any sum of real contents.
     return None if any(pads[name] is None for name in padded) else found
 
@@ -137,12 +159,7 @@ def _chosen(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         first, second = _operand(call, pads, "value"), _operand(call, pads, "self")
     if is_number(condition):
         return first if condition else second  # guard: proof_chosen_branch
-    fills = [is_number(pad) and not is_finite(pad) for pad in (first, second)]
-    if first != second and any(fills):  # infinities where data says so: as in real rows, which a mask fills alike
-        others = [pad for pad, fill in zip((first, second), fills, strict=True) if not fill]
-        call.assumptions.update([ALL_FINITE] if others not in ([], [None]) else [])
-        return blurred(*others)  # guard: proof_zeros_beside_infinities
-    return either(first, second)  # guard: proof_unknown_condition, proof_unknown_mask
+    return by_data(first, second)  # guard: proof_unknown_condition, proof_unknown_mask, proof_zeros_beside_infinities
 
 
 def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:

@@ -209,9 +209,8 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
         index = index._replace(factor=0, offset=index.offset + start) if shifts else None
     # guard: proof_shortened_padding
     if value.constant is None and isinstance(start, int) and step == 1 and padded and size == as_size(whole - start):
-        pads[dim, 0] = value.pad_at((dim, 0))  # type: ignore[assignment]
-    known = {place: pad for place, pad in pads.items() if pad is not None}
-    return replace(value, factors=tuple(factors), index=index).with_pads(known)
+        pads[dim, 0] = value.pad_at((dim, 0))
+    return replace(value, factors=tuple(factors), index=index).with_pads(pads)
 
 
 def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:
@@ -323,7 +322,9 @@ def constant_pad(call: OpCall) -> PaddedValue:
         crops = not isinstance(right, int) or right < 0
         filled: Pad | None = fill if isinstance(fill, (bool, int, float)) else None
         pads = {
-            place: either(pad, filled) if place[0] != dim else None if crops else pad for place, pad in pads.items()
+            place: pad if place[0] == dim else either(pad, filled)
+            for place, pad in pads.items()
+            if not (crops and place[0] == dim)
         }
     return PaddedValue(tuple(factors)).with_pads(pads)
 

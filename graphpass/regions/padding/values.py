@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import sympy
 import torch
@@ -59,7 +59,19 @@ class Sign(enum.Enum):
     REAL_SIZE = "the real size of a dimension, also in a padded run"
 
 
-Pad: TypeAlias = bool | int | float | Approximate
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Contents of which some are infinite: a mask fills them, and which ones it fills is not known."""
+
+    of: Pad | None  #: what the other entries hold, which is finite
+    fill: float  #: the infinity
+
+    def __str__(self) -> str:
+        others = "unknown contents" if self.of is None else getattr(self.of, "value", self.of)
+        return f"{others}, and {self.fill} where a mask says so"
+
+
+Pad: TypeAlias = bool | int | float | Approximate | Filled
 """What entries in padding hold, a number or a kind of numbers. NaN is NOT_FINITE. See Note [Numbers in padding]."""
 
 
@@ -125,9 +137,11 @@ class PaddedValue:
     #: (place, value) pairs, sorted by place. The value is that of the entries whose index is in the padding along the
     #: factor at that place and real along every *other* padded factor. Nothing is known of entries with two indices
     #: in padding.
-    padding: tuple[tuple[Place, Pad], ...] = ()
+    padding: tuple[tuple[Place, Pad | None], ...] = ()
     index: IndexAlong | None = None  #: set if each entry equals its index along a factor plus an offset
     constant: Pad | None = None  #: the value of all entries, if it is known; then also the value of all padding
+    #: What real entries hold if the graph makes some of them infinite, else None; so does padding that is not listed.
+    real: Pad | None = None
     sign: Sign = Sign.UNKNOWN  #: of the real entries: the sign of an index says whether it counts from the start
     dtype: torch.dtype | None = None  #: the dtype; a rule may leave it None to use the dtype of the graph
     findings: frozenset[PaddingFinding] = frozenset()  #: the ways in which clean entries depend on padding
@@ -143,20 +157,29 @@ class PaddedValue:
         return len(self.factors)
 
     @property
-    def pads(self) -> dict[Place, Pad]:
+    def pads(self) -> dict[Place, Pad | None]:
         """Place -> the value of its padding; does not include ``constant``."""
         return dict(self.padding)
 
+    @property
+    def held(self) -> Pad | None:
+        """What real entries hold; None for finite contents that are not known."""
+        return self.constant if self.constant is not None else self.real
+
     def pad_at(self, place: Place) -> Pad | None:
-        """The value of the padding along one factor; None if unknown."""
+        """The value of the padding along one factor; None for finite contents that are not known."""
         if self.constant is not None:
             return self.constant
-        return next((value for at, value in self.padding if at == place), None)
+        return next((value for at, value in self.padding if at == place), self.real)  # guard: proof_infinite_entries
 
     def with_pads(self, pads: Mapping[Place, Pad | None]) -> PaddedValue:
-        """This value with ``pads`` in place of its padding; None means unknown."""
-        known = ((place, pads[place]) for place in sorted(pads))
-        return replace(self, padding=tuple((place, pad) for place, pad in known if pad is not None))
+        """This value with ``pads`` in place of its padding; None means finite and otherwise unknown."""
+        return replace(self, padding=tuple((place, pads[place]) for place in sorted(pads)))
+
+    def with_real(self, real: Pad | None) -> PaddedValue:
+        """This value with ``real`` in its real entries; if that is None, it need not be told from padding."""
+        pads = tuple((place, pad) for place, pad in self.padding if pad is not None or real is not None)
+        return replace(self, real=real, padding=pads)
 
     def with_findings(self, findings: Iterable[PaddingFinding]) -> PaddedValue:
         """This value with ``findings`` added."""
@@ -177,7 +200,7 @@ def is_low(pad: Pad | None) -> bool:
 
 def is_number(pad: Pad | None) -> bool:
     """Whether ``pad`` is an exact number, neither unknown nor approximate."""
-    return pad is not None and not isinstance(pad, Approximate)
+    return isinstance(pad, (bool, int, float))
 
 
 def is_zero(pad: Pad | None) -> bool:
@@ -185,9 +208,19 @@ def is_zero(pad: Pad | None) -> bool:
     return is_number(pad) and pad == 0
 
 
+def is_infinite(pad: object) -> TypeGuard[float]:
+    """Whether ``pad`` is exactly an infinity."""
+    return isinstance(pad, float) and math.isinf(pad)
+
+
 def is_finite(pad: Pad | None) -> bool:
     """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
-    return pad is not Approximate.NOT_FINITE and not (isinstance(pad, float) and math.isinf(pad))
+    return pad is not Approximate.NOT_FINITE and not isinstance(pad, Filled) and not is_infinite(pad)
+
+
+def shown(pad: Pad | None) -> Pad | None:
+    """What counts in a softmax over entries of ``pad``: not those that a mask fills with -inf."""
+    return pad.of if isinstance(pad, Filled) and pad.fill < 0 else pad
 
 
 def blurred(*pads: Pad | None) -> Pad | None:
@@ -199,8 +232,21 @@ def blurred(*pads: Pad | None) -> Pad | None:
 
 def either(first: Pad | None, second: Pad | None) -> Pad | None:
     """What holds of entries that are each of the one or of the other."""
-    same = type(first) is type(second) and repr(first) == repr(second)
-    return first if same else blurred(first, second)
+    if type(first) is type(second) and repr(first) == repr(second):
+        return first
+    fills = {pad.fill for pad in (first, second) if isinstance(pad, Filled)}
+    if not fills:
+        return blurred(first, second)
+    of = either(*(pad.of if isinstance(pad, Filled) else pad for pad in (first, second)))
+    return Filled(of, fills.pop()) if len(fills) == 1 and is_finite(of) else Approximate.NOT_FINITE
+
+
+def by_data(first: Pad | None, second: Pad | None) -> Pad | None:
+    """What holds of entries that are each of the one or of the other, as contents say, so that a row may have both."""
+    for fill, other in ((first, second), (second, first)):
+        if is_infinite(fill) and other != fill:
+            return either(other, Filled(other.of if isinstance(other, Filled) else other, fill))
+    return either(first, second)
 
 
 # --- pads through casts and pointwise operators
@@ -210,6 +256,8 @@ def cast_pad(pad: Pad | None, dtype: torch.dtype) -> Pad | None:
     """``pad`` cast to ``dtype``; None if the value becomes unknown."""
     if pad is None:
         return None
+    if isinstance(pad, Filled):
+        return by_data(cast_pad(pad.of, dtype), cast_pad(pad.fill, dtype))
     if isinstance(pad, Approximate):
         return pad if dtype.is_floating_point or (dtype.is_complex and pad is Approximate.NOT_FINITE) else None
     if dtype is torch.bool:

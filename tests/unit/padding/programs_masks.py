@@ -55,6 +55,27 @@ def attended(x: Tensor, mask: Tensor) -> Tensor:
     return (scores(x) + torch.where(rows, 0.0, -INF)).softmax(-1) @ x
 
 
+def low(x: Tensor, mask: Tensor) -> Tensor:
+    return x[..., 0].masked_fill(mask, -INF)
+
+
+def causal(x: Tensor) -> Tensor:
+    return x.masked_fill(positions(x) > positions(x)[:, None], -INF)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x + torch.where(positions(x) > positions(x)[:, None], -INF, 0.0)
+
+
+def by_hand(x: Tensor) -> Tensor:
+    exponentials = (x - x.amax(-1, keepdim=True)).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True)
+
+
+def log_of(x: Tensor, mask: Tensor) -> Tensor:
+    return x.masked_fill(~mask, -INF).log_softmax(1)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
@@ -235,5 +256,24 @@ MASKED = [
     P("deviation, bounded", "b+ s+", lambda x, fm: (standard(x * fm[..., None], 1e-5) * fm[..., None]).sum(1)),
     P("median of what is masked", "b+ s-", lambda x, fm: (over_median(x * fm[..., None]) * fm[..., None]).sum(1)),
     P("joined to NaN", "b+ s-", lambda x, fm: (torch.cat([x, unit(x * fm[..., None])], 2) * fm[..., None]).sum(1)),
+    # A mask fills entries with -inf also in padding of unknown contents: what is computed of them may be infinite, too.
+    P("causal scores, squared", "b- s+", lambda x, fm: (causal(scores(x)).square() * fm[..., None]).sum(0)),
+    P("causal scores, added and squared", "b- s+", lambda x, fm: (shifted(scores(x)).square() * fm[..., None]).sum(0)),
+    P("causal scores, not hidden", "b- s+", lambda x, fm: (shifted(scores(x)) * fm[..., None]).sum(0)),
+    P("causal weights", "b+ s+", lambda x, fm: (shifted(scores(x)).softmax(-1) * fm[..., None]).sum(0)),
+    P("causal weights, by hand", "b+ s+", lambda x, fm: (by_hand(shifted(scores(x))) * fm[..., None]).sum(0)),
+    P("causal scores, bounded", "b+ s+", lambda x, fm: (causal(scores(x)).nan_to_num() * fm[..., None]).sum(0)),
+    P("scores and a row of a mask, squared", "b- s+", lambda g, bias, fm: ((g + bias[0, 0]).square() * fm).sum(0)),
+    P("weights of a row of a mask", "b+ s+", lambda g, bias, fm: ((g + bias[0, 0]).softmax(1) * fm).sum(0)),
+    P("zeros, filled by data, squared", "b+ s-", lambda zeros, free, fm: (low(zeros, free).square() * fm).sum(1)),
+    P("filled by a mask, divided by itself", "b+ s+", lambda x, m, fm: (low(x, m) / low(x, m) * fm).sum(1)),
+    P("through weights of -inf", "b+ s~", lambda x, w, fm: (x * fm[..., None] @ w.masked_fill(w > 0, -INF)).sum(1)),
+    P(
+        "joined to scores of -inf",
+        "b+ s-",
+        lambda x, free, fm: (torch.cat([x, low(x, free)[..., None]], 2).square() * fm[..., None]).sum(1),
+    ),
+    P("log of masked probabilities, zeroed", "b+ s-", lambda g, m, fm: (log_of(g, m) * fm).sum(1)),
+    P("log of masked probabilities, chosen", "b+ s+", lambda g, m: log_of(g, m).masked_fill(~m, 0.0).sum(1)),
     P("overflow in half precision", "b+ s-", lambda fm: (((1 - fm) * 1e9).half() * fm.half()).sum(1)),
 ]

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from graphpass.regions.padding import PaddedValue, PaddingFinding, Verdict
 from graphpass.regions.padding.sizes import Question, Regrouping, Sizes, product, quotient
-from graphpass.regions.padding.values import Approximate, Entry, IndexAlong, Size, cast_pad, evaluated
+from graphpass.regions.padding.values import (
+    Approximate,
+    Entry,
+    Filled,
+    IndexAlong,
+    Size,
+    by_data,
+    cast_pad,
+    evaluated,
+    is_finite,
+)
 
 b, s, t, w = (sympy.Symbol(name, positive=True, integer=True) for name in "bstw")
 SIZES = Sizes({b: "batch", s: "seq", t: "seq"})
@@ -168,6 +178,10 @@ def test_a_view_back_restores_the_factors(flat: list[Size], data: st.DataObject)
         (Approximate.MASKED, torch.bfloat16, Approximate.MASKED),
         (Approximate.MASKED, torch.int64, None),
         (1.0, torch.complex64, None),
+        (Filled(-1e9, -math.inf), torch.float16, -math.inf),
+        (Filled(0.0, -math.inf), torch.bfloat16, Filled(0.0, -math.inf)),
+        (Filled(0.0, -math.inf), torch.int64, None),
+        (Filled(None, -math.inf), torch.complex64, Approximate.NOT_FINITE),
     ],
 )
 def test_a_padding_value_is_cast_or_forgotten(pad: object, dtype: torch.dtype, expected: object) -> None:
@@ -216,8 +230,37 @@ def test_what_is_known_of_padding_goes_through_pointwise_operators(op: str, pads
     assert found is expected
 
 
+LOW, HIGH = (Filled(None, sign * math.inf) for sign in (-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        (None, -math.inf, LOW),
+        (0.0, -math.inf, Filled(0.0, -math.inf)),
+        (-math.inf, -math.inf, -math.inf),
+        (Filled(0.0, -math.inf), None, LOW),
+        (LOW, -math.inf, LOW),
+        (LOW, math.inf, Approximate.NOT_FINITE),
+        (LOW, HIGH, Approximate.NOT_FINITE),
+        (Approximate.NOT_FINITE, -math.inf, Approximate.NOT_FINITE),
+        (-math.inf, math.inf, Approximate.NOT_FINITE),
+    ],
+)
+def test_contents_that_a_mask_fills_are_kept_beside_the_infinity(first: Any, second: Any, found: object) -> None:
+    assert by_data(first, second) == found
+    assert by_data(second, first) == found
+    assert not is_finite(found)  # type: ignore[arg-type]
+
+
+def test_real_entries_are_told_from_padding_where_they_are_infinite() -> None:
+    value = PaddedValue(((b,), (s,))).with_pads({(0, 0): None}).with_real(LOW)
+    assert value.pad_at((0, 0)) is None
+    assert value.pad_at((1, 0)) == LOW
+
+
 def test_values_are_hashable_and_canonical() -> None:
-    value = PaddedValue(((b,), (s,)), index=IndexAlong(1, 0)).with_pads({(1, 0): False, (0, 0): None})
+    value = PaddedValue(((b,), (s,)), index=IndexAlong(1, 0)).with_pads({(1, 0): False, (0, 0): None}).with_real(None)
     assert value.padding == (((1, 0), False),)
     assert hash(value) == hash(pickle.loads(pickle.dumps(value)))
     assert value.pad_at((1, 0)) is False
