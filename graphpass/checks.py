@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection
 from typing import Any
@@ -12,6 +13,11 @@ from graphpass.errors import GraphpassError, OptionError, did_you_mean
 def is_integer(value: object, *, at_least: int) -> bool:
     """Whether ``value`` is a Python int of at least ``at_least``; False for bools and numpy integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def is_seconds(value: object) -> bool:
+    """Whether ``value`` is a finite Python number above 0; False for bools."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def positive(

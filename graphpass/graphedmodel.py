@@ -19,9 +19,9 @@ from graphpass.capture.runtime import GraphRuntime, runtime_of, runtime_of_compi
 from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
-from graphpass.ladder.progress import capture_progress
 from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
+from graphpass.progress import capture_progress
 from graphpass.regions.symbols import key_symbols
 from graphpass.report import Report
 

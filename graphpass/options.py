@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from graphpass.capture import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.checks import is_integer, one_of
+from graphpass.checks import is_integer, is_seconds, one_of
 from graphpass.compile import COMPILERS
 from graphpass.errors import CaptureError, OptionError
 from graphpass.ledger import Reason
@@ -60,6 +60,12 @@ class Settings:
     #: an error. ``declared``: declared sizes are padded and checked at run time. ``off``: declared sizes are padded
     #: without a check.
     padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
+    #: ``measure``: at a capture on a GPU, compile each distinct region in variants of Inductor's settings, time them in
+    #: CUDA graphs, and keep the fastest one that agrees with the untuned region, for each range of sizes: 1, 2 to 8, 9
+    #: and more. Without a GPU, and for another compiler, it changes nothing. None: off.
+    tune: Literal["measure"] | None = None
+    #: seconds that tuning may take in a runtime; a variant that has been begun is finished
+    tune_seconds: float = 120.0
     max_graphs: int = 64  #: the maximum number of keys that a callable captures besides those of ``capture_sizes``
     #: captures show a progress bar; by default where stderr is a terminal and TQDM_DISABLE is not set
     progress: bool | None = None
@@ -83,6 +89,8 @@ class Settings:
             one_of(getattr(self, name), known, _problem(name), remedy=_SEE_OPTIONS)
         if not is_integer(self.max_graphs, at_least=0):
             raise _bad_value("max_graphs", "an integer of at least 0", self.max_graphs)
+        if not is_seconds(self.tune_seconds):
+            raise _bad_value("tune_seconds", "a number of seconds above 0", self.tune_seconds)
         if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
             raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
         if len({*self.compile_sizes, *self.compile_ranges}) > 1:
@@ -246,6 +254,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
     "dispatch": ("auto", "context", None),
     "padding_check": ("prove", "strict", "declared", "off"),
     "progress": (None, False, True),
+    "tune": (None, "measure"),
 }
 _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {

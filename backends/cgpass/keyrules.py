@@ -121,13 +121,18 @@ def _never_captured(parts: Partition, sizes: GraphSizes) -> Reason | None:
     if sizes.unread:
         why = f"sizes that cannot be read from an input: {', '.join(sorted(map(str, sizes.unread)))}"
         return Reason(why, "pass the tensor that has this size as an argument of the model")
-    if _calls(parts, "c10d") or _calls(parts, "torch.distributed"):
+    if calls_collectives(parts):
         why = "collectives: the ranks have to agree on a key"
         return Reason(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
     if not any(region.kind == "captured" for region in parts.regions):
         cannot = parts.never_full()
         return Reason("nothing to capture", "", is_expected=True) if cannot is None else cannot
     return None
+
+
+def calls_collectives(parts: Partition) -> bool:
+    """Whether a region waits for other ranks."""
+    return _calls(parts, "c10d") or _calls(parts, "torch.distributed")
 
 
 def _calls(parts: Partition, part_of_name: str) -> bool:

@@ -31,6 +31,7 @@ from graphpass.compat import operators, trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import GraphpassError
 from graphpass.paddedmemory import OutputCuts, PaddedInput, prefix
+from graphpass.regions.assign import Region
 from graphpass.regions.execute import value_of
 from graphpass.regions.split import Partition
 
@@ -319,6 +320,16 @@ class Float64Run:
                 given[position] = _wide(args[position].clone())  # guard: padding_float64_copies
             outputs = trees.flatten(self._run(*given))[0]
         return outputs, {position: given[position] for position in self._written}
+
+
+def region_in_float64(region: Region, args: Sequence[Any]) -> list[torch.Tensor]:
+    """Run a region in float64 on copies of what it writes; the tensors that it returns, then its written inputs."""
+    given, written = list(args), sorted(region.mutated_inputs)
+    with torch.no_grad():
+        for position in written:
+            given[position] = _wide(args[position].clone())
+        returned = trees.flatten(_Interpreter(region.graph_module, {}).run(*given))[0]
+    return [*(value for value in returned if isinstance(value, torch.Tensor)), *(given[p] for p in written)]
 
 
 def _wide(value: Any) -> Any:

@@ -14,11 +14,12 @@ from torch import fx
 from cgpass.appended import AppendedInputs, attributes_read, count_from_start, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
-from cgpass.keyrules import dispatched
+from cgpass.keyrules import calls_collectives, dispatched
+from cgpass.paddingcheck import region_in_float64
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules
-from graphpass.compile import CompiledRegion, RegionCompiler, compile_training, traced_regions
+from graphpass.compile import CompiledRegion, RegionCompiler, Tuner, Tuning, compile_training, traced_regions
 from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.errors import DeviceError, OptionError, compiles_late
 from graphpass.ledger import Reason
@@ -90,6 +91,7 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
         settings.compiler,
         sizes.compiled_apart(),
         trace=trace,
+        tuning=_tuning(name, parts, runtime, settings),
     )
     cache = runtime.owned(CallableCache)
     known = cache.find(traced.key, compiled.by_name)
@@ -134,6 +136,26 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     made = GraphedCallable(graph, runtime, settings, rules)
     cache.add(traced.key, made)
     return made
+
+
+def _tuning(name: str, parts: Partition, runtime: GraphRuntime, settings: Settings) -> Tuning | None:
+    """How the regions of a graph are tuned; None if they are not, with a warning where the options ask for it."""
+    if settings.tune is None:
+        return None
+    reason, tunes = None, True
+    if calls_collectives(parts):
+        reason, tunes = Reason("its collectives wait for ranks that would have to run each variant, too"), False
+    elif settings.compiler != "inductor":
+        reason, tunes = Reason(f"{settings.compiler} has no variants", "set compiler='inductor'"), False
+    elif not any(isinstance(given.value, torch.Tensor) and given.value.is_cuda for given in parts.inputs):
+        reason = Reason("that needs a GPU", "leave tune out on a CPU")
+    if reason is not None:
+        is_silent = settings.on_fallback == "silent"
+        runtime.warn(f"not tuned: {reason}", reason.remedy, at=name, is_silent=is_silent)
+    if not tunes:  # guard: tuning_alone
+        return None
+    tuner = runtime.owned(Tuner)
+    return Tuning(name, tuner, runtime.ledger, settings.tune_seconds, settings.progress, region_in_float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.compare import EagerGraph, RegionCalls
+from graphpass.capture.measuring import measurement_on
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import GraphDevice
 from graphpass.capture.replay import (
@@ -179,7 +180,9 @@ class Recorder:
             inputs.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
+                inside.measurement = None if self.policy.debug else measurement_on(device)
                 device.warm_up(body)
+                inside.measurement = None
                 self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = _storages(body.returned)  # guard: memory_reached_by_itself
@@ -200,7 +203,7 @@ class Recorder:
             observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
         self.runtime.lease.make_stale(outputs.pool_outputs)  # guard: recorded_result_is_stale
         row = self._row(context, "captured")
-        row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s
+        row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - inside.tuning_s
         row.least_s = min(row.least_s, body.launch_s)
         self._trace(context, inputs, outputs)
         inputs = replace(

@@ -26,7 +26,7 @@ from graphpass.ledger import Ledger, Reason
 from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, Report
 from graphpass.report.figures import ReportFigures, runtime_figures
-from graphpass.report.records import CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
+from graphpass.report.records import TUNED, CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
 
 if TYPE_CHECKING:
     from graphpass.capture.wrapper import CUDAGraphWrapper
@@ -136,6 +136,7 @@ class GraphRuntime:
                     wrapper.hide_entries()
             for dispatcher in _existing(self._dispatchers[num_dispatchers:]):
                 dispatcher.close()
+            tables |= {of: rows for of, rows in self.ledger.tables.items() if of[1] == TUNED}  # the choices stay, too
             self.lease, self.ledger.tables = held, tables
             held.shows_stale |= used.shows_stale
             if used.generation != in_body:  # a parameter died, and hidden graphs that read it were dropped with it

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -440,7 +442,11 @@ AtenHook = Callable[[fx.GraphModule], None]
 
 
 def inductor(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], show: AtenHook | None = None
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    show: AtenHook | None = None,
+    *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., Any]:
     """Compile with Inductor, whose CUDA graphs are off, and so is the pass that returns ``x`` itself for ``x * 1``.
 
@@ -448,7 +454,7 @@ def inductor(
     and ``x + 0`` on 2.15). The code after the graph may write to a result, so its input would change.
 
     ``show`` is called with the ATen graph. It disables AOTAutograd's cache, which would skip the trace, but not
-    Inductor's cache.
+    Inductor's cache. ``settings`` patches Inductor's configuration, which is a part of its cache's keys.
     """
     from torch._functorch import config as aot_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -462,7 +468,7 @@ def inductor(
     off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
     with aot_config.patch(enable_autograd_cache=False) if show is not None else contextlib.nullcontext():
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            graph_module, list(example_inputs), inner_compile=compile_inner, config_patches=off
+            graph_module, list(example_inputs), inner_compile=compile_inner, config_patches={**settings, **off}
         )
     return compiled
 
@@ -530,6 +536,18 @@ def compiler_settings() -> tuple[Any, ...]:
         inductor_config.get_hash(),
         aot_config.get_hash(),
     )
+
+
+def settings_that_are_off(names: Iterable[str]) -> list[str]:
+    """Of these settings of Inductor, dotted names, those that this torch has and that nothing has switched on."""
+    from torch._inductor import config
+
+    off = []
+    for name in names:
+        with contextlib.suppress(AttributeError):
+            if operator.attrgetter(name)(config) is False:
+                off.append(name)
+    return off
 
 
 _trace_structured: Callable[..., None] | None = torch_attribute("_logging.trace_structured")

@@ -2,6 +2,7 @@
 
 from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionTrace, compile_training
 from graphpass.compile.once import CompiledRegion, CompiledRegions, RegionCompiler, SizeRanges, traced_regions
+from graphpass.compile.tuning import Tuner, Tuning
 
 __all__ = [
     "COMPILERS",
@@ -11,6 +12,8 @@ __all__ = [
     "RegionCompiler",
     "RegionTrace",
     "SizeRanges",
+    "Tuner",
+    "Tuning",
     "compile_training",
     "traced_regions",
 ]

@@ -106,7 +106,7 @@ class TraceOnce:
                     self._traces.append(GraphTrace(self._trace(aten), None))
                 return
         except Exception as error:
-            problem = f"its aten graph could not be read: {_summary(error)}"
+            problem = f"its aten graph could not be read: {summary(error)}"
         self._traces.append(GraphTrace(None, problem))
 
     def result(self, symbols: Sequence[sympy.Expr | None]) -> GraphTrace:
@@ -134,7 +134,7 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
             dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
         return show.result([inputs.symbols.get(symbol) for symbol in symbols])
     except Exception as error:
-        return GraphTrace(None, f"it cannot be traced to aten: {_summary(error)}")
+        return GraphTrace(None, f"it cannot be traced to aten: {summary(error)}")
 
 
 def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
@@ -182,7 +182,8 @@ def _kind(value: Any) -> Any:
     return "number" if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else type(value)
 
 
-def _summary(error: Exception) -> str:
+def summary(error: Exception) -> str:
+    """The class and the first line of an error."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 

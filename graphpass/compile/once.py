@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import weakref
@@ -25,6 +26,7 @@ from graphpass.compile.compilers import (
     trace_alone,
 )
 from graphpass.compile.structure import Structure, inputs_within, structure_of
+from graphpass.compile.tuning import SizedArtifact, TunedRegion, Tuning
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
 """A symbol, and the ranges of its sizes (ends included) that get separate artifacts; the first range that fits wins."""
@@ -105,22 +107,6 @@ def _reach(tensor: torch.Tensor) -> Any:
     return (sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SizedArtifact:
-    """An artifact for a single size or a range of sizes of one symbol."""
-
-    lowest: int  #: the smallest size that it serves
-    highest: int  #: the largest size that it serves
-    function: Callable[..., Any]
-    symbol: sympy.Symbol  #: the symbol of the size in ``guards``
-    guards: tuple[sympy.Basic, ...]  #: conditions on the size that the compilation added besides the range
-
-    def serves_size(self, size: int) -> bool:
-        """Whether the artifact is valid for this size."""
-        numbers = {self.symbol: sympy.Integer(size)}
-        return self.lowest <= size <= self.highest and all(g.xreplace(numbers) == sympy.true for g in self.guards)
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledRegion:
     """A region as a callable from flat arguments to a flat tuple. Structurally identical regions share it."""
@@ -133,27 +119,29 @@ class CompiledRegion:
     sized: tuple[SizedArtifact, ...]  #: the first that serves a size is used instead of ``function``
     guards: tuple[sympy.Basic, ...]  #: conditions that the compilation added, over the symbols of the structural key
     trace: GraphTrace | None  #: the result of the trace function for the aten graph; None without a trace function
+    tuned: TunedRegion | None  #: chooses among variants of the artifacts; None if the region is not to be tuned
     _chosen: dict[int, Callable[..., Any]]
 
     @classmethod
     def as_traced(cls, function: Callable[..., Any]) -> CompiledRegion:
         """A region that stays uncompiled because it writes to inputs that have gaps or overlap."""
         trace = GraphTrace(None, "it writes to inputs that have gaps or share memory")
-        return cls(function, False, function, None, None, (), (), trace, {})
+        return cls(function, False, function, None, None, (), (), trace, None, {})
 
     def __call__(self, *args: Any) -> Any:
         """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
         # guard: written_inputs_overlap
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled(*args)
-        if self.size_position is None:
-            return self.function(*args)
-        size = args[self.size_position]
+        function = self.function if self.size_position is None else self._for_size(args[self.size_position])
+        return (function if self.tuned is None else self.tuned.choose(function, args))(*args)
+
+    def _for_size(self, size: int) -> Callable[..., Any]:
         chosen = self._chosen.get(size)
         if chosen is None:
-            sized = (artifact.function for artifact in self.sized if artifact.serves_size(size))
+            sized = (artifact.function for artifact in self.sized if artifact.serves((size,)))
             chosen = self._chosen[size] = next(sized, self.function)
-        return chosen(*args)
+        return chosen
 
     def num_artifacts(self) -> int:
         """The number of artifacts, hence of compilations."""
@@ -184,8 +172,9 @@ class RegionCompiler:
         size_ranges: SizeRanges | None = None,
         *,
         trace: TraceFunction | None = None,
+        tuning: Tuning | None = None,
     ) -> CompiledRegions:
-        """Compile ``regions`` of one graph, structurally identical ones once."""
+        """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned."""
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
         # Compute all keys before the first compilation, see Note [Guards of a compilation].
@@ -199,10 +188,12 @@ class RegionCompiler:
             wanted: tuple[Any, ...] = ()  # (index of the symbol in the key, ranges)
             if size_ranges is not None and size_ranges[0] in structure.symbols:
                 wanted = (structure.symbols.index(size_ranges[0]), tuple(size_ranges[1]))
-            key = (structure.key, *wanted)
+            key = (structure.key, tuning is not None, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                artifact = self._known[key] = _Compilation(region, structure, facts, wanted, chosen, trace).run()
+                artifact = self._known[key] = _Compilation(
+                    region, structure, facts, wanted, chosen, trace, tuning
+                ).run()
                 num_new += artifact.num_artifacts()
             if trace is not None:
                 if artifact.trace is None:
@@ -246,6 +237,7 @@ class _Compilation:
     wanted: tuple[Any, ...]
     compiler: Compiler
     trace: TraceFunction | None
+    tuning: Tuning | None
 
     def run(self) -> CompiledRegion:
         graph_module = self.region.graph_module
@@ -266,6 +258,9 @@ class _Compilation:
             sized=sized,
             guards=self.structure.canonical(added),
             trace=trace,
+            tuned=None
+            if self.tuning is None
+            else TunedRegion(self.tuning, self.region, examples, functools.partial(self._within, examples, written)),
             _chosen={},
         )
 
@@ -288,13 +283,23 @@ class _Compilation:
         position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
         if position is None:
             return None, ()
-        artifacts = []
-        for lowest, highest in self.wanted[1]:
-            inputs = inputs_within(examples, {symbol: (lowest, highest)})
-            if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
-                continue
-            with dynamo.tracing_with(inputs.fake_mode):
-                function = self.compiler.compile(own_copy(self.region.graph_module, keep_shapes=False), inputs.values)
-            guards = symbolic.facts_of(inputs.fake_mode.shape_env)
-            artifacts.append(SizedArtifact(lowest, highest, function, inputs.symbols[symbol], guards))
-        return position, tuple(artifacts)
+        found = (self._within(examples, written, {symbol: bounds}) for bounds in self.wanted[1])
+        return position, tuple(artifact for artifact in found if artifact is not None)
+
+    def _within(
+        self,
+        examples: Sequence[Any],
+        written: WrittenInputs | None,
+        bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
+        sizes: Mapping[sympy.Symbol, int] | None = None,
+        **settings: Any,
+    ) -> SizedArtifact | None:
+        """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced."""
+        inputs = inputs_within(examples, bounds, sizes)
+        if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
+            return None
+        with dynamo.tracing_with(inputs.fake_mode):
+            copy = own_copy(self.region.graph_module, keep_shapes=False)
+            function = self.compiler.compile(copy, inputs.values, **settings)
+        symbols = tuple(inputs.symbols[symbol] for symbol in bounds)
+        return SizedArtifact(function, tuple(bounds.values()), symbols, symbolic.facts_of(inputs.fake_mode.shape_env))

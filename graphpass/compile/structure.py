@@ -211,10 +211,15 @@ class SpecializedInputs:
     symbols: Mapping[sympy.Symbol, Any]  #: symbol of the region -> its new symbol, or its fixed value
 
 
-def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[int, int]]) -> SpecializedInputs | None:
+def inputs_within(
+    examples: Sequence[Any],
+    bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
+    sizes: Mapping[sympy.Symbol, int] | None = None,
+) -> SpecializedInputs | None:
     """Inputs like ``examples`` with symbols within ``bounds``; None if a layout cannot be reproduced.
 
-    ``bounds`` gives the smallest and the largest size of a symbol; equal bounds fix the symbol.
+    ``bounds`` gives the smallest and the largest size of a symbol, None for any; equal bounds fix the symbol.
+    ``sizes`` are the sizes to trace with, those of the examples by default.
     """
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
@@ -224,7 +229,7 @@ def inputs_within(examples: Sequence[Any], bounds: Mapping[sympy.Symbol, tuple[i
     symbols: dict[sympy.Symbol, Any] = {}
     for symbol in symbols_of(examples):
         low, high = bounds.get(symbol) or symbolic.bounds_of(traced_env, symbol)
-        like = int(symbolic.hints_of(traced_env)[symbol])
+        like = int((sizes or symbolic.hints_of(traced_env))[symbol])
         symbols[symbol] = symbolic.new_symbol(env, str(symbol), low, high, like)
     storages: dict[int, torch.Tensor] = {}
     values = []

@@ -42,11 +42,11 @@ from graphpass.ladder.estimate import (
     estimated,
 )
 from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Reason, why_failed
 from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
+from graphpass.progress import capture_progress
 
 _log = logging.getLogger("graphpass")
 

@@ -188,7 +188,7 @@ class EncoderCudaGraphManager:
     def _compile(self) -> None:
         if self._compiler is not None:
             assert isinstance(self._model, SupportsEncoderCompilation)
-            self._model.compile_encoder(self._compiler, self.runtime)
+            self._model.compile_encoder(self._compiler, self.runtime, **self._options.of_backend())
             self._compiler = None  # it is compiled once
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, devic
     if options.compile and not can_be_compiled:
         raise EncoderConfigError(
             "the encoder cannot be compiled",
-            expected="a model with compile_encoder(compiler, runtime)",
+            expected="a model with compile_encoder(compiler, runtime, **options)",
             found=f"compile=True and {type(model).__name__}",
             remedy="omit compile to capture the eager encoder",
         )

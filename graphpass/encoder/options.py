@@ -10,9 +10,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from graphpass.checks import is_integer
+from graphpass.checks import is_integer, is_seconds
 from graphpass.compile import COMPILERS
 from graphpass.encoder.planner import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
@@ -53,6 +53,9 @@ class EncoderOptions:
     costs: PackingCosts | Literal["measured"] | None = "measured"
     #: maximum output tokens of one eager call over several items. None: the largest budget.
     max_eager_tokens: int | None = None
+    #: ``measure``: tune the compiled encoder when it is captured, see the option ``tune`` of the backend. None: off.
+    tune: Literal["measure"] | None = None
+    tune_seconds: float = 120.0  #: seconds that tuning may take
     log_every: int = 1000  #: the statistics are logged every this many requests
     #: whether a capture shows a progress bar. None: where stderr is a terminal, unless TQDM_DISABLE is set.
     progress: bool | None = None
@@ -63,19 +66,31 @@ class EncoderOptions:
                 self._refuse_below_one(name)
         self._refuse_below_one("max_graphs")
         self._refuse_below_one("log_every")
-        for name in ("enable", "compile", "progress"):
-            value, is_required = getattr(self, name), name == "enable"
-            if type(value) is not bool and (is_required or value is not None):
-                raise _unusable(name, "True or False" if is_required else "True, False or None", value)
-        if self.compiler is not None and self.compiler not in COMPILERS:
-            raise _unusable("compiler", f"one of {', '.join(COMPILERS)}", self.compiler)
-        if self.compiler is not None and self.compile is False:
-            raise _unusable("compiler", "none, since compile=False", self.compiler)
+        is_valid = {
+            "enable": (type(self.enable) is bool, "True or False"),
+            "compile": (self.compile is None or type(self.compile) is bool, "True, False or None"),
+            "progress": (self.progress is None or type(self.progress) is bool, "True, False or None"),
+            "compiler": (self.compiler is None or self.compiler in COMPILERS, f"one of {', '.join(COMPILERS)}"),
+            "tune": (self.tune in (None, "measure"), "'measure' or None"),
+            "tune_seconds": (is_seconds(self.tune_seconds), "a number of seconds above 0"),
+        }
+        for name, (holds, expected) in is_valid.items():
+            if not holds:
+                raise _unusable(name, expected, getattr(self, name))
+        for name in ("compiler", "tune"):
+            if getattr(self, name) is not None and self.compile is False:
+                raise _unusable(name, "none, since compile=False", getattr(self, name))
         if self.costs not in ("measured", None) and not isinstance(self.costs, PackingCosts):
             raise _unusable("costs", "'measured', None or PackingCosts", self.costs)
         if self.token_budgets is not None:
             budgets = checked_budgets(self.token_budgets, 1)
             _refuse_more_items(self.max_items_per_batch, budgets, 0, 1)
+
+    def of_backend(self) -> dict[str, Any]:
+        """The options of the backend that are set, besides the compiler."""
+        if self.tune is None:
+            return {}
+        return {"tune": self.tune, "tune_seconds": self.tune_seconds, "progress": self.progress}
 
     def _refuse_below_one(self, name: str) -> None:
         value = getattr(self, name)

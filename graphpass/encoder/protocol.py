@@ -177,12 +177,13 @@ class SupportsEncoderCudaGraph(Protocol):
 class SupportsEncoderCompilation(Protocol):
     """An encoder that can compile its forward once for all sizes, before graphs are captured."""
 
-    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+    def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         """Compile the repeated block with the cgpass backend and symbolic sizes; called before the first capture.
 
         Args:
             compiler: the compiler of regions: ``inductor``, ``aot_eager`` or ``eager``.
             runtime: the :class:`~graphpass.GraphRuntime` that counts artifacts.
+            options: further options of the backend, if the user sets some: ``tune``, ``tune_seconds``, ``progress``.
         """
         ...
 

@@ -24,9 +24,9 @@ from graphpass.engine.stats import keys_by_group
 from graphpass.errors import CaptureError, StaticInputError
 from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.progress import capture_progress
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.paddedmemory import by_tensor
+from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 
 

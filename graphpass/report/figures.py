@@ -11,7 +11,17 @@ from typing import Any
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Ledger, Reason
 from graphpass.modes import CUDAGraphMode
-from graphpass.report.records import CallableRecord, CapturedGroup, CompileSeconds, RegionId, RegionUse, RuntimeStats
+from graphpass.report.records import (
+    TUNED,
+    UNTUNED,
+    CallableRecord,
+    CapturedGroup,
+    CompileSeconds,
+    RegionId,
+    RegionUse,
+    RuntimeStats,
+    TunedRange,
+)
 from graphpass.sizeplan import plan_sizes
 
 Figures = dict[str, Any]
@@ -107,6 +117,7 @@ class Costs:
     replays: int = 0  #: replays of all graphs
     saved_s: float | None = None  #: estimated host time that the replays saved; None on the CPU, and before a replay
     groups: tuple[CapturedGroup, ...] = ()  #: time and memory by group of keys, where it is measured
+    tuned: tuple[TunedRange, ...] = ()  #: what ``tune="measure"`` chose for each distinct region and range of sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +179,18 @@ def runtime_figures(
             buffer_bytes=stats.buffer_bytes,
             replays=stats.replayed,
             saved_s=saved_s(uses) if is_timed else None,
+            tuned=tuple(_tuned_ranges(ledger)),
         ),
     )
+
+
+def _tuned_ranges(ledger: Ledger) -> Iterator[TunedRange]:
+    for (region, event), rows in ledger.tables.items():
+        for (sizes, settings), untuned in rows.items() if event == TUNED else ():
+            if settings == UNTUNED and math.isfinite(untuned.least_s):
+                of_range = ((name, row) for (other, name), row in rows.items() if other == sizes and row.n)
+                name, kept = next(of_range, (UNTUNED, untuned))
+                yield TunedRange(str(region), sizes, name, untuned.least_s, kept.least_s, untuned.seconds)
 
 
 def saved_s(uses: Iterable[RegionUse]) -> float | None:

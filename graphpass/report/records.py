@@ -95,6 +95,31 @@ class RegionId:
         return f"{self.callable}.{self.region}" if self.region else self.callable
 
 
+TUNED, UNTUNED = "tuned", "untuned"
+"""Event of a region that was tuned; its keys are (range of sizes, settings), and settings that are ``UNTUNED``.
+
+Of a row ``least_s`` is the device's seconds of a replay, and ``n`` is 1 for the settings that were kept; ``seconds`` of
+the untuned row is the time that the tuning took.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedRange:
+    """What tuning chose for a region at a range of sizes."""
+
+    region: str  #: the first region of its structure, as ``g0.r3``
+    sizes: str  #: the range of each size that varies, as ``2 to 8``; empty if none varies
+    settings: str  #: the settings of the fastest variant, as ``coordinate_descent_tuning + combo_kernels``; or untuned
+    untuned_s: float  #: seconds that a replay of the untuned region takes, on the device
+    tuned_s: float  #: the same with ``settings``
+    tuning_s: float  #: seconds that the tuning took
+
+    @property
+    def gain(self) -> float:
+        """The share of a replay's time that tuning saves, 0 to 1."""
+        return 1 - self.tuned_s / self.untuned_s if self.untuned_s else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Counts of one region at one key so far."""

@@ -111,7 +111,11 @@ class Report:
                 "attention": [asdict(use) for use in figures.kernels],
             },
             "padding": [_traffic(seen) for seen in figures.traffic],
-            "cost": {**costs, "groups": list(map(_group, figures.costs.groups))},
+            "cost": {
+                **costs,
+                "groups": list(map(_group, figures.costs.groups)),
+                "tuned": [{**asdict(tuned), "gain": tuned.gain} for tuned in figures.costs.tuned],
+            },
         }
 
 
@@ -397,6 +401,11 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
         for group in costs.groups
     )
     yield Table("Captured", ("group", "keys", "seconds", "pool", "cached", "driver"), groups)
+    tuned = tuple(
+        (t.region, t.sizes, t.settings, _ms(t.untuned_s), _ms(t.tuned_s), _share(t.gain), f"{t.tuning_s:.1f} s")
+        for t in costs.tuned
+    )
+    yield Table("Tuned", ("region", "sizes", "settings", "untuned", "tuned", "gain", "tuning"), tuned)
     if with_pictures:
         memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
         memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
@@ -405,6 +414,10 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
 
 def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
 
 
 def _mib(num_bytes: int) -> str:

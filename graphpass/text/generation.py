@@ -16,7 +16,7 @@ import numpy as np
 from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError, OutOfPagesError
-from graphpass.ladder.progress import progress_bar
+from graphpass.progress import progress_bar
 from graphpass.text.drafting import Drafter, NgramDrafter, Speculation
 from graphpass.text.lora import LoraAdapters, LoraModel
 from graphpass.text.paged import PagedAttention, PagedRequests

@@ -161,12 +161,12 @@ class FixedSizeAdapter(ABC):
         """The kernel of the blocks' attention."""
         return self._blocks.kernel()
 
-    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+    def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         """Compile one block for all layers and sizes."""
         weight = next(self.tower.parameters())
         shape = (1, _EXAMPLE_IMAGES * self._positions, self.tower.config.hidden_size)
         hidden = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
-        self._blocks.compile(compiler, runtime, hidden, {"attention_mask": None})
+        self._blocks.compile(hidden, {"attention_mask": None}, compiler=compiler, runtime=runtime, **options)
 
     # --
 

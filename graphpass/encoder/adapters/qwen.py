@@ -296,7 +296,7 @@ class GridAdapter(ABC):
         """The kernel of the blocks' attention."""
         return self._blocks.kernel()
 
-    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+    def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         """Compile one block for all layers and sizes."""
         weight = next(self.tower.parameters())
         config = self.tower.config
@@ -305,7 +305,8 @@ class GridAdapter(ABC):
         head_dim = config.hidden_size // config.num_heads
         angles = torch.zeros(num_patches, head_dim, device=weight.device, dtype=torch.float32)
         pieces = pieces_on(_EXAMPLE_LENGTHS, weight.device)
-        self._blocks.compile(compiler, runtime, hidden, _block_arguments(pieces, (angles, angles.clone())))
+        arguments = _block_arguments(pieces, (angles, angles.clone()))
+        self._blocks.compile(hidden, arguments, compiler=compiler, runtime=runtime, **options)
 
     def _read(self, items: EncoderItems) -> GridItems:
         return GridItems.of(items, self._merge, self._patch_width)

@@ -101,16 +101,15 @@ class Blocks(SharesWeights):
         assert isinstance(found, torch.nn.ModuleList)
         return found
 
-    def compile(self, compiler: str, runtime: Any, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> None:
-        """Compile one block for all layers and all sizes.
+    def compile(self, hidden: torch.Tensor, arguments: Mapping[str, Any], **options: Any) -> None:
+        """Compile one block for all layers and all sizes, with these options of the backend.
 
         Weights are inputs of the traced function, so all layers share it. Dynamo specialises sizes of 0 and 1, and uses
         one symbol for sizes that are equal in the first call. So all independent sizes of the example must be
         different and at least 2.
         """
-        options = {"compiler": compiler, "runtime": runtime, "mode": "NONE"}
-        own = with_own_code(_call_block)
-        self._call = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=options))
+        given, own = {"mode": "NONE", **options}, with_own_code(_call_block)
+        self._call = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=given))
         self.follow()
         with eagerly(), dynamo.floats_as_constants():
             self(0, hidden, arguments)

@@ -105,6 +105,9 @@ def test_each_path_and_axis_value_has_graphs_and_shares_the_allowance() -> None:
         ({"compile": 0}, "compile=0"),
         ({"compiler": "tvm"}, "inductor.*compiler='tvm'"),
         ({"compiler": "eager", "compile": False}, "compile=False.*compiler='eager'"),
+        ({"tune": "measure", "compile": False}, "compile=False.*tune='measure'"),
+        ({"tune": "always"}, "'measure' or None; found tune='always'"),
+        ({"tune_seconds": 0}, "above 0; found tune_seconds=0"),
         ({"costs": "guessed"}, "costs='guessed'"),
     ],
 )

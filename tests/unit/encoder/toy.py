@@ -211,9 +211,9 @@ class Compiled(ToyEncoder):
 
     compiled_with: str | None = None
 
-    def compile_encoder(self, compiler: str, runtime: Any) -> None:
+    def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         self.compiled_with = compiler
-        options = {"compiler": compiler, "runtime": runtime, "mode": "FULL"}
+        options |= {"compiler": compiler, "runtime": runtime, "mode": "FULL"}
         for block in self.tower.blocks:
             block.compile(backend="cgpass", dynamic=True, options=options)
 

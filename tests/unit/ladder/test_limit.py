@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import graphpass
 from graphpass import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.estimate import Key, KeyPool, PoolModel, capture_within
-from graphpass.ladder.progress import capture_progress
+from graphpass.progress import capture_progress
 
 NOTHING_KNOWN = PoolModel({}, {}, {})
 
@@ -164,7 +164,7 @@ def test_a_process_without_stderr_has_no_bar(monkeypatch: pytest.MonkeyPatch) ->
 def test_tqdm_disable_turns_bars_off(disable: str, is_shown: bool) -> None:
     """tqdm reads its environment when it is imported."""
     program = (
-        "import sys; from graphpass.ladder.progress import capture_progress; sys.stderr.isatty = lambda: True; "
+        "import sys; from graphpass.progress import capture_progress; sys.stderr.isatty = lambda: True; "
         "list(capture_progress([1, 2, 3]))"
     )
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])

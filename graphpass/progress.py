@@ -1,4 +1,4 @@
-"""Progress bars: of captures, and of text that is generated."""
+"""Progress bars: of captures, of tuning, and of text that is generated."""
 
 from __future__ import annotations
 

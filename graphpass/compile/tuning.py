@@ -1,0 +1,405 @@
+"""Tuning by measurement: variants of a region are timed inside graphs, and the fastest that agrees is kept.
+
+A variant is the region compiled with other settings of Inductor. No setting is good for every model, so each is tried
+in turn, together with those that were kept before it. A region is tuned in the warm-up of a capture, on the arguments
+of that call, once for each range of sizes; regions of one structure share what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import sympy
+import torch
+
+from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compile.compilers import summary
+from graphpass.compile.structure import symbols_of
+from graphpass.context import current_context
+from graphpass.ledger import Ledger, Reason, Row
+from graphpass.progress import progress_bar
+from graphpass.report.records import TUNED, UNTUNED, RegionId
+
+SETTINGS = ("triton.enable_pdl", "coordinate_descent_tuning", "combo_kernels", "max_autotune")
+"""The settings of Inductor that are tried, in this order."""
+
+_RANGES: tuple[tuple[int, int | None], ...] = ((1, 1), (2, 8), (9, None))
+_NAMES = ("1", "2 to 8", "9 and more")
+_STATIC = "size 1 alone"
+_NUM_REPLAYS = 1000  # that have to give equal bits
+_ALLOWED_ERROR = 1.5  # as a multiple of the untuned region's
+_LEAST_GAIN = 0.002  # of the time of a replay; medians of one graph differ by less
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OUT_OF_TIME = Reason("tuning ended before all variants were tried: tune_seconds is spent", "raise tune_seconds")
+_OTHER_SETTINGS = Reason(
+    "not tuned: autocast, a precision or a setting of the compiler is another one than when it was compiled",
+    "call the model under the settings that it was compiled under",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SizedArtifact:
+    """An artifact for a range of sizes of each of some symbols."""
+
+    function: Callable[..., Any]
+    bounds: tuple[tuple[int | None, int | None], ...]  #: least and greatest size of each symbol; None for any
+    symbols: tuple[sympy.Basic, ...]  #: the symbols in ``guards``; a number for a range of one size
+    guards: tuple[sympy.Basic, ...]  #: conditions on the sizes that the compilation added besides the ranges
+
+    def serves(self, sizes: Sequence[int]) -> bool:
+        """Whether the artifact is valid for these sizes."""
+        numbers = {symbol: sympy.Integer(size) for symbol, size in zip(self.symbols, sizes, strict=True)}
+        return all(
+            (least is None or least <= size) and (greatest is None or size <= greatest)
+            for size, (least, greatest) in zip(sizes, self.bounds, strict=True)
+        ) and all(guard.xreplace(numbers) == sympy.true for guard in self.guards)
+
+
+class Run(Protocol):
+    """A function that was captured alone."""
+
+    #: where each replay writes the results; they are valid until another run is replayed
+    results: Sequence[torch.Tensor]
+
+    def replay(self) -> object:
+        """Launch the graph."""
+
+    def close(self) -> None:
+        """Free the graph."""
+
+
+class Measurement(Protocol):
+    """Captures functions alone and times their replays; the capture that is warming up provides it."""
+
+    def now(self) -> float:
+        """Seconds on the clock that bounds the tuning."""
+
+    def capture(self, name: str, body: Callable[[], Sequence[torch.Tensor]]) -> Run:
+        """Call ``body`` until it has compiled, loaded and chosen all its kernels, then capture it."""
+
+    def seconds(self, runs: Sequence[Run]) -> list[float]:
+        """The device's seconds of a replay of each run: medians over rounds in which all runs take turns."""
+
+    def close(self) -> None:
+        """Free all memory; the measurement can be used again."""
+
+
+class Tuner:
+    """What the tuning of all regions of a runtime has in common."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0  #: seconds spent so far
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the regions of one callable are tuned."""
+
+    callable: str  #: the callable's name
+    tuner: Tuner
+    ledger: Ledger
+    seconds: float  #: no variant is begun once the tuner has spent so many
+    progress: bool | None  #: see :func:`graphpass.progress.progress_bar`
+    #: (region, arguments) -> tensors that the region returns, then its written inputs, as computed in a wide type on
+    #: copies of the written inputs
+    reference: Callable[[Any, Sequence[Any]], Sequence[torch.Tensor]]
+
+
+class TunedRegion:
+    """The choice among the variants of one region structure, for each range of sizes.
+
+    Args:
+        tuning: how it is tuned.
+        region: the first region of the structure.
+        examples: its inputs as traced.
+        compile_within: (bounds, sizes to trace with, settings) -> a variant; None if it cannot be compiled by itself.
+    """
+
+    def __init__(
+        self, tuning: Tuning, region: Any, examples: Sequence[Any], compile_within: Callable[..., SizedArtifact | None]
+    ) -> None:
+        self._tuning, self._region, self._compile_within = tuning, region, compile_within
+        self._id = RegionId(tuning.callable, region.name)
+        shape_env = symbolic.shape_env_of(examples)
+        self._symbols = {symbol: _place_of(symbol, examples) for symbol in symbols_of(examples)}
+        self._bounds = {symbol: symbolic.bounds_of(shape_env, symbol) for symbol in self._symbols}
+        self._settings = _ambient_settings()
+        self._chosen: dict[tuple[int, ...], SizedArtifact | None] = {}  # for each range; None: the untuned artifact
+        self._serving: dict[
+            tuple[int, ...], Callable[..., Any] | None
+        ] = {}  # for each size; None: the untuned artifact
+        self._is_readable = None not in self._symbols.values()
+        if not self._is_readable:
+            tuning.ledger.note(Reason("not tuned: no argument has one of its sizes"), at=str(self._id), is_problem=True)
+
+    def choose(self, untuned: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+        """The function for a call with ``args``; in the warm-up of a capture, tune it for the range of their sizes.
+
+        Args:
+            untuned: the artifact that serves the call without tuning.
+            args: the arguments; if the region is tuned, those that it writes are restored.
+        """
+        if not self._is_readable:
+            return untuned
+        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._symbols.values()))
+        ranges = tuple(map(_range_of, sizes))  # guard: tuned_by_range
+        if ranges not in self._chosen:
+            context = current_context()
+            calls = None if context is None else context.capture
+            measurement: Measurement | None = getattr(calls, "measurement", None)
+            if calls is None or measurement is None:
+                return untuned
+            start_s = measurement.now()
+            try:
+                self._tune(ranges, sizes, untuned, args, measurement)
+            finally:
+                calls.tuning_s += measurement.now() - start_s
+                self._tuning.tuner.spent_s += measurement.now() - start_s
+                self._serving.clear()
+        if sizes not in self._serving:
+            chosen = self._chosen[ranges]
+            self._serving[sizes] = chosen.function if chosen is not None and chosen.serves(sizes) else None
+        return self._serving[sizes] or untuned
+
+    def _tune(
+        self,
+        ranges: tuple[int, ...],
+        sizes: tuple[int, ...],
+        untuned: Callable[..., Any],
+        args: Sequence[Any],
+        measurement: Measurement,
+    ) -> None:
+        named, spent_s = _named(ranges), self._tuning.tuner.spent_s - measurement.now()
+        where, ledger = f"{self._id} {named}".rstrip(), self._tuning.ledger
+        self._chosen[ranges] = None
+        if self._settings != _ambient_settings():  # guard: tuning_settings
+            ledger.note(_OTHER_SETTINGS, at=where, is_problem=True)
+            return
+        rows, kept = ledger.rows(self._id, TUNED), dict[str, Any]()
+        before = rows[named, UNTUNED]
+        try:
+            with contextlib.closing(_Contest(measurement, args, self._region, self._tuning.reference)) as contest:
+                for name, settings in self._tried(ranges, where):
+                    if spent_s + measurement.now() >= self._tuning.seconds:  # guard: tuning_time
+                        ledger.note(_OUT_OF_TIME, at=where, is_problem=True)
+                        break
+                    before.least_s = contest.begun(untuned)
+                    try:
+                        made = self._compiled(ranges, sizes, {**kept, **settings})
+                        refused = contest.against(name, made.function)
+                    except Exception as error:
+                        refused = f"it failed: {summary(error)}"
+                    if refused is not None:
+                        ledger.note(Reason(f"tuned without {name}: {refused}"), at=where)
+                        continue
+                    kept, self._chosen[ranges] = {**kept, **settings}, made  # guard: tuning_greedy
+                    for (of_ranges, _), row in rows.items():
+                        row.n = 0 if of_ranges == named else row.n
+                    rows[named, " + ".join(kept) or name] = Row(1, least_s=contest.best_s)
+        except Exception as error:
+            ledger.note(Reason(f"not tuned: {summary(error)}"), at=where, is_problem=True)
+        finally:
+            before.seconds += spent_s + measurement.now() - self._tuning.tuner.spent_s
+
+    def _tried(self, ranges: tuple[int, ...], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, settings) of what is tried, in order, with a progress bar."""
+        names = [_STATIC] if ranges and not any(ranges) else []
+        names += dynamo.settings_that_are_off(SETTINGS)
+        with progress_bar(names, self._tuning.progress, desc=f"tuning {where}", unit="variant") as bar:
+            for name in bar:
+                bar.set_postfix_str(name)
+                yield name, {} if name is _STATIC else {name: True}
+
+    def _compiled(self, ranges: tuple[int, ...], sizes: tuple[int, ...], settings: Mapping[str, Any]) -> SizedArtifact:
+        bounds = {
+            symbol: _within(_RANGES[number], self._bounds[symbol])
+            for symbol, number in zip(self._symbols, ranges, strict=True)
+        }
+        with torch.inference_mode(False), torch.no_grad():
+            made = self._compile_within(bounds, dict(zip(bounds, sizes, strict=True)), settings=settings)
+        if made is None or not made.serves(sizes):
+            raise ValueError("the region cannot be compiled for these sizes alone")
+        return made
+
+
+class _Contest:
+    """Variants of one region on the arguments of one call, each against the best before it."""
+
+    def __init__(
+        self,
+        measurement: Measurement,
+        args: Sequence[Any],
+        region: Any,
+        reference: Callable[[Any, Sequence[Any]], Sequence[torch.Tensor]],
+    ) -> None:
+        self._measurement, self._args, self._region, self._reference = measurement, args, region, reference
+        self._written = [(args[position], args[position].clone()) for position in sorted(region.mutated_inputs)]
+        self._exact: Sequence[torch.Tensor] | None = None
+        self._runs: dict[str, Run] = {}  # the untuned region's and the best one
+        self._copies_s = 0.0
+        self.best_s = self._untuned_s = math.inf  #: seconds of a replay of the best, when it was last timed
+
+    def begun(self, untuned: Callable[..., Any]) -> float:
+        """Seconds of a replay of the untuned region, which is captured at first and is the first best."""
+        if not self._runs:
+            run = self._captured(UNTUNED, untuned)
+            self._runs = {UNTUNED: run, "best": run}
+            self._expected = self._results(run)
+            if self._written:  # each replay restores the written inputs first
+                copies = self._measurement.capture("copies", self._restored)
+                (self._copies_s,) = self._measurement.seconds([copies])
+                copies.close()
+            (self._untuned_s,) = (self.best_s,) = self._seconds(run)
+        return self._untuned_s
+
+    def against(self, name: str, function: Callable[..., Any]) -> str | None:
+        """Capture a variant, which becomes the best if it is faster and right; else return what is against it."""
+        run = self._captured(name, function)
+        try:
+            refused = self._refused(run)
+            if refused is None:
+                run, self._runs["best"] = self._runs["best"], run
+        finally:
+            if run is not self._runs[UNTUNED]:
+                run.close()
+        return refused
+
+    def _refused(self, run: Run) -> str | None:
+        best_s, run_s, untuned_s = self._seconds(self._runs["best"], run, self._runs[UNTUNED])
+        if run_s > (1 - _LEAST_GAIN) * min(best_s, untuned_s):  # guard: tuning_faster
+            return "it is no faster"
+        disagrees = self._disagrees(run)
+        if disagrees is not None:
+            return disagrees
+        if not self._repeats(run):  # guard: tuning_repeats
+            return f"{_NUM_REPLAYS:,} replays over equal inputs did not give equal bits"
+        self.best_s, self._untuned_s = run_s, untuned_s
+        return None
+
+    def close(self) -> None:
+        """Restore the written inputs and free all memory."""
+        self._restored()
+        for run in {id(run): run for run in self._runs.values()}.values():
+            run.close()
+        self._measurement.close()
+
+    def _restored(self) -> list[torch.Tensor]:
+        for live, saved in self._written:
+            live.copy_(saved)  # guard: tuning_restores
+        return [live for live, _ in self._written]
+
+    def _captured(self, name: str, function: Callable[..., Any]) -> Run:
+        def body() -> list[torch.Tensor]:
+            written = self._restored()
+            returned = function(*self._args)
+            return [*(value for value in returned if isinstance(value, torch.Tensor)), *written]
+
+        return self._measurement.capture(name, body)
+
+    def _seconds(self, *runs: Run) -> list[float]:
+        return [max(seconds - self._copies_s, 1e-9) for seconds in self._measurement.seconds(runs)]
+
+    def _results(self, run: Run) -> list[torch.Tensor]:
+        run.replay()
+        return [result.clone() for result in run.results]
+
+    def _disagrees(self, run: Run) -> str | None:
+        """Why a variant's results are not as right as the untuned region's; None if they are."""
+        found = self._results(run)
+        # guard: tuning_layouts
+        if _layouts(run.results, self._args) != _layouts(self._runs[UNTUNED].results, self._args):
+            return "its results lie in memory in another way"
+        if all(map(_has_equal_bits, found, self._expected)):
+            return None
+        if self._exact is None:
+            self._restored()  # guard: tuning_reference
+            self._exact = self._reference(self._region, self._args)
+        for one, expected, exact in zip(found, self._expected, self._exact, strict=True):
+            if not _is_as_right(one, expected, exact):  # guard: tuning_agrees
+                return "its results are further from those in a wide type"
+        return None
+
+    def _repeats(self, run: Run) -> bool:
+        """Whether many replays over equal inputs give equal bits; dependent launches that race would not."""
+        first = self._results(run)
+        same = torch.ones((), dtype=torch.bool, device=first[0].device if first else None)
+        for _ in range(_NUM_REPLAYS - 1):
+            run.replay()
+            for found, expected in zip(run.results, first, strict=True):
+                same &= (_bits(found) == _bits(expected)).all()
+        return bool(same)
+
+
+def _is_as_right(found: torch.Tensor, untuned: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether the error of ``found`` is at most 1.5 times that of ``untuned``, over the entries in which they differ.
+
+    Equal entries do not count: beside a mask of -1e38 any error is small. Of few entries those of ``untuned`` may be
+    rounded well by chance, so one rounding of one entry is allowed beside it, spread over all.
+    """
+    if not found.is_floating_point() and not found.is_complex():
+        wrong, allowed = ((one != exact).sum() for one in (found, untuned))
+        return bool(wrong <= _ALLOWED_ERROR * allowed)
+    wide, eps = torch.complex128 if found.is_complex() else torch.float64, torch.finfo(found.dtype).eps
+    found, untuned, exact = (tensor.to(wide) for tensor in (found, untuned, exact))
+    finite = untuned.isfinite() & exact.isfinite()
+    if not _has_equal_bits(found.masked_fill(finite, 0), untuned.masked_fill(finite, 0)):
+        return False
+    counts = finite & (found != untuned)
+    error, allowed, size = (tensor[counts].norm() for tensor in (found - exact, untuned - exact, exact))
+    rounding = eps * size / math.sqrt(max(1, int(counts.sum())))
+    return bool(error <= _ALLOWED_ERROR * allowed + rounding)
+
+
+def _has_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((_bits(one) == _bits(other)).all())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _layouts(results: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
+    """For each result its type, its shape, its strides, and the first tensor whose memory it shares."""
+    given = [value for value in args if isinstance(value, torch.Tensor)]
+    first: dict[Any, int] = {}
+    shared = [first.setdefault(memory.storage_id(value), number) for number, value in enumerate((*given, *results))]
+    return [
+        (result.dtype, result.shape, [d for d, size in zip(result.stride(), result.shape, strict=True) if size > 1], at)
+        for result, at in zip(results, shared[len(given) :], strict=True)
+    ]
+
+
+def _ambient_settings() -> tuple[Any, ...]:
+    """The settings that a compiler reads, apart from the modes in which variants are always compiled."""
+    with torch.inference_mode(False), torch.no_grad():
+        return dynamo.compiler_settings()
+
+
+def _place_of(symbol: sympy.Symbol, examples: Sequence[Any]) -> tuple[int, int | None] | None:
+    """(position of the argument, its dimension, None for a number) that has a size; None if no argument has it."""
+    for position, value in enumerate(examples):
+        if not isinstance(value, torch.Tensor):
+            if symbolic.expression_of(value) == symbol:
+                return position, None
+        elif symbol in (sizes := [symbolic.expression_of(size) for size in value.shape]):
+            return position, sizes.index(symbol)
+    return None
+
+
+def _range_of(size: int) -> int:
+    return next(number for number, (_, most) in enumerate(_RANGES) if most is None or size <= most)
+
+
+def _within(wanted: tuple[int, int | None], admitted: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    least, most = max(wanted[0], admitted[0] or 0), [bound for bound in (wanted[1], admitted[1]) if bound is not None]
+    return least, min(most, default=None)
+
+
+def _named(ranges: Sequence[int]) -> str:
+    """The ranges of a region's sizes as text; empty if its sizes are fixed."""
+    return ", ".join(_NAMES[number] for number in ranges)

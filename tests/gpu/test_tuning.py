@@ -1,0 +1,151 @@
+"""Real variants of Inductor in real graphs: the choice is no slower, as right as before, and equal in each replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass.compat import dynamo
+from graphpass.compile import tuning
+
+pytestmark = pytest.mark.cuda
+
+
+class Block(nn.Module):
+    """A layer of a decoder at one token: norms, small products, a gate."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.gate = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(torch.softmax(q * k, -1) * v)
+        h = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Step(nn.Module):
+    """A decode-like step that counts its calls."""
+
+    def __init__(self, layers: int = 8, width: int = 512) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def step() -> Step:
+    torch.manual_seed(0)
+    return Step().cuda().bfloat16().eval()
+
+
+def graphed(model: nn.Module, *example: Any, **options: Any) -> Any:
+    """``model``, tuned within ten minutes and captured."""
+    given = {"tune": "measure", "tune_seconds": 600, **options}
+    made: Any = gp.graphed(model, **given)
+    made.capture(*example)
+    return made
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def test_a_decode_step_is_tuned(step: Step) -> None:
+    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
+    exact = Step().cuda().double()
+    exact.load_state_dict(step.state_dict())
+    untuned = gp.graphed(step)
+    untuned.capture(x)
+    tuned = graphed(step, x)
+    with torch.no_grad():
+        wide = exact(x.double())
+    assert error(tuned(x), wide) <= 1.6 * error(untuned(x), wide)
+    first = tuned(x).clone()
+    assert all(torch.equal(tuned(x), first) for _ in range(1000))
+    (found,) = tuned.report().figures.costs.tuned
+    assert found.tuning_s > 0
+    assert found.untuned_s >= found.tuned_s > 0
+    assert f"{found.gain:.1%}" in str(tuned.report())
+    for one in (tuned, untuned):
+        one.close()
+
+
+def test_what_the_step_counts_is_what_it_counts_untuned(step: Step) -> None:
+    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
+    tuned = graphed(step, x, tune_seconds=20)
+    step.calls.zero_()
+    for _ in range(5):
+        tuned(x)
+    assert int(step.calls) == 5
+    tuned.close()
+
+
+def test_ranges_of_sizes_are_tuned_apart(step: Step) -> None:
+    example = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
+    tuned = graphed(step, example, capture_sizes=[1, 4, 8, 16, 64], dynamic_dims={"x": 0})
+    assert [found.sizes for found in tuned.report().figures.costs.tuned] == ["9 and more", "2 to 8", ""]
+    with torch.no_grad():
+        for size in (1, 3, 8, 11, 64):
+            x = torch.randn(size, 512, device="cuda", dtype=torch.bfloat16)
+            torch.testing.assert_close(tuned(x), step(x), rtol=5e-2, atol=5e-2)
+    tuned.close()
+
+
+@torch.library.custom_op("graphpass_gpu_tuning::cut", mutates_args=())
+def cut(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@cut.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Pieces(Step):
+    """The same, cut after each layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = cut(block(x))
+        return x
+
+
+def test_equal_layers_share_one_tuning() -> None:
+    model = Pieces(4).cuda().bfloat16().eval()
+    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
+    tuned = graphed(model, x, splitting_ops=["graphpass_gpu_tuning::cut"])
+    assert len(tuned.report().figures.costs.tuned) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(x), model(x), rtol=5e-2, atol=5e-2)
+    tuned.close()
+
+
+def test_random_numbers_are_not_tuned_and_stay_random() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand_like(x)
+
+    x = torch.zeros(4, 64, device="cuda")
+    tuned = graphed(Noise(), x, tune_seconds=60)
+    assert not torch.equal(tuned(x), tuned(x))
+    assert all(found.settings == "untuned" for found in tuned.report().figures.costs.tuned)
+    tuned.close()
+
+
+def test_this_torch_has_the_settings() -> None:
+    assert dynamo.settings_that_are_off(tuning.SETTINGS) == list(tuning.SETTINGS)

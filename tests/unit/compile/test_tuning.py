@@ -1,0 +1,496 @@
+"""Tuning over a fake device and a fake compiler: which variants are tried, which are kept, which are refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters as dynamo_counters
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
+
+import cgpass
+import graphpass as gp
+from cgpass import pipeline
+from graphpass.capture import recorder
+from graphpass.capture.compare import RegionCalls
+from graphpass.compat import dynamo, symbolic
+from graphpass.compile import once, tuning
+from graphpass.compile.compilers import Compiler
+from graphpass.context import ForwardContext, entered
+from graphpass.errors import OptionError
+from graphpass.report.records import TunedRange
+
+PDL, DESCENT, COMBO, AUTOTUNE = "triton.enable_pdl", "coordinate_descent_tuning", "combo_kernels", "max_autotune"
+Variant = tuple[str, ...]
+
+
+@dataclass
+class Bench:
+    """A compiler whose variants compute the same but for the faults in here, and a device with a clock of its own."""
+
+    replay_s: dict[Variant, float] = field(default_factory=dict)  #: 1 s where nothing is said
+    compile_s: float = 1.0
+    scaled: dict[Variant, float] = field(default_factory=dict)  #: variant -> factor of its results
+    unsteady: set[Variant] = field(default_factory=set)  #: variants of which one replay in ten differs
+    fails: dict[Variant, BaseException] = field(default_factory=dict)
+    clock: float = 0.0
+    compiled: list[tuple[Variant, list[Any]]] = field(default_factory=list)
+    ran: list[Variant] = field(default_factory=list)
+    is_closed: bool = True
+    open_runs: int = 0
+
+    def compile(self, graph: Any, examples: Any, show: Any = None, settings: Any = ()) -> Callable[..., Any]:
+        variant = tuple(settings)
+        if settings != ():
+            self.compiled.append((variant, [e for e in examples if isinstance(e, (int, torch.SymInt))]))
+            self.clock += self.compile_s
+        if variant in self.fails:
+            raise self.fails[variant]
+
+        def run(*args: Any) -> Any:
+            self.ran.append(variant)
+            factor = self.scaled.get(variant, 1.0)
+            if variant in self.unsteady and self.ran.count(variant) % 10 == 0:
+                factor += 1e-7
+            return tuple(r * factor if isinstance(r, torch.Tensor) else r for r in graph(*args))
+
+        return run
+
+    def now(self) -> float:
+        return self.clock
+
+    def capture(self, name: str, body: Callable[[], Sequence[torch.Tensor]]) -> Any:
+        self.open_runs, self.is_closed = self.open_runs + 1, False
+        return Captured(self, name, body)
+
+    def seconds(self, runs: Sequence[Any]) -> list[float]:
+        return [0.0 if run.variant is None else self.replay_s.get(run.variant, 1.0) for run in runs]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def tried(self) -> list[Variant]:
+        return [variant for variant, _ in self.compiled]
+
+
+class Captured:
+    def __init__(self, bench: Bench, name: str, body: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self.bench, self.name, self.body = bench, name, body
+        num_ran = len(bench.ran)
+        self.results = body()
+        self.variant = bench.ran[-1] if len(bench.ran) > num_ran else None
+
+    def replay(self) -> None:
+        self.results = self.body()
+
+    def close(self) -> None:
+        self.bench.open_runs -= 1
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench()
+    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(bench.compile, False, False))
+    monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
+    monkeypatch.setattr(tuning, "_NUM_REPLAYS", 30)
+    monkeypatch.setattr(dynamo, "settings_that_are_off", list)
+    return bench
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+def captured(model: Any, rt: gp.GraphRuntime, *, size: int = 16, **options: Any) -> Any:
+    """``model``, compiled for any size and captured at ``size``."""
+    given = {"capture_sizes": [size], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt, **options}
+    graphed = gp.graphed(model.eval(), **given)
+    graphed.capture(torch.randn(size, 4))
+    return graphed
+
+
+def fake_matrix(*, lowest: int) -> torch.Tensor:
+    """[rows, 4] with any number of rows from ``lowest`` on."""
+    mode = symbolic.new_fake_mode()
+    rows = symbolic.new_symbol(mode.shape_env, "rows", lowest, None, 7)
+    with mode:
+        return torch.empty(symbolic.size_of(mode.shape_env, rows, {rows: rows}), 4)
+
+
+def in_warm_up(bench: Bench) -> Any:
+    """A context as in the warm-up of a capture."""
+    calls = RegionCalls(lambda runnable, args, kwargs: runnable(*args, **kwargs), measurement=bench)
+    context = ForwardContext(None, gp.CUDAGraphMode.FULL, gp.BatchDescriptor(1), None, None, None, None, None, calls)
+    return entered(context)
+
+
+def tuned(rt: gp.GraphRuntime) -> tuple[TunedRange, ...]:
+    return rt.report().figures.costs.tuned
+
+
+def notes(rt: gp.GraphRuntime) -> str:
+    return "\n".join(rt.notes)
+
+
+def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 1.1, (DESCENT,): 0.8, (DESCENT, COMBO): 0.6, (DESCENT, COMBO, AUTOTUNE): 0.7}
+    captured(Layer(), rt)
+    assert bench.tried() == [(PDL,), (DESCENT,), (DESCENT, COMBO), (DESCENT, COMBO, AUTOTUNE)]
+    assert tuned(rt) == (TunedRange("g0.r0", "9 and more", f"{DESCENT} + {COMBO}", 1.0, 0.6, pytest.approx(4.0)),)
+    assert tuned(rt)[0].gain == pytest.approx(0.4)
+    assert "tuned without max_autotune: it is no faster" in notes(rt)
+    assert (bench.is_closed, bench.open_runs) == (True, 0)
+
+
+def test_the_report_shows_what_tuning_chose(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.25}
+    report = captured(Layer(), rt).report()
+    assert report["Tuned"].rows == (("g0.r0", "9 and more", PDL, "1000.000 ms", "250.000 ms", "75.0%", "4.0 s"),)
+    assert report.to_dict()["cost"]["tuned"][0] == pytest.approx(
+        {
+            "region": "g0.r0",
+            "sizes": "9 and more",
+            "settings": PDL,
+            "untuned_s": 1.0,
+            "tuned_s": 0.25,
+            "tuning_s": 4.0,
+            "gain": 0.75,
+        }
+    )
+    assert PDL in str(report)
+
+
+def test_the_choice_runs_in_graphs_and_without_them(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(DESCENT,): 0.5}
+    model = Layer()
+    graphed = captured(model, rt)
+    bench.ran.clear()
+    x = torch.randn(13, 4)
+    torch.testing.assert_close(graphed(x), model(x))
+    with torch.no_grad(), gp.set_forward_context():
+        graphed(torch.randn(300, 4))
+    assert set(bench.ran) == {(DESCENT,)}
+
+
+def test_what_is_hardly_faster_is_not_kept(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.999}
+    captured(Layer(), rt)
+    assert tuned(rt)[0].settings == "untuned"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_variant_with_a_larger_error_is_refused(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5, (DESCENT,): 0.9}
+    bench.scaled = {(PDL,): 1.001}
+    captured(Layer(), rt)
+    assert tuned(rt)[0].settings == DESCENT
+    assert "tuned without triton.enable_pdl: its results are further from those in a wide type" in notes(rt)
+
+
+def test_a_variant_that_rounds_otherwise_agrees(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5}
+    bench.scaled = {(): 1 + 3e-7, (PDL,): 1 + 2e-7}
+    captured(Layer(), rt)
+    assert tuned(rt)[0].settings == PDL
+
+
+def test_a_variant_whose_replays_differ_is_refused(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5, (DESCENT,): 0.9}
+    bench.scaled = {(): 1 + 1e-6}
+    bench.unsteady = {(PDL,)}
+    captured(Layer(), rt)
+    assert tuned(rt)[0].settings == DESCENT
+    assert "30 replays over equal inputs did not give equal bits" in notes(rt)
+
+
+def test_a_variant_that_fails_is_skipped(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(DESCENT,): 0.9}
+    bench.fails = {(PDL,): RuntimeError("no kernel\nfor this")}
+    captured(Layer(), rt)
+    assert tuned(rt)[0].settings == DESCENT
+    assert "tuned without triton.enable_pdl: it failed: RuntimeError: no kernel" in notes(rt)
+
+
+def test_results_in_other_memory_are_refused(
+    bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_it = bench.compile
+
+    def transposed(graph: Any, examples: Any, show: Any = None, settings: Any = ()) -> Any:
+        made = compile_it(graph, examples, show, settings)
+        return (lambda *args: tuple(r.t().contiguous().t() for r in made(*args))) if settings else made
+
+    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(transposed, False, False))
+    bench.replay_s = {(PDL,): 0.5}
+    captured(Layer(), rt)
+    assert tuned(rt)[0].settings == "untuned"
+    assert "its results lie in memory in another way" in notes(rt)
+
+
+@pytest.mark.parametrize(
+    ("found", "untuned", "exact", "agrees"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.1], [1.0, 2.1], [1.0, 2.0], True),
+        ([1.0, 2.14], [1.0, 2.1], [1.0, 2.0], True),
+        ([1.0, 2.16], [1.0, 2.1], [1.0, 2.0], False),
+        ([1.0, 2.001], [1.0, 2.0], [1.0, 2.0], False),
+        ([math.nan, 2.0], [math.nan, 2.0], [math.nan, 2.0], True),
+        ([1.0, 2.0], [math.nan, 2.0], [math.nan, 2.0], False),
+        ([math.nan, 2.0], [1.0, 2.1], [1.0, 2.0], False),
+        ([math.inf, 2.0], [math.inf, 2.1], [math.inf, 2.0], True),
+        ([-math.inf, 2.0], [math.inf, 2.0], [math.inf, 2.0], False),
+        ([-1e38, 2.001], [-1e38, 2.0], [-1e38, 2.0], False),
+    ],
+)
+def test_agreement_is_relative_to_the_untuned_error(
+    found: list[float], untuned: list[float], exact: list[float], agrees: bool
+) -> None:
+    tensors = (torch.tensor(values) for values in (found, untuned))
+    assert tuning._is_as_right(*tensors, torch.tensor(exact, dtype=torch.float64)) is agrees
+
+
+def test_agreement_of_integers_and_of_few_entries() -> None:
+    ones = torch.ones(8, dtype=torch.int64)
+    one_off, two_off = ones.clone(), ones.clone()
+    one_off[0], two_off[:2] = 2, 2
+    assert tuning._is_as_right(one_off, one_off, ones)
+    assert not tuning._is_as_right(two_off, one_off, ones)
+    assert not tuning._is_as_right(one_off, ones, ones)
+    # A scalar whose untuned rounding is right by chance: the next number of its type is as good.
+    exact = torch.tensor(1.0, dtype=torch.float64)
+    one = torch.ones((), dtype=torch.bfloat16)
+    assert tuning._is_as_right(torch.nextafter(one, one * 2), one, exact)
+    assert not tuning._is_as_right(one * 1.02, one, exact)
+
+
+class Counts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x + self.count
+
+
+def test_the_run_in_a_wide_type_starts_from_the_same_inputs(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5}
+    bench.scaled = {(PDL,): 1.01}
+    captured(Counts(), rt)
+    assert tuned(rt)[0].settings == "untuned"
+
+
+def test_replays_start_from_equal_inputs(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5}
+    model = Counts()
+    graphed = captured(model, rt)
+    assert tuned(rt)[0].settings == PDL
+    assert torch.equal(model.count, torch.ones(4))  # the example is a call like any other
+    assert torch.equal(graphed(torch.zeros(16, 4)), torch.full((16, 4), 2.0))
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_no_variant_is_begun_once_the_time_is_spent(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.compile_s, bench.replay_s = 60.0, {(PDL,): 0.9, (PDL, DESCENT): 0.8, (PDL, DESCENT, COMBO): 0.1}
+    report = captured(Layer(), rt).report()
+    assert bench.tried() == [(PDL,), (PDL, DESCENT)]
+    assert tuned(rt)[0].settings == f"{PDL} + {DESCENT}"
+    assert any("tune_seconds is spent" in problem.what for problem in report.problems)
+
+
+def test_the_time_is_one_for_all_regions_of_a_runtime(bench: Bench, rt: gp.GraphRuntime) -> None:
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.ops.compiletest.cut(x + 1)
+            return x * x
+
+    captured(Two(), rt, splitting_ops=["compiletest::cut"], tune_seconds=6)
+    assert len(bench.compiled) == 6  # four of the first region, two of the second
+
+
+def test_an_interrupt_keeps_the_best_so_far(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5}
+    bench.fails = {(PDL, DESCENT): KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        captured(Layer(), rt)
+    assert tuned(rt)[0].settings == PDL
+    assert (bench.is_closed, bench.open_runs) == (True, 0)
+
+
+def test_a_capture_is_charged_without_its_tuning(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.compile_s = 1000.0
+    captured(Layer(), rt)
+    assert sum(use.capture_s for use in rt.uses()) < 0  # the fake clock says what no clock has measured
+    assert rt.ledger.rows(next(use.region for use in rt.uses()), "captured")
+
+
+# -- what is tuned -----------------------------------------------------------------------------------------------------
+
+
+def test_each_range_of_sizes_has_its_own_choice(bench: Bench, rt: gp.GraphRuntime) -> None:
+    graphed = captured(Layer(), rt, capture_sizes=[4, 8, 16, 64])
+    assert [found.sizes for found in tuned(rt)] == ["9 and more", "2 to 8"]
+    assert len(bench.compiled) == 8
+    hints = [int(size) for _, sizes in bench.compiled for size in sizes]
+    assert hints == [64] * 4 + [8] * 4
+    bench.ran.clear()
+    graphed(torch.randn(4, 4))
+    assert len(bench.compiled) == 8
+
+
+def test_the_choice_of_one_range_does_not_run_in_another(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5}
+    graphed = captured(Layer(), rt)
+    bench.ran.clear()
+    with torch.no_grad(), gp.set_forward_context():
+        graphed(torch.randn(5, 4))
+        assert bench.ran == [()]
+        graphed(torch.randn(9, 4))
+    assert bench.ran == [(), (PDL,)]
+
+
+def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> None:
+    """A region whose symbol admits size 1; Dynamo's own graphs of size 1 have no symbol."""
+    examples = [fake_matrix(lowest=1)]
+    compiled: list[Any] = []
+
+    def within(bounds: Any, sizes: Any, settings: Any) -> tuning.SizedArtifact:
+        compiled.append((list(bounds.values()), settings))
+        return tuning.SizedArtifact(lambda x: (x * 2,), tuple(bounds.values()), tuple(bounds), ())
+
+    class Region:
+        name, mutated_inputs = "r0", ()
+
+    exact = lambda region, args: [args[0].double() * 2]  # noqa: E731
+    ways = tuning.Tuning("g0", tuning.Tuner(), rt.ledger, 120.0, False, exact)
+    region = tuning.TunedRegion(ways, Region(), examples, within)
+    with in_warm_up(bench):
+        region.choose(lambda x: (x * 2,), [torch.ones(1, 4)])
+        region.choose(lambda x: (x * 2,), [torch.ones(3, 4)])
+    assert compiled[0] == ([(1, 1)], {})
+    assert [bounds for bounds, _ in compiled] == [[(1, 1)]] * 5 + [[(2, 8)]] * 4
+
+
+def test_equal_regions_are_tuned_once(bench: Bench, rt: gp.GraphRuntime) -> None:
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.ops.compiletest.cut(layer(x))
+            return x
+
+    bench.replay_s = {(COMBO,): 0.5}
+    captured(Layers(), rt, splitting_ops=["compiletest::cut"])
+    assert [(found.region, found.settings) for found in tuned(rt)] == [("g0.r0", COMBO)]
+    assert len(bench.compiled) == 4
+
+
+def test_fixed_sizes_are_one_range(bench: Bench, rt: gp.GraphRuntime) -> None:
+    model = torch.compile(Layer(), backend="cgpass", dynamic=False, options={"tune": "measure", "runtime": rt})
+    context = gp.set_forward_context(runtime_mode="FULL", batch_descriptor=gp.BatchDescriptor(3))
+    with torch.no_grad(), rt.capturing(), context:
+        model(torch.randn(3, 4))
+    assert [found.sizes for found in tuned(rt)] == [""]
+
+
+def test_nothing_is_tuned_outside_of_captures_and_under_debug(bench: Bench, rt: gp.GraphRuntime) -> None:
+    graphed = captured(Layer(), rt, debug=True)
+    with torch.no_grad(), gp.set_forward_context():
+        graphed(torch.randn(5, 4))
+    assert not bench.compiled
+
+
+def test_other_settings_than_those_of_the_compilation_are_not_tuned_under(bench: Bench, rt: gp.GraphRuntime) -> None:
+    given = {"capture_sizes": [16], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt}
+    graphed = gp.graphed(Layer().eval(), **given)
+    graphed(torch.randn(16, 4))
+    with inductor_config.patch(max_fusion_size=7), rt.capturing():
+        graphed(torch.randn(16, 4))
+    assert not bench.compiled
+    assert "not tuned: autocast, a precision or a setting of the compiler" in notes(rt)
+
+
+def test_collectives_are_not_tuned(bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "calls_collectives", lambda parts: True)
+    captured(Layer(), rt)
+    assert not bench.compiled
+    assert "its collectives wait for ranks" in notes(rt)
+
+
+def test_a_throwaway_ladder_leaves_the_choices_in_the_report(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.replay_s = {(PDL,): 0.5}
+    model = torch.compile(Layer(), backend="cgpass", options={"tune": "measure", "runtime": rt})
+    context = gp.set_forward_context(runtime_mode="FULL", batch_descriptor=gp.BatchDescriptor(3))
+    with torch.no_grad(), rt.throwaway(), context:
+        model(torch.randn(3, 4))
+    assert tuned(rt)[0].settings == PDL
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tune": "always"}, "'measure'"),
+        ({"tune": True}, "'measure'"),
+        ({"tune_seconds": 0}, "a number of seconds above 0"),
+        ({"tune_seconds": "120"}, "a number of seconds above 0"),
+        ({"tune_seconds": True}, "a number of seconds above 0"),
+        ({"tune_seconds": math.inf}, "a number of seconds above 0"),
+    ],
+)
+def test_options_are_validated(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(OptionError, match=expected):
+        cgpass.options(**options)
+
+
+@pytest.mark.parametrize(("compiler", "why"), [("inductor", "needs a GPU"), ("aot_eager", "aot_eager has no variants")])
+def test_without_a_gpu_or_variants_it_is_said_once(
+    compiler: str, why: str, rt: gp.GraphRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        graphed = captured(Layer(), rt, compiler=compiler)
+    assert graphed(torch.randn(11, 4)).shape == (11, 4)
+    assert len([record for record in caplog.records if why in record.message]) == 1
+    assert not tuned(rt)
+
+
+def test_variants_and_ranges_are_compiled_apart_by_inductor(
+    rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
+    monkeypatch.setattr(tuning, "_NUM_REPLAYS", 3)
+    monkeypatch.setattr(tuning, "SETTINGS", (AUTOTUNE, "no_such_setting", "shape_padding"))
+    monkeypatch.setattr(Captured, "variant", property(lambda run: (run.name,), lambda run, _: None), raising=False)
+    bench.replay_s = {(AUTOTUNE,): 0.5}
+    model, counters = Layer(), dynamo_counters["inductor"]
+    with fresh_cache():
+        counters.clear()
+        graphed = captured(model, rt, capture_sizes=[4, 16])
+        assert counters["fxgraph_cache_miss"] == 3  # of all sizes, and one for each range: shape_padding is on already
+    assert [found.settings for found in tuned(rt)] == [AUTOTUNE] * 2
+    for size in (3, 11):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(graphed(x), model(x))
