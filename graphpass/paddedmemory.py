@@ -24,6 +24,8 @@ PaddingParts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | float]]
 """(part of the padding, its contents), in the order in which they are filled."""
 
 _Name = TypeVar("_Name", bound=Hashable)
+_MOST_REPEATS = 16
+"""The most rows of padding that one fused copy of several inputs writes; above it, each input has a launch."""
 
 
 class PaddedMemory(Generic[_Name]):
@@ -125,6 +127,7 @@ class PaddedInput:
     real: torch.Tensor  #: the view of the buffer at the real size
     rule: PadRule  #: how the rest of the buffer is filled
     is_written: bool  #: whether the graph writes to the input
+    num_repeats: int | None  #: how often one fused copy writes the last real row; None if it cannot fill this input
     _rows: tuple[int, torch.Tensor] | None
     _parts: PaddingParts
 
@@ -134,12 +137,17 @@ class PaddedInput:
     ) -> PaddedInput:
         """A padded input in ``buffer``, whose entries beyond ``real_shape`` are padding."""
         real_sizes = {dim: size for dim, size in enumerate(real_shape) if size != buffer.shape[dim]}
-        rows = None
-        if rule == "repeat" and len(real_sizes) == 1:
+        rows = num_repeats = None
+        if not real_sizes:
+            num_repeats = 0
+        elif rule == "repeat" and len(real_sizes) == 1:
             ((dim, size),) = real_sizes.items()
             rows = (dim, torch.arange(buffer.shape[dim], device=buffer.device).clamp_(max=size - 1))
+            num_added = buffer.shape[dim] - size
+            num_repeats = num_added if dim == 0 and buffer.is_contiguous() and num_added <= _MOST_REPEATS else None
         parts = () if callable(rule) else padding_parts(buffer, real_sizes, rule)
-        return cls(position, buffer, prefix(buffer, real_shape), rule, is_written, rows, parts)
+        real = prefix(buffer, real_shape)
+        return cls(position, buffer, real, rule, is_written, None if callable(rule) else num_repeats, rows, parts)
 
     def fill(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the real part, and fill the padding."""
@@ -150,6 +158,39 @@ class PaddedInput:
         else:
             self.real.copy_(value)
             fill_parts(self._parts)  # guard: padding_filled_in_every_call
+
+
+class PaddedArguments:
+    """The padded inputs of one call. Inputs of one dtype are filled in one launch where their layout allows it."""
+
+    def __init__(self, inputs: Sequence[PaddedInput] = ()) -> None:
+        self.all = tuple(inputs)
+        groups: dict[torch.dtype, list[PaddedInput]] = {}
+        for padded in inputs:
+            if padded.num_repeats is not None:
+                groups.setdefault(padded.buffer.dtype, []).append(padded)
+        fused = [group for group in groups.values() if len(group) > 1]
+        self._fused = [([t for padded in group for t in _rows_of(padded)], group) for group in fused]
+        together = {padded.position for group in fused for padded in group}
+        self._others = [padded for padded in inputs if padded.position not in together]
+
+    def fill(self, args: Sequence[Any]) -> None:
+        """Copy the arguments into the real parts of the buffers, and fill the padding."""
+        for targets, group in self._fused:
+            sources = []
+            for padded in group:
+                value = args[padded.position]
+                sources.append(value)
+                if padded.num_repeats:
+                    sources += [value[-1:]] * padded.num_repeats
+            memory.foreach_copy_(targets, sources)
+        for padded in self._others:
+            padded.fill(args[padded.position])
+
+
+def _rows_of(padded: PaddedInput) -> list[torch.Tensor]:
+    """The real part of a buffer, and each row of its padding."""
+    return [padded.real, *(padded.buffer[-padded.num_repeats :].split(1) if padded.num_repeats else ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +279,9 @@ class TensorCut:
         dense = zip(shape, strides, dense_strides(shape), strict=True)
         return cls(index, shape, strides, offset, all(size == 1 or stride == of for size, stride, of in dense))
 
-    def copied(self, output: torch.Tensor) -> torch.Tensor:
-        """A copy of the real part, for the caller to own."""
-        real = prefix(output, self.shape)
-        if self.is_plain:
-            return real.clone(memory_format=torch.contiguous_format)
-        return _filled(torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device), real)
+    def new(self, real: torch.Tensor) -> torch.Tensor:
+        """Memory for a copy of the real part ``real``, for the caller to own."""
+        return torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +314,36 @@ class OutputCuts:
         cut = {cut.index: prefix(outputs[cut.index], cut.shape) for group in self.tensors for cut in group}
         return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
 
-    def apply(self, outputs: Sequence[Any], args: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-        """The flat outputs at the real sizes."""
+    def apart(self, outputs: Sequence[Any]) -> list[tuple[TensorCut, torch.Tensor]]:
+        """(cut, view of the real part) of each output tensor that shares its storage with no other output."""
+        return [
+            (group[0], prefix(outputs[group[0].index], group[0].shape)) for group in self.tensors if len(group) == 1
+        ]
+
+    def apply(
+        self,
+        outputs: Sequence[Any],
+        args: Sequence[Any],
+        pool_storages: Collection[int],
+        apart: Sequence[tuple[TensorCut, torch.Tensor]] | None = None,
+    ) -> list[Any]:
+        """The flat outputs at the real sizes; ``apart`` is what :meth:`apart` returns, if it is known already."""
         cut_outputs = list(outputs)
         if self.whole:
             whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)
             for index, output in zip(self.whole, whole, strict=True):
                 cut_outputs[index] = output
+        apart = self.apart(outputs) if apart is None else apart
+        copies = [cut.new(real) for cut, real in apart]
+        if len(copies) > 1 and all(cut.is_plain for cut, _ in apart):
+            memory.foreach_copy_(copies, [real for _, real in apart])
+        else:
+            for copy, (_, real) in zip(copies, apart, strict=True):
+                _fill_each_once(copy, real)
+        for copy, (cut, _) in zip(copies, apart, strict=True):
+            cut_outputs[cut.index] = copy
         for group in self.tensors:
-            if len(group) == 1:
-                cut_outputs[group[0].index] = group[0].copied(outputs[group[0].index])
-            else:
+            if len(group) > 1:
                 for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
                     cut_outputs[cut.index] = tensor
         for view in self.views:
@@ -305,17 +362,15 @@ def _copied_together(group: Sequence[TensorCut], outputs: Sequence[Any]) -> list
         for cut in group
     )
     shared = torch.empty(num_elements, dtype=first.dtype, device=first.device)
-    return [
-        _filled(shared.as_strided(cut.shape, cut.strides, cut.offset), prefix(outputs[cut.index], cut.shape))
-        for cut in group
-    ]
+    copies = [shared.as_strided(cut.shape, cut.strides, cut.offset) for cut in group]
+    for cut, copy in zip(group, copies, strict=True):
+        _fill_each_once(copy, prefix(outputs[cut.index], cut.shape))
+    return copies
 
 
-def _filled(copy: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Write ``real`` to ``copy``, each element once: along an expanded dimension all have one address. Returns it."""
-    target = copy
+def _fill_each_once(copy: torch.Tensor, real: torch.Tensor) -> None:
+    """Write ``real`` to ``copy``, each element once: along an expanded dimension all have one address."""
     for dim, (size, stride) in enumerate(zip(copy.shape, copy.stride(), strict=True)):
         if stride == 0 and size > 1:
-            target, real = target.narrow(dim, 0, 1), real.narrow(dim, 0, 1)
-    target.copy_(real)
-    return copy
+            copy, real = copy.narrow(dim, 0, 1), real.narrow(dim, 0, 1)
+    copy.copy_(real)

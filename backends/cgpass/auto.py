@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cgpass.keyrules import AutoRules
+from cgpass.known import KnownReplay
 from cgpass.nograph import BUSY, EMPTY, FIRST_CALLS, NUMBER_IN_KEY, FailedCaptures, refused
 from cgpass.sizes import InputLayout, value_at
 from graphpass.capture.runtime import GraphRuntime
@@ -28,9 +29,10 @@ from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
-from graphpass.paddedmemory import OutputCuts, PaddedInput, PaddedMemory
+from graphpass.paddedmemory import OutputCuts, PaddedArguments, PaddedInput, PaddedMemory
 
 _MAX_REMEMBERED = 4096
+_NO_INPUTS = PaddedArguments()
 
 
 @dataclass(slots=True)
@@ -40,6 +42,10 @@ class KeyChecks:
     is_often: bool  #: check at smaller sizes, too, and at every call whose number is a power of two; else once
     calls: int = 0  #: padded calls so far
     smallest: tuple[int, ...] | None = None  #: the smallest size checked of each field; None before the first check
+
+    def are_pending(self) -> bool:
+        """Whether a later call of known sizes may have to be checked."""
+        return self.is_often or self.smallest is None
 
     def are_due(self, real: tuple[int, ...]) -> bool:
         """Whether a padded call of these real sizes is to be checked; it then counts as checked."""
@@ -52,7 +58,7 @@ class KeyChecks:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AutoCall:
     """The decision about all calls of the same real sizes: their key, inputs and cuts."""
 
@@ -62,7 +68,7 @@ class AutoCall:
     seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
     num_real: int = 1  #: product of the real sizes
     num_padded: int = 1  #: product of the key's sizes
-    inputs: tuple[PaddedInput, ...] = ()
+    inputs: PaddedArguments = _NO_INPUTS
     written: tuple[PaddedInput, ...] = ()  #: those of ``inputs`` that the graph writes to
     numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
     cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs
@@ -70,6 +76,8 @@ class AutoCall:
     #: bool, one dimension for each padded field, True where a row is padding; None if no op reads it
     mask: torch.Tensor | None = None
     real_rows: torch.Tensor | None = None  #: the view of ``mask`` over the real rows
+    #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
+    known: dict[int, KnownReplay] = field(default_factory=dict)
 
     def count(self) -> None:
         """Count a call that has run over a graph."""
@@ -78,14 +86,19 @@ class AutoCall:
         counts.real += self.num_real
         counts.padded += self.num_padded
 
+    def placed(self, args: Sequence[Any]) -> list[Any]:
+        """The graph's arguments at the key's sizes: the padded buffers, and the other arguments."""
+        placed = list(args)
+        for padded in self.inputs.all:
+            placed[padded.position] = padded.buffer
+        for position, number in self.numbers:
+            placed[position] = number
+        return placed
+
     def filled(self, args: Sequence[Any]) -> list[Any]:
         """Fill the padded buffers; the graph's arguments at the key's sizes."""
-        filled = list(args)
-        for padded in self.inputs:
-            padded.fill(args[padded.position])
-            filled[padded.position] = padded.buffer
-        for position, number in self.numbers:
-            filled[position] = number
+        filled = self.placed(args)
+        self.inputs.fill(args)
         if self.mask is not None and self.real_rows is not None:
             self.mask.fill_(True)
             self.real_rows.fill_(False)
@@ -273,7 +286,7 @@ class AutoDispatcher:
             num_real=math.prod(real),
             num_padded=math.prod(key.sizes),
             inputs=inputs,
-            written=tuple(padded for padded in inputs if padded.is_written),
+            written=tuple(padded for padded in inputs.all if padded.is_written),
             numbers=numbers,
             cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
             checks=checks,
@@ -297,7 +310,7 @@ class AutoDispatcher:
 
     def _inputs(
         self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]
-    ) -> tuple[tuple[PaddedInput, ...], tuple[tuple[int, int], ...]] | InputLayout:
+    ) -> tuple[PaddedArguments, tuple[tuple[int, int], ...]] | InputLayout:
         """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
         graph, rules = self.rules.sizes, self.rules
         padded, unpadded = graph.named(sizes), graph.named(real)
@@ -310,7 +323,7 @@ class AutoDispatcher:
             shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
             buffer = self._memory.view(position, shape, args[position], layout.order)
             inputs.append(PaddedInput.of(position, buffer, real_shape, rule, is_written=position in rules.written))
-        return tuple(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
+        return PaddedArguments(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
 
     def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:
         """The decision about calls that cannot be padded, which is reported."""

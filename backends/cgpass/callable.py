@@ -12,6 +12,7 @@ import torch
 from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoCall, AutoDispatcher
 from cgpass.keyrules import AutoRules
+from cgpass.known import KnownReplay
 from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
 from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
@@ -35,6 +36,7 @@ from graphpass.regions.split import Partition
 from graphpass.report.records import RegionId
 
 _RUNS_BEFORE_ADVICE = 8
+_MAX_KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class CompiledGraph:
     sizes: NamedSizes  #: the sizes that keys of a context have
     compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
     traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
-    used_argument_positions: Sequence[int]  #: of Dynamo's arguments, in the order of the partition's inputs
+    used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
     appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
     ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
@@ -99,6 +101,8 @@ class GraphedCallable:
         self._sizes = graph.sizes
         self._runs_without_graph = 0
         self.never_full = partition.never_full()
+        is_full = rules is not None and rules.mode is CUDAGraphMode.FULL
+        self._knows_replays = is_full and not (settings.policy.debug or settings.policy.compare)
         self._auto = None if rules is None else AutoDispatcher(name, runtime, rules)
         places = graph.sizes.places() if rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
@@ -231,12 +235,37 @@ class GraphedCallable:
             auto.without_graph(call)
             return self._stitched(*args)
         try:
-            if scope is None and call.key.is_captured:
-                return self._run(auto, call, args, may_capture=False)
-            return self._captured(auto, call, args, scope)
+            if scope is not None or not call.key.is_captured:
+                return self._captured(auto, call, args, scope)
+            returned = self._known_replay(call, args)
+            if returned is not None:
+                return returned
+            return self._run(auto, call, args, may_capture=False)
         except NoGraphNowError as error:
             auto.without_graph(error.reason)
             return self._stitched(*args)
+
+    def _known_replay(self, call: AutoCall, args: Sequence[Any]) -> Any:
+        """What a call returns that a known FULL graph serves; None for any other call."""
+        is_checked = call.checks is not None and call.checks.are_pending()  # guard: known_replay_is_checked
+        if not self._knows_replays or is_checked or call.mask is not None or torch.is_grad_enabled():
+            return None
+        leaves, lease = call.placed(args), self.runtime.lease
+        anchor, generation = leaves[self.static[0]].data_ptr() if self.static else 0, lease.generation
+        known = call.known.get(anchor)
+        if known is None or known.generation != generation:
+            entry = self._full.entry_for(call.key.descriptor, leaves)
+            if entry is None:
+                return None
+            if len(call.known) >= _MAX_KNOWN:
+                call.known.clear()
+            clones = self._policy.clones_outputs
+            known = KnownReplay.of(entry, generation, call.inputs, call.cuts, clones_outputs=clones)
+            call.known[anchor] = known
+        returned = known.run(args, leaves, lease, self.name) if known.is_direct else None
+        if returned is not None:
+            call.count()
+        return returned
 
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
         """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""

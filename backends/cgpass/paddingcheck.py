@@ -80,7 +80,7 @@ class PaddedCall:
         ``magnitude`` is the scale of random contents in the padding, by dtype; None: the contents by the padding rules.
         """
         others = _OtherContents(self.device, self.rules.check_contents)
-        for padded in self.call.inputs:
+        for padded in self.call.inputs.all:
             padded.fill(self.args[padded.position])
             if magnitude is not None and padded.position not in self.rules.declared:
                 others.fill(padded, magnitude)

@@ -164,7 +164,7 @@ class _Traced:
 
     whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
     floats: FloatInputs  #: the Python floats among Dynamo's arguments
-    used: list[int]  #: positions of the remaining inputs among Dynamo's
+    used: list[int]  #: positions of the remaining inputs among the arguments of a call
     appended: AppendedInputs | None  #: the inputs after those; None if there are none
     ends_early: Reason | None  #: the graph break after it; None if the function ends there
     side_effects: tuple[dynamo.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
@@ -178,6 +178,8 @@ class _Traced:
         side_effects = dynamo.side_effects_of_compilation()
         key = TraceKey.of(whole, settings, ends_early, side_effects)
         used = _drop_unread_inputs(whole)
+        if dynamo.pass_only(graph_module.graph, used):
+            floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         sizes = count_from_start(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None

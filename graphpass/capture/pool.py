@@ -33,19 +33,22 @@ _STALE_VIEW = Reason(
 
 
 class PoolTurn:
-    """A lock that one forward at a time holds. A forward is one context in one thread; it may acquire repeatedly."""
+    """A lock that one forward at a time holds. A forward runs in one thread; it may acquire the lock repeatedly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: int | None = None
-        self._context: ForwardContext | None = None
+        self._forward: object = None
         self._depth = 0
 
-    def acquire(self, context: ForwardContext, who: str) -> bool:
-        """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already."""
+    def acquire(self, forward: object, who: str) -> bool:
+        """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already.
+
+        ``forward`` identifies the forward: its context, if it has one.
+        """
         thread = threading.get_ident()
         if self._thread == thread:
-            if self._context is not context:  # guard: pool_busy
+            if self._forward is not forward:  # guard: pool_busy
                 raise PoolBusyError(
                     f"{who} started a forward inside another forward of the same pool",
                     expected="one forward at a time in a pool",
@@ -55,7 +58,7 @@ class PoolTurn:
             self._depth += 1
             return False
         self._lock.acquire()
-        self._thread, self._context, self._depth = thread, context, 1
+        self._thread, self._forward, self._depth = thread, forward, 1
         return True
 
     def is_mine(self) -> bool:
@@ -66,7 +69,7 @@ class PoolTurn:
         """End what the matching :meth:`acquire` began."""
         self._depth -= 1
         if not self._depth:
-            self._thread = self._context = None
+            self._thread = self._forward = None
             self._lock.release()
 
 
@@ -97,9 +100,9 @@ class PoolLease:
         self.forward_entries: list[GraphEntry] = []
         #: overwrite stale outputs with NaN on every device; ``debug`` sets this
         self.shows_stale = False
-        self._forward: weakref.ref[ForwardContext] | None = None
+        self._forward: object = None  # identity of the forward that began last: the weak reference to its context
         self._written: list[torch.Tensor] = []
-        self._written_by: weakref.ref[ForwardContext] | None = None
+        self._written_by: object = None
         self._views = HandedViews()
         self._device = None if device is None else self._make_device(device)
 
@@ -150,15 +153,27 @@ class PoolLease:
         is_outermost = self.turn.acquire(context, who)
         if is_outermost:
             try:
-                if self._forward is None or self._forward() is not context:
-                    self._forward = weakref.ref(context)
-                    self.forward_storages.clear()
+                forward = weakref.ref(context)  # the same object for the same context
+                if self._forward is not forward:
+                    self._begin(forward)
                 self.forward_entries.clear()
                 device.begin_forward()
             except BaseException:
                 self.turn.release()
                 raise
         return is_outermost
+
+    def acquire_for_one_replay(self, who: str) -> None:
+        """:meth:`acquire` for a forward that is one replay, without a context; not within another forward."""
+        forward = object()
+        self.turn.acquire(forward, who)
+        self._begin(forward)
+        self.forward_entries.clear()
+        self.order_after_last_forward()
+
+    def _begin(self, forward: object) -> None:
+        self._forward = forward
+        self.forward_storages.clear()
 
     def release(self) -> None:
         """End what the matching :meth:`acquire` began."""

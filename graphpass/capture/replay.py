@@ -242,8 +242,8 @@ class ReplayPlan:
         statics, dynamic = self.statics, self.dynamic_positions
         return (
             memory.data_ptrs_equal(args, statics.addresses, statics.positions)  # guard: static_addresses
-            and alias_pattern(args, dynamic) == self.pattern  # guard: alias_pattern
-            and not _are_inside(statics.storages, args, dynamic)  # guard: staged_inside_static
+            and (not dynamic or alias_pattern(args, dynamic) == self.pattern)  # guard: alias_pattern
+            and not (dynamic and _are_inside(statics.storages, args, dynamic))  # guard: staged_inside_static
         )
 
     def check(self, args: Sequence[Any], context: ForwardContext) -> None:

@@ -173,9 +173,16 @@ class CUDAGraphWrapper:
             is_outermost: None to acquire the pool lease. Otherwise the caller holds it, and this is what its
                 ``PoolLease.acquire`` returned.
         """
+        return self._under_graph(context, list(args), self._spec_of(args), clone, is_outermost)
+
+    def entry_for(self, descriptor: BatchDescriptor, args: list[Any]) -> GraphEntry | None:
+        """The graph that replays a :meth:`call_flat` with these arguments; None if there is none yet."""
+        return self._entries.find(descriptor, args, self._spec_of(args))[0]
+
+    def _spec_of(self, args: Sequence[Any]) -> Any:
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
             self._flat_spec = trees.flatten((tuple(args), {}))[1]
-        return self._under_graph(context, list(args), self._flat_spec, clone, is_outermost)
+        return self._flat_spec
 
     def _under_graph(
         self, context: ForwardContext, leaves: list[Any], spec: Any, clone: bool | None, is_outermost: bool | None

@@ -9,7 +9,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -299,6 +299,25 @@ def is_static_address(node: fx.Node) -> bool:
     value = node.meta.get("example_value", node.meta.get("val"))
     marked = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
     return isinstance(value, torch.nn.Parameter) or bool(marked or get_static_address_type(value))
+
+
+def pass_only(graph: fx.Graph, positions: Collection[int]) -> bool:
+    """Make Dynamo call the compiled graph with the arguments at ``positions`` only; False if this is not its graph.
+
+    Dynamo reads the placeholders of its own graph after the backend has returned, and writes the code that evaluates
+    their arguments in every call. An argument that no operator reads, or a float that is a constant, needs no code.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    dropped = [node for position, node in enumerate(placeholders) if position not in positions]
+    reads = [user for node in dropped for user in node.users]
+    if any("grapharg" not in node.meta for node in placeholders) or not wrapped_floats(graph).keys() >= set(reads):
+        return False
+    for item in reads:
+        item.replace_all_uses_with(float(item.meta["example_value"]))
+        graph.erase_node(item)
+    for node in dropped:
+        graph.erase_node(node)
+    return True
 
 
 def forget_arguments(graph: fx.Graph) -> None:

@@ -50,14 +50,6 @@ def memory_id(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr()
 
 
-def data_ptrs_equal(tensors: list[Any], expected: list[int | None], positions: list[int]) -> bool:
-    """Whether ``tensors[p].data_ptr() == expected[p]`` for every ``p`` in ``positions``.
-
-    One native call where torch offers it: about 3 µs for 300 tensors, against 12 µs in Python.
-    """
-    return bool(_data_ptrs_equal(tensors, expected, positions))
-
-
 def _data_ptrs_equal_in_python(
     tensors: Sequence[Any], expected: Sequence[int | None], positions: Sequence[int]
 ) -> bool:
@@ -65,9 +57,13 @@ def _data_ptrs_equal_in_python(
     return all(map(operator.eq, addresses, map(expected.__getitem__, positions)))
 
 
-_data_ptrs_equal: Callable[..., bool] = getattr(
+data_ptrs_equal: Callable[[list[Any], list[int | None], list[int]], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _data_ptrs_equal_in_python
 )
+"""Whether ``tensors[p].data_ptr() == expected[p]`` for every ``p`` in ``positions``: (tensors, expected, positions).
+
+One native call where torch offers it: about 3 µs for 300 tensors, against 12 µs in Python.
+"""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -134,7 +130,7 @@ def current_stream_of(device: torch.device) -> Any:
 
 def is_capturing_stream(device: torch.device | None) -> bool:
     """Whether the current stream is under CUDA graph capture; False on other devices."""
-    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device is not None and device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def drop_blas_workspaces() -> None:

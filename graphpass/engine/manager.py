@@ -23,7 +23,7 @@ from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, Sizes
 from graphpass.engine.captured import CapturedKey, CapturedKeys
 from graphpass.engine.forward import ForwardHooks, ForwardParts, fields_named
-from graphpass.engine.model import Model
+from graphpass.engine.model import GraphChecks, Model
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -378,7 +378,7 @@ class CudaGraphManager:
         lease.order_after_last_forward()
         self._inputs.fill(batch.inputs, sizes, inputs)
         metadata = parts.metadata(batch.attention, descriptor, mode)
-        observer = model.checking_graphs(inputs) if plan is None else None  # guard: manager_mixing_in_steps
+        observer = GraphChecks(model, inputs) if plan is None else None  # guard: manager_mixing_in_steps
         across_dp = None if step.agreed is None else step.agreed.num_tokens_across_dp
         entered = parts.context(metadata, inputs, mode, descriptor, batch.num_tokens, across_dp, observer=observer)
         with entered as context, parts.hooked(mode), fields_named(parts.attention, metadata):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CallObserver, CaptureScope, EnteredCallable, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall, ReachedCallable
 from graphpass.capture.settings import restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import trees
@@ -130,24 +130,16 @@ class Model:
         others = [value for value in args if isinstance(value, torch.Tensor) and storage_id(value) not in own]
         return ModelState.of_arguments(self.modules, others)
 
-    def restoring_state(self, *, is_step: bool = False) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def restoring_state(self, *, is_step: bool = False) -> Iterator[None]:
         """Save the model's tensors, its Python state and the random numbers, and restore them after the body.
 
         In a step the model's Python code runs only if steps go through Dynamo; otherwise its state is not saved.
         """
         recipe = self.recipe()
         modules = () if is_step and recipe.why_through_dynamo is None else self.modules
-        return self._restoring(modules, recipe.state, recipe.generators)
-
-    @contextlib.contextmanager
-    def _restoring(
-        self,
-        modules: Sequence[torch.nn.Module],
-        tensors: Sequence[torch.Tensor],
-        generators: Sequence[torch.Generator],
-    ) -> Iterator[PythonState]:
-        with restoring(tensors, generators, self.inputs.device), restoring_python_state(modules) as state:
-            yield state
+        with restoring(recipe.state, recipe.generators, self.inputs.device), restoring_python_state(modules):
+            yield
 
     # -- graphs that keep tokens and requests apart -------------------------------------------------------------------
 
@@ -167,13 +159,6 @@ class Model:
                     refuse_tensors_between(callable_, symbols, PythonState.of(self.modules))
                 refuse_mixing(callable_, symbols, self.parts.mixing_ops(), unpassed)
                 self._checked.add(callable_)
-
-    def checking_graphs(self, inputs: PaddedInputs) -> CallObserver:
-        """An observer of one step through Dynamo that checks each graph before it runs.
-
-        A model whose code has changed since the capture is compiled again in a step, and that graph is new.
-        """
-        return _GraphChecks(self, inputs)
 
     # -- the first run ------------------------------------------------------------------------------------------------
 
@@ -221,7 +206,8 @@ class Model:
         with self.runtime.scopes.opened() as scope, context, fields_named(parts.attention, metadata):
             first = self._first_entry(scope, inputs)
             is_split = any(call.callable.ends_early is not None for call in first)
-            with self._restoring(self.modules, *self._changed_by(first, inputs, is_split=is_split)) as state:
+            changed = self._changed_by(first, inputs, is_split=is_split)
+            with restoring(*changed, self.inputs.device), restoring_python_state(self.modules) as state:
                 for call in first:
                     refuse_side_effects(call.callable.side_effects, state)
                 with parts.hooked(none):
@@ -318,17 +304,22 @@ class _FirstRun:
     written: frozenset[str]  #: names of the inputs that the run wrote to, also between graphs
 
 
-class _GraphChecks:
-    """Checks the graphs of one step."""
+class GraphChecks:
+    """Observes one step through Dynamo, and checks each graph before it runs.
+
+    A model whose code has changed since the capture is compiled again in a step, and that graph is new.
+    """
 
     def __init__(self, model: Model, inputs: PaddedInputs) -> None:
         self._model, self._inputs = model, inputs
         self._reached: list[ReachedCall] = []
 
     def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
+        """Check a graph that is about to run, together with those before it."""
         self._model.check_graphs([*self._reached, ReachedCall(callable_, args, (), None)], self._inputs)
 
     def returned(self, call: ReachedCall) -> None:
+        """Keep a call whose outputs a later graph may read."""
         self._reached.append(call)
 
 

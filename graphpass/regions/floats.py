@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class FloatInputs:
     #: (name of the float, operator that takes numbers only, line of the user's code) of each float that varies and is a
     #: constant all the same.
     constants: tuple[tuple[str, str, str], ...]
+
+    def among(self, taken: Sequence[int]) -> FloatInputs:
+        """The same floats where only the inputs at the positions ``taken`` are passed."""
+        return replace(self, positions=tuple(map(list(taken).index, self.positions)))
 
     def moved_before(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run`` for Dynamo's arguments, with the floats on the graph's device."""

@@ -1,0 +1,190 @@
+"""Calls of known sizes and weights: nothing is looked up, and nothing is missed that changed since the last call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgpass.callable
+import graphpass as gp
+from cgpass.callable import GraphedCallable
+from graphpass.capture.replay import EntryTable
+from graphpass.paddedmemory import PaddedArguments, PaddedInput, dense_strides
+
+
+class Tagger(nn.Module):
+    """Two inputs of one dtype, two weights, and results of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(10, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = self.last(self.table(ids) + kinds[..., None])
+        return rows, rows.argmax(-1), ids + kinds
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch.compiler.reset()
+    return torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "eager", **options})
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 10, (size, 3)), torch.randint(0, 10, (size, 3))
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every search for the graph of a call."""
+    found, find = list[int](), EntryTable.find
+
+    def counted(table: EntryTable, *args: Any) -> Any:
+        found.append(1)
+        return find(table, *args)
+
+    monkeypatch.setattr(EntryTable, "find", counted)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [4, 5])
+def test_later_calls_of_a_size_look_nothing_up(size: int, lookups: list[int]) -> None:
+    model = Tagger()
+    fast = compiled(model)
+    for _ in range(4):
+        fast(*batch(size))
+    lookups.clear()
+    for _ in range(3):
+        given = batch(size)
+        torch.testing.assert_close(fast(*given), model(*given))
+    assert not lookups
+    (use,) = [use for use in gp.runtime_of(fast).counts().values() if use.captured]
+    assert use.replayed == 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weight", ["table", "last"])
+def test_a_weight_that_is_exchanged_between_calls_is_read(weight: str) -> None:
+    model = Tagger()
+    fast = compiled(model)
+    given, parameter = batch(5), getattr(model, weight).weight
+    first, second = parameter.data, torch.randn_like(parameter)
+    for data in (first, first, first, first, second, second, second, first, second):
+        parameter.data = data
+        torch.testing.assert_close(fast(*given), model(*given))
+
+
+@torch.no_grad()
+def test_after_a_graph_was_dropped_it_is_looked_up_again(lookups: list[int]) -> None:
+    model = Tagger()
+    fast = compiled(model)
+    given = batch(5)
+    for _ in range(4):
+        fast(*given)
+    model.last.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)  # the old weight dies, and its graph
+    lookups.clear()
+    for _ in range(4):
+        torch.testing.assert_close(fast(*given), model(*given))
+    assert lookups
+
+
+@torch.no_grad()
+def test_instances_that_share_a_callable_have_each_their_replay(lookups: list[int]) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            for layer in self.layers:
+                layer.compile(backend="cgpass", dynamic=True, options={"compiler": "eager"})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.compiler.reset()
+    model = Stack()
+    for _ in range(5):
+        model(torch.randn(5, 4))
+    lookups.clear()
+    x = torch.randn(5, 4)
+    expected = x
+    for layer in model.layers:
+        expected = nn.functional.linear(expected, layer.weight, layer.bias)
+    torch.testing.assert_close(model(x), expected)
+    assert not lookups
+
+
+@torch.no_grad()
+def test_padding_that_contents_decide_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index names rows: its contents decide, so that padded calls 1, 2, 4 and 8 are checked."""
+    checked, check = list[int](), cgpass.callable.check_padding
+    monkeypatch.setattr(cgpass.callable, "check_padding", lambda call: checked.append(1) or check(call))
+    options = {"dynamic_dims": {"x": 0}, "capture_sizes": [8]}
+    model = lambda x, index: x.index_select(0, index)  # noqa: E731
+    fast, x, index = compiled(model, **options), torch.randn(5, 4), torch.tensor([0, 4, 2])
+    for _ in range(9):
+        torch.testing.assert_close(fast(x, index), model(x, index))
+    assert len(checked) == 4
+
+
+@pytest.mark.parametrize("rule", ["repeat", 0, 7])
+@pytest.mark.parametrize("order", [None, (0, 1, 2)])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ([(6, 3, 2)] * 2, [(4, 3, 2)] * 2),
+        ([(6, 3, 2), (6, 5, 2)], [(4, 3, 2), (4, 3, 2)]),
+        ([(4, 3, 2), (6, 3, 2)], [(4, 3, 2), (3, 3, 2)]),
+        ([(40, 3, 2), (40, 3, 2)], [(4, 3, 2), (4, 3, 2)]),
+    ],
+)
+def test_inputs_that_are_filled_together_hold_what_each_alone_holds(
+    shapes: tuple[Sequence[Any], Sequence[Any]], order: Sequence[int] | None, rule: Any
+) -> None:
+    def made() -> list[PaddedInput]:
+        buffers = [torch.full(shape, -1.0).as_strided(shape, dense_strides(shape, order)) for shape in shapes[0]]
+        pairs = enumerate(zip(buffers, shapes[1], strict=True))
+        return [PaddedInput.of(n, buffer, real, rule, is_written=False) for n, (buffer, real) in pairs]
+
+    values = [torch.randn(shape) for shape in shapes[1]]
+    apart, together = made(), made()
+    for padded in apart:
+        padded.fill(values[padded.position])
+    PaddedArguments(together).fill(values)
+    for alone, beside in zip(apart, together, strict=True):
+        torch.testing.assert_close(beside.buffer, alone.buffer, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_dynamo_passes_only_what_the_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``dynamic=True`` each float of a module is an argument, which costs a conversion in every call."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.scale = nn.LayerNorm(4, eps=1e-3), 0.25
+
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return self.norm(x) * self.scale * factor
+
+    passed, call = list[int](), GraphedCallable.__call__
+
+    def counted(graphed: GraphedCallable, *given: Any) -> Any:
+        passed.append(len(given))
+        return call(graphed, *given)
+
+    monkeypatch.setattr(GraphedCallable, "__call__", counted)
+    model = Normed()
+    fast = compiled(model)
+    for size, factor in ((5, 2.0), (5, 3.0), (6, 4.0), (6, 2.0)):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(fast(x, factor), model(x, factor))
+    assert set(passed) == {5}  # x, its size, the factor, weight and bias
+    model.norm.eps, model.scale = 1e-1, 0.5
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(fast(x, 2.0), model(x, 2.0))
