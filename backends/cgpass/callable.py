@@ -363,9 +363,11 @@ class GraphedCallable:
         if may_capture:
             return self._run_key(context, args, clone=clone)
         # PIECEWISE without permission must replay as a whole: else some regions would have run before one is refused.
-        if auto.rules.mode is CUDAGraphMode.FULL or self._plans.serving(key.descriptor, args) is not None:
+        is_full = auto.rules.mode is CUDAGraphMode.FULL
+        plan = None if is_full else self._plans.serving(key.descriptor, args)
+        if is_full or plan is not None:
             try:
-                return self._run_key(context, args, clone=clone)
+                return self._run_key(context, args, clone=clone, plan=plan)
             except StaticInputError:
                 if not auto.rules.recaptures_moved_inputs:
                     raise
@@ -378,8 +380,12 @@ class GraphedCallable:
         with self._permission(auto, key):
             return self._run_key(context, args, clone=clone)
 
-    def _run_key(self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None) -> Any:
+    def _run_key(
+        self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None, plan: ReplayPlan | None = None
+    ) -> Any:
         """Capture or replay the key of ``context``; ``clone`` None: as the capture policy says.
+
+        ``plan`` is the plan that serves a PIECEWISE call, if it is known already.
 
         Outputs that are cut are not cloned before, and the pool lease is held until they are cut.
         """
@@ -389,7 +395,7 @@ class GraphedCallable:
         with entered(context):
             if is_full:  # an eager run reads the context that a graph has baked in
                 return self._full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
-            return self._piecewise(context, tuple(args), clone=clone)[0]
+            return self._piecewise(context, tuple(args), clone=clone, plan=plan)[0]
 
     def _check(
         self, auto: AutoDispatcher, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool
@@ -453,7 +459,12 @@ class GraphedCallable:
             lease.release()
 
     def _piecewise(
-        self, context: ForwardContext, args: tuple[Any, ...], *, clone: bool | None = None
+        self,
+        context: ForwardContext,
+        args: tuple[Any, ...],
+        *,
+        clone: bool | None = None,
+        plan: ReplayPlan | None = None,
     ) -> tuple[Any, ReplayPlan | None]:
         """Capture or replay the PIECEWISE graphs; returns the outputs and the plan, None if a region has no graph."""
         lease, descriptor = self.runtime.lease, context.batch_descriptor
@@ -463,7 +474,7 @@ class GraphedCallable:
         try:
             if not clones:  # inputs may be outputs of the last forward
                 args = tuple(lease.without_stale(args, self._staged))
-            plan = self._plans.serving(descriptor, args)
+            plan = plan or self._plans.serving(descriptor, args)
             if plan is not None:
                 plan.check(args, context)
                 outputs = plan.run(args, lease)

@@ -35,14 +35,21 @@ class PlannedReplay:
     arguments: Mapping[int, int]
     replayed: Collection[int]  #: positions of region inputs that are outputs of earlier replays of the same plan
 
-    def callee(self, *, reuses_outputs: bool) -> Callable[..., Any]:
-        """The function that the stitched code calls: checks and copies what the plan did not, and replays."""
-        plan, outputs = self.entry.plan, self.entry.outputs
+    def unsettled(self) -> InputPlan:
+        """How the region's inputs that the callable's plan has not checked and copied are checked and copied."""
+        plan = self.entry.plan
         # A replay may return a view of an input, in the caller's memory: such an output still has to be staged.
         settled = {*self.arguments, *set(self.replayed).difference(plan.dynamic_positions)}
-        inputs = plan.inputs.at({p: p for p in plan.inputs.names if p not in settled})
-        if reuses_outputs and not (inputs or outputs.viewed_positions):
-            return plan.launch
+        return plan.inputs.at({p: p for p in plan.inputs.names if p not in settled})
+
+    def is_fixed(self) -> bool:
+        """Whether the replay needs no argument and always returns the same objects."""
+        # guard: replays_without_arguments
+        return not (self.unsettled() or self.entry.outputs.viewed_positions or self.entry.plan.inputs.mutates)
+
+    def callee(self) -> Callable[..., Any]:
+        """The function that the stitched code calls: checks and copies what the plan did not, and replays."""
+        plan, outputs, inputs = self.entry.plan, self.entry.outputs, self.unsettled()
 
         def replay(*leaves: Any) -> list[Any]:
             inputs.check(leaves)
@@ -58,10 +65,10 @@ class PlannedCallable:
     """What all plans of a callable share."""
 
     name: str  #: the callable
-    #: builds the stitched code from region name -> callee, for the captured regions
-    bind: Callable[[Mapping[str, Callable[..., Any]]], Callable[..., Any]]
+    #: builds the stitched code from region name -> callee, for the captured regions, and region name -> fixed outputs
+    bind: Callable[[Mapping[str, Callable[..., Any]], Mapping[str, Sequence[Any]]], Callable[..., Any]]
     static: frozenset[int]  #: positions of the arguments declared static, whether a graph baked them in or not
-    reuses_outputs: bool  #: see :meth:`PlannedReplay.callee`
+    reuses_outputs: bool  #: no eager region reshapes an output of a replay in place, so that it may be the same object
     eager: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  #: region name -> code of the eager regions
     places: Mapping[str, str] = field(default_factory=dict)  #: region name -> path of its module, for profiles
 
@@ -83,15 +90,22 @@ def plan_of_regions(
     if pattern:  # inputs that share memory are copied together, region by region
         replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
     inputs = [planned.entry.plan.inputs.at(planned.arguments) for planned in replays.values()]
-    reuses = callable_.reuses_outputs
-    callees = {region: planned.callee(reuses_outputs=reuses) for region, planned in replays.items()}
-    stitched = callable_.bind(callees)
+    unchanging = {
+        region: planned.entry.outputs.build(())
+        for region, planned in replays.items()
+        if callable_.reuses_outputs and planned.is_fixed()
+    }
+    callees = {
+        region: planned.entry.graph.replay if region in unchanging else planned.callee()
+        for region, planned in replays.items()
+    }
+    stitched = callable_.bind(callees, unchanging)
 
     @functools.cache
     def ranged() -> Callable[[Sequence[Any]], Any]:
         named = {name: operators.ranged(callable_.label(name, "replay"), callee) for name, callee in callees.items()}
         eager = {name: operators.ranged(callable_.label(name, "eager"), run) for name, run in callable_.eager.items()}
-        stitched = callable_.bind({**eager, **named})
+        stitched = callable_.bind({**eager, **named}, unchanging)
         return operators.ranged(f"{callable_.name} {key}", lambda args: stitched(*args))
 
     return ReplayPlan(
@@ -129,7 +143,7 @@ class ReplayPlans:
         unplanned = {**callees, **code}
         self._callable = PlannedCallable(
             name=name,
-            bind=lambda planned: partition.bind({**unplanned, **planned}),
+            bind=lambda planned, fixed: partition.bind({**unplanned, **planned}, fixed),
             static=frozenset(static),
             reuses_outputs=not any(reshapes_in_place(node) for r in eager for node in r.graph_module.graph.nodes),
             eager=code,

@@ -49,15 +49,18 @@ class Partition:
     _stitching: Stitching
     _outputs: Any
 
-    def bind(self, callees: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    def bind(
+        self, callees: Mapping[str, Callable[..., Any]], fixed: Mapping[str, Sequence[Any]] | None = None
+    ) -> Callable[..., Any]:
         """The stitched function with other callables in place of the regions: ``callee(*inputs) -> tuple of outputs``.
 
-        The code object is shared; no code is generated again.
+        The regions in ``fixed`` return the given outputs, the same objects, in every call; they are called without
+        arguments. Code is generated once for each set of such regions.
 
         Raises:
             PartitionError: the keys of ``callees`` are not exactly the regions' names.
         """
-        return self._stitching.bind(callees)
+        return self._stitching.bind(callees, fixed)
 
     def never_full(self) -> Reason | None:
         """The first region that cannot be captured, with its reason: the graph cannot be captured as a whole.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -32,22 +32,38 @@ class Stitching:
     """Generated code, before it is bound to the callables of the regions."""
 
     source: str  #: one function definition
-    code: CodeType  #: its code object, shared by everything that :meth:`bind` returns
     constants: Mapping[str, Any]  #: values of other names in the source: output constants, parameters that are returned
     defaults: tuple[Any, ...]  #: default values of the trailing arguments
-    callees: tuple[str, ...]  #: the region names that must be bound
+    outputs: Mapping[str, tuple[str, ...]]  #: {region: its outputs as variables of the source}
+    _write: Callable[[frozenset[str]], str]
+    _codes: dict[frozenset[str], CodeType] = field(default_factory=dict)
 
-    def bind(self, callees: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """The generated function with ``callees``, one for each region name; no code is compiled again."""
-        if set(callees) != set(self.callees):
+    def bind(
+        self, callees: Mapping[str, Callable[..., Any]], fixed: Mapping[str, Sequence[Any]] | None = None
+    ) -> Callable[..., Any]:
+        """The generated function with ``callees``, one for each region name; code is compiled once.
+
+        The regions in ``fixed`` return the same objects in every call: they are called without arguments, and what
+        reads their outputs reads these objects.
+        """
+        if callees.keys() != self.outputs.keys():
             raise PartitionError(
                 "the stitched code calls every region once",
-                expected=f"callees for {', '.join(self.callees) or 'no region'}",
+                expected=f"callees for {', '.join(self.outputs) or 'no region'}",
                 found=", ".join(sorted(callees)) or "none",
                 remedy="pass one callable for each name in Partition.regions",
             )
-        namespace = {**self.constants, **callees}
-        return FunctionType(self.code, namespace, "stitched", self.defaults)
+        fixed = fixed or {}
+        names = frozenset(fixed)
+        if names not in self._codes:
+            compiled = compile(self._write(names), FILENAME, "exec").co_consts
+            self._codes[names] = next(code for code in compiled if isinstance(code, CodeType))
+        results = {
+            name: value
+            for region, values in fixed.items()
+            for name, value in zip(self.outputs[region], values, strict=True)
+        }
+        return FunctionType(self._codes[names], {**self.constants, **results, **callees}, "stitched", self.defaults)
 
 
 def stitch(gm: fx.GraphModule, regions: Sequence[Region]) -> Stitching:
@@ -71,11 +87,12 @@ class _Writer:
     def stitching(self) -> Stitching:
         parameters, defaults = self._parameters()
         result = self._expression(self._output.args[0] if self._output.args else None)
-        lines = [f"def stitched({parameters}):", *self._body(), f"    return {result}"]
-        source = "\n".join(lines) + "\n"
-        code = next(c for c in compile(source, FILENAME, "exec").co_consts if isinstance(c, CodeType))
-        callees = tuple(region.name for region in self._regions)
-        return Stitching(source, code, dict(self._constants), defaults, callees)
+
+        def write(fixed: frozenset[str]) -> str:
+            return "\n".join([f"def stitched({parameters}):", *self._body(fixed), f"    return {result}", ""])
+
+        outputs = {region.name: tuple(self._variables[name] for name in region.outputs) for region in self._regions}
+        return Stitching(write(frozenset()), dict(self._constants), defaults, outputs, write)
 
     def _variable_names(self) -> dict[str, str]:
         """Value name -> variable. Arguments keep their names, which callers use as keywords, unless a region has it."""
@@ -100,36 +117,41 @@ class _Writer:
                 parameters[-1] += f"={self._constant(node.args[0])}"
         return ", ".join(parameters), tuple(defaults)
 
-    def _body(self) -> list[str]:
+    def _body(self, fixed: frozenset[str]) -> list[str]:
         """The calls, each followed by ``del`` of the values that have no later use."""
-        last_use = self._last_uses()
+        last_use = self._last_uses(fixed)
         released: list[list[str]] = [[] for _ in range(len(self._regions) + 1)]
         for value, position in last_use.items():
             released[position].append(value)
         lines: list[str] = []
-        unused = [node.name for node in self._placeholders if node.name not in last_use]
-        lines += self._release(unused)
+        if not fixed:  # else the unused arguments are as many as the weights, and the caller holds them
+            lines += self._release([node.name for node in self._placeholders if node.name not in last_use])
         for position, region in enumerate(self._regions):
-            names = [self._variables[name] for name in region.inputs]
-            call = f"{region.name}({', '.join(names)})"
-            outputs = ", ".join(self._variables[name] for name in region.outputs)
-            unpacking = f"{outputs}{',' if len(region.outputs) == 1 else ''} = " if outputs else ""
-            lines.append(f"    {unpacking}{call}")
+            if region.name in fixed:
+                lines.append(f"    {region.name}()")
+            else:
+                names = [self._variables[name] for name in region.inputs]
+                call = f"{region.name}({', '.join(names)})"
+                outputs = ", ".join(self._variables[name] for name in region.outputs)
+                unpacking = f"{outputs}{',' if len(region.outputs) == 1 else ''} = " if outputs else ""
+                lines.append(f"    {unpacking}{call}")
             lines += self._release(released[position])
         return lines
 
     def _release(self, values: Sequence[str]) -> list[str]:
         return [f"    del {', '.join(self._variables[value] for value in values)}"] if values else []
 
-    def _last_uses(self) -> dict[str, int]:
-        """Value name -> position of the last region that uses it; the graph's output counts as one more region."""
+    def _last_uses(self, fixed: frozenset[str]) -> dict[str, int]:
+        """Value name -> position of the last region that reads it from a local variable; the output is one more."""
         last: dict[str, int] = {}
         for position, region in enumerate(self._regions):
-            last.update(dict.fromkeys(region.inputs, position))
+            if region.name not in fixed:
+                last.update(dict.fromkeys(region.inputs, position))
         for node in self._output.all_input_nodes:
             for used in node.all_input_nodes if is_rebuilt_output(node) else (node,):
                 last[used.name] = len(self._regions)
-        return last
+        kept = {output for region in self._regions if region.name in fixed for output in region.outputs}
+        return {name: position for name, position in last.items() if name not in kept}
 
     def _expression(self, value: Any) -> str:
         """Python text for an output value or structure."""

@@ -36,7 +36,11 @@ def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles:
 def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = ()) -> ReplayPlan:
     """A plan of one region whose inputs are the callable's; ``arguments`` are those it may settle by itself."""
     replay = PlannedReplay(entry, {position: position for position in arguments}, ())
-    callable_ = PlannedCallable("g0", lambda callees: callees["r0"], frozenset(), True)
+
+    def bind(callees: Any, fixed: Any) -> Any:
+        return (lambda *_: (callees["r0"](), fixed["r0"])[1]) if fixed else callees["r0"]
+
+    callable_ = PlannedCallable("g0", bind, frozenset(), True)
     return plan_of_regions(callable_, {"r0": replay}, args, "PIECEWISE")
 
 
