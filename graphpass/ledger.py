@@ -63,6 +63,8 @@ class Row:
     padded: int = 0  #: the same with padding
     seconds: float = 0.0  #: duration in all
     least_s: float = math.inf  #: host seconds of the shortest one; infinite if none was timed
+    pool_bytes: int = 0  #: growth of the graph pool
+    driver_bytes: int = 0  #: growth of the driver's memory, for executables
 
 
 @dataclass(slots=True)

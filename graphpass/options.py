@@ -67,6 +67,10 @@ class Settings:
     #: seconds that tuning may take in a runtime; a variant that has been begun is finished
     tune_seconds: float = 120.0
     max_graphs: int = 64  #: the maximum number of keys that a callable captures besides those of ``capture_sizes``
+    #: the most bytes, on a device and in this process, of graphs for sizes that recur although padding serves them; 0:
+    #: none, so that equal calls have equal bits for ever. By default 1 % of the device's memory, at least 64 MiB, and
+    #: none beside ``capture_sizes``.
+    graph_bytes: int | None = None
     #: captures show a progress bar; by default where stderr is a terminal and TQDM_DISABLE is not set
     progress: bool | None = None
     dump_dir: Path | None = None  #: a directory for the text of partitions, one file for each graph
@@ -87,6 +91,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name, known in _VALUES.items():
             one_of(getattr(self, name), known, _problem(name), remedy=_SEE_OPTIONS)
+        if self.graph_bytes is not None and not is_integer(self.graph_bytes, at_least=0):
+            raise _bad_value("graph_bytes", "bytes, an integer of at least 0, or None", self.graph_bytes)
         if not is_integer(self.max_graphs, at_least=0):
             raise _bad_value("max_graphs", "an integer of at least 0", self.max_graphs)
         if not is_seconds(self.tune_seconds):

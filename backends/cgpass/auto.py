@@ -10,7 +10,9 @@ The decision about a call is an :class:`AutoCall`, which the callable runs. It i
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,18 +20,32 @@ from typing import Any
 
 import torch
 
+from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
 from cgpass.known import KnownReplay
-from cgpass.nograph import BUSY, EMPTY, FIRST_CALLS, NUMBER_IN_KEY, FailedCaptures, refused
+from cgpass.nograph import (
+    BUSY,
+    EMPTY,
+    FASTER_WITHOUT,
+    FIRST_CALLS,
+    NO_ROOM,
+    NUMBER_IN_KEY,
+    OTHER_INPUTS,
+    FailedCaptures,
+    refused,
+)
 from cgpass.sizes import InputLayout, value_at
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.staging import storage_id
+from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import memory
+from graphpass.dispatch.exact import RecurringSize
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.paddedmemory import OutputCuts, PaddedArguments, PaddedInput, PaddedMemory
+from graphpass.report.figures import PADDING_BEFORE
 
 _MAX_REMEMBERED = 4096
 _NO_INPUTS = PaddedArguments()
@@ -78,10 +94,14 @@ class AutoCall:
     real_rows: torch.Tensor | None = None  #: the view of ``mask`` over the real rows
     #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
     known: dict[int, KnownReplay] = field(default_factory=dict)
+    size: RecurringSize | None = None  #: counts these calls for a graph of their own; None if they never get one
+    under_padding: AutoCall | None = None  #: what serves these calls if their own graph cannot; None if it is no such
 
     def count(self) -> None:
         """Count a call that has run over a graph."""
-        counts = self.counts
+        counts, size = self.counts, self.size
+        if size is not None:
+            size.replays += 1
         counts.n += 1
         counts.real += self.num_real
         counts.padded += self.num_padded
@@ -108,8 +128,11 @@ class AutoCall:
 class AutoDispatcher:
     """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks."""
 
-    def __init__(self, name: str, runtime: GraphRuntime, rules: AutoRules) -> None:
+    def __init__(
+        self, name: str, runtime: GraphRuntime, rules: AutoRules, wrappers: Sequence[CUDAGraphWrapper]
+    ) -> None:
         self.rules = rules
+        self._wrappers = wrappers  # of the graphs of each key
         self._name, self._runtime = name, runtime
         self._places = tuple(size.place for size in rules.sizes.sizes)
         self._layout_numbers = rules.sizes.layout_numbers
@@ -119,6 +142,7 @@ class AutoDispatcher:
         self._masks: dict[BatchDescriptor, torch.Tensor] = {}
         self._checks: dict[BatchDescriptor, KeyChecks] = {}
         self._calls: dict[tuple[Any, ...], AutoCall] = {}
+        self._own: ExactGraphs | None = None
         self._refused: dict[str, CountedReason] = {}
         self._failures = FailedCaptures(name)
         self._is_refuted = False
@@ -140,7 +164,12 @@ class AutoDispatcher:
         call, keys = self._call_of(args), self.rules.keys
         for seen, size in call.seen:
             seen[size] += 1
-        if scope is not None:
+        if call.size is not None:
+            recurring = self._recurring(call, call.size, args, scope)
+            if isinstance(recurring, Reason):
+                return recurring
+            call = recurring
+        if scope is not None or call.key.is_exact:
             return call
         if call.key.is_captured:
             call.key.calls += 1
@@ -170,7 +199,10 @@ class AutoDispatcher:
 
     def failed(self, key: RecurringKey, error: BaseException) -> Reason:
         """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
-        key.refusal = self._failures.failed(self.rules.keys.named(key), error)
+        key.refusal = self._failures.failed(self.rules.keys.named(key.sizes), error)
+        size = self._own.sizes.find(key.sizes) if self._own is not None and key.is_exact else None
+        if self._own is not None and size is not None:
+            self._own.sizes.dropped(size, is_final=True)
         return key.refusal
 
     def failed_in_parts(self, key: RecurringKey, error: BaseException) -> None:
@@ -186,6 +218,90 @@ class AutoDispatcher:
         text, is_silent = f"runs without a graph: {reason.why}", self.rules.on_fallback == "silent"
         self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
 
+    # -- sizes that get graphs of their own ----------------------------------------------------------------------------
+
+    def captured(self, call: AutoCall, seconds: float) -> None:
+        """Record that the key of a call was captured, within ``seconds`` of the call that captured it."""
+        if self._own is None:
+            return
+        entries = [wrapper.entries_at(call.key.descriptor)[-1] for wrapper in self._wrappers]
+        num_bytes = self._own.captured(call.key, seconds, entries)
+        if call.under_padding is None or call.size is None:
+            return
+        self._runtime.ledger.rows(self._name, PADDING_BEFORE)[
+            self.rules.mode, call.key.descriptor
+        ].seconds += call.size.cost()
+        drop = functools.partial(_drop_own, weakref.ref(self), call.real)
+        is_in_bounds = self._own.sizes.captured_exactly(call.size, seconds, num_bytes, drop)
+        for sizes, kept in list(self._calls.items()):
+            if kept is call.under_padding:
+                self._calls[sizes] = call
+        if not is_in_bounds and self.drop(call.real):
+            self._own.sizes.dropped(call.size, is_final=True)
+
+    def instead(self, call: AutoCall, reason: Reason) -> AutoCall | Reason:
+        """What serves a call whose graph cannot be captured or replayed now: padding, or no graph for this reason."""
+        if call.under_padding is None or call.size is None:
+            return reason
+        if self._own is not None and reason is OTHER_INPUTS and call.key.is_captured and self.drop(call.real):
+            self._own.sizes.lost(call.size)
+        return call.under_padding
+
+    def drop(self, real: tuple[int, ...]) -> bool:
+        """Drop the graph of a size, which is padded again, unless a forward uses the pool; returns whether it did."""
+        lease = self._runtime.lease
+        with lease.turn.unused() as is_unused:
+            if is_unused:
+                self._pad_again(real)
+                descriptor = self.rules.keys.exact_key(real).descriptor
+                lease.drop([entry for wrapper in self._wrappers for entry in wrapper.take(descriptor)])
+        return is_unused
+
+    def _pad_again(self, real: tuple[int, ...]) -> None:
+        for sizes, kept in list(self._calls.items()):
+            if kept.real == real and kept.under_padding is not None and kept.size is not None:
+                self._calls[sizes] = kept.under_padding
+                kept.key.is_captured = False
+                if self._own is not None:
+                    self._own.sizes.dropped(kept.size)
+
+    def _recurring(
+        self, call: AutoCall, size: RecurringSize, args: Sequence[Any], scope: CaptureScope | None
+    ) -> AutoCall | Reason:
+        """The decision about a call whose size may recur: to capture it exactly now, to pad it again, or ``call``."""
+        if call.under_padding is not None and (scope is not None or not call.key.is_captured):
+            call = call.under_padding  # guard: exact_in_scopes
+        exact = self._own
+        if scope is not None or exact is None or size.replays < size.asks_at:
+            return call
+        if call.under_padding is not None:
+            if not exact.sizes.loses(size) or not self.drop(call.real):
+                return call
+            exact.sizes.dropped(size, is_final=True)
+            return call.under_padding
+        if not exact.sizes.wants(size):
+            if size.is_left_out:
+                at = f"{self._name} {named_sizes(self.rules.keys.named(call.real))}"
+                self._runtime.ledger.note(NO_ROOM, at=at, is_problem=True)
+            if not size.is_faster_without():
+                return call
+            size.replays, size.asks_at = size.replays + 1, 0  # counts for a graph of its own, and is asked each time
+            return replace(FASTER_WITHOUT, sizes=self.rules.keys.named(call.real))
+        if self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
+            exact.sizes.dropped(size, is_final=True)
+            return call
+        return self._new_call(call.real, args, as_is=False, under_padding=call)
+
+    def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
+        if self._own is None and self.rules.graph_bytes != 0:
+            device = self._runtime.lease.device_for(args).device
+            self._own = ExactGraphs(self._name, self._runtime, self.rules, device)
+        return self._own
+
+    def _num_graphs(self, descriptor: BatchDescriptor) -> int:
+        """How many graphs a key has: one for each set of static inputs; 0 if a region has none."""
+        return min([len(wrapper.entries_at(descriptor)) for wrapper in self._wrappers], default=0)
+
     # -- what the runtime asks ----------------------------------------------------------------------------------------
 
     def buffer_bytes(self) -> int:
@@ -194,6 +310,7 @@ class AutoDispatcher:
 
     def close(self) -> None:
         """Drop keys, buffers and all remembered calls; called when the graphs are dropped."""
+        self._own = None
         self._memory.clear()
         self._masks.clear()
         self._checks.clear()
@@ -235,7 +352,10 @@ class AutoDispatcher:
         """The decision about calls of the sizes and layouts of ``args``."""
         if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
-            self.rules.keys.recount()
+            self.rules.keys.recount(self._num_graphs)
+            for kept in list(self._calls.values()):
+                if kept.under_padding is not None and not kept.key.is_captured:
+                    self._pad_again(kept.real)
         real = self._read(args)
         layout = tuple([args[position] for position in self._layout_numbers])
         # guard: padded_inputs_share_memory
@@ -243,7 +363,7 @@ class AutoDispatcher:
         call = self._calls.get((real, layout, as_is))
         if call is None:
             if len(self._calls) >= _MAX_REMEMBERED:
-                self._calls.clear()
+                self._calls = {sizes: kept for sizes, kept in self._calls.items() if kept.under_padding is not None}
             call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
         return call
 
@@ -252,7 +372,9 @@ class AutoDispatcher:
         storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
         return len(set(storages)) != len(storages)
 
-    def _new_call(self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool) -> AutoCall:
+    def _new_call(
+        self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, under_padding: AutoCall | None = None
+    ) -> AutoCall:
         keys = self.rules.keys
         if not self.rules.padded:
             return self._exact(keys.key_of(real), real)
@@ -264,7 +386,7 @@ class AutoDispatcher:
             return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
         if as_is:
             return self._exact(keys.key_of(real, as_is=True), real)
-        key = keys.key_of(real)
+        key = keys.key_of(real) if under_padding is None else keys.exact_key(real)
         found = self._inputs(real, key.sizes, args)
         if isinstance(found, InputLayout):
             remedy = f"make it contiguous (`{found.name}.contiguous()`)"
@@ -278,10 +400,12 @@ class AutoDispatcher:
         checks = None
         if key.sizes != real and self.rules.checks != "never":
             checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
+        counts, exact = self._counts(key), self._exact_graphs(args)
+        size = None if exact is None else exact.size_of(key, real, counts)
         return AutoCall(
             key,
             real,
-            self._counts(key),
+            counts,
             self._seen(real),
             num_real=math.prod(real),
             num_padded=math.prod(key.sizes),
@@ -292,6 +416,8 @@ class AutoDispatcher:
             checks=checks,
             mask=mask,
             real_rows=real_rows,
+            size=size,
+            under_padding=under_padding,
         )
 
     def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
@@ -364,3 +490,8 @@ class AutoDispatcher:
 
     def _counts(self, key: RecurringKey) -> Row:
         return self._runtime.ledger.rows(self._name, "called")[self.rules.mode, key.descriptor]
+
+
+def _drop_own(owner: weakref.ref[AutoDispatcher], real: tuple[int, ...]) -> bool:
+    dispatcher = owner()
+    return dispatcher is not None and dispatcher.drop(real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoCall, AutoDispatcher
 from cgpass.keyrules import AutoRules
 from cgpass.known import KnownReplay
-from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, NoGraphNowError
+from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, OTHER_INPUTS, NoGraphNowError
 from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
 from cgpass.sizes import NamedSizes
@@ -103,7 +104,9 @@ class GraphedCallable:
         self.never_full = partition.never_full()
         is_full = rules is not None and rules.mode is CUDAGraphMode.FULL
         self._knows_replays = is_full and not (settings.policy.debug or settings.policy.compare)
-        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules)
+        inner = [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
+        wrappers = (self._full,) if is_full else tuple(inner)
+        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, wrappers)
         places = graph.sizes.places() if rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 
@@ -231,19 +234,18 @@ class GraphedCallable:
     def _dispatched(self, auto: AutoDispatcher, args: Sequence[Any], scope: CaptureScope | None) -> Any:
         """Run a call as the dispatcher decides: replay, capture, or run the compiled regions without graphs."""
         call = auto.decide(args, scope)
-        if isinstance(call, Reason):
-            auto.without_graph(call)
-            return self._stitched(*args)
-        try:
-            if scope is not None or not call.key.is_captured:
-                return self._captured(auto, call, args, scope)
-            returned = self._known_replay(call, args)
-            if returned is not None:
-                return returned
-            return self._run(auto, call, args, may_capture=False)
-        except NoGraphNowError as error:
-            auto.without_graph(error.reason)
-            return self._stitched(*args)
+        while not isinstance(call, Reason):
+            try:
+                if scope is not None or not call.key.is_captured:
+                    return self._captured(auto, call, args, scope)
+                returned = self._known_replay(call, args)
+                if returned is not None:
+                    return returned
+                return self._run(auto, call, args, may_capture=False)
+            except NoGraphNowError as error:
+                call = auto.instead(call, error.reason)
+        auto.without_graph(call)
+        return self._stitched(*args)
 
     def _known_replay(self, call: AutoCall, args: Sequence[Any]) -> Any:
         """What a call returns that a known FULL graph serves; None for any other call."""
@@ -292,16 +294,20 @@ class GraphedCallable:
 
     def _captured(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
         """Run, and capture each missing graph."""
+        start_s, is_new = time.perf_counter(), not call.key.is_captured
         if scope is not None:  # explicit capture: errors go to the caller who opened the scope
             outputs = self._run(auto, call, args, may_capture=True)
             if not call.key.is_captured:
                 auto.rules.keys.captured(call.key)
+                auto.captured(call, time.perf_counter() - start_s)
             return outputs
         with self._permission(auto, call.key):
             outputs = self._run(auto, call, args, may_capture=True)
         device = self.runtime.lease.device
         if call.key.is_captured and device is not None and device.type == "cuda":
             torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
+        if is_new and call.key.is_captured:
+            auto.captured(call, time.perf_counter() - start_s)
         return outputs
 
     @contextlib.contextmanager
@@ -374,6 +380,8 @@ class GraphedCallable:
             except CaptureError:
                 pass
         keys = auto.rules.keys
+        if key.is_exact:  # guard: exact_for_other_inputs
+            raise NoGraphNowError(OTHER_INPUTS)
         if not key.is_declared and keys.num_graphs >= keys.max_graphs:
             why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
             raise NoGraphNowError(Reason(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))

@@ -43,6 +43,10 @@ class AutoRules:
     is_strict: bool  #: whether a call without a graph is an error
     recaptures_moved_inputs: bool  #: whether a key may be captured again when a static input has moved
     reads_padding: bool  #: whether an op of the graph reads the mask of padded rows
+    #: the most bytes of graphs for padded sizes that recur; 0 for none, None for a share of the device's memory, or for
+    #: none if ``has_ladder``
+    graph_bytes: int | None
+    has_ladder: bool  #: whether the user declared the sizes to capture
     off: Reason | None  #: why no call is captured; None if calls are captured
     #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
     unproved: tuple[tuple[str, str, str], ...]
@@ -89,6 +93,8 @@ def dispatched(
         is_strict=settings.padding_check == "strict",
         recaptures_moved_inputs=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
+        graph_bytes=settings.graph_bytes,
+        has_ladder=bool(settings.capture_sizes),
         off=off,
         unproved=tuple((field, *problem) for field, problem in problems.items()),
     )

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import statistics
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from graphpass.compat import memory
 from graphpass.errors import DeviceError
 
+_Shared = TypeVar("_Shared")
 PoolId = tuple[int, int]
+_TIMED_REPLAYS = 3
 _DEFAULT_POOL: PoolId = (0, 0)
 _NON_BLOCKING = ctypes.c_uint(1)
 """CU_STREAM_NON_BLOCKING: does not synchronise with the legacy default stream, which stays usable while recording."""
@@ -44,6 +48,7 @@ class CudaDevice:
         self._recording: RecordingStream | None = None
         self._last_current: Any = None
         self._last_stream: torch.cuda.Stream | None = None
+        self._dropped: list[tuple[torch.cuda.Event, Any]] = []
 
     def open(self) -> None:
         """Allocate the memory that the pool needs once for all graphs; :meth:`record` calls this first."""
@@ -55,9 +60,13 @@ class CudaDevice:
         self._recording = RecordingStream(self.device)
         self._recording.take_workspaces(self._pool)
 
-    def warm_up(self, body: Callable[[], Any]) -> None:
-        """Run ``body`` once on the device, and drop its results."""
+    def warm_up(self, body: Callable[[], Any]) -> Callable[[], float | None]:
+        """Run ``body`` once on the device, and drop its results; returns a function for its seconds, like ``timed``."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         body()
+        end.record()
+        return lambda: start.elapsed_time(end) / 1e3 if end.query() else None
 
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
@@ -68,6 +77,7 @@ class CudaDevice:
         that it mutates. If ``body`` raises, the recording is discarded.
         """
         self.open()
+        self.reset_dropped()
         graph = torch.cuda.CUDAGraph(keep_graph=self._keeps_recordings)
         for generator in generators:
             graph.register_generator_state(generator)  # guard: cuda_generator_registered
@@ -87,6 +97,45 @@ class CudaDevice:
             graph.instantiate()
             self.recordings.append(graph)
         return graph, outputs
+
+    def timed(self, replay: Callable[[], object]) -> Callable[[], float | None]:
+        """Replay a few times; returns a function for the median seconds, which returns None until they are known.
+
+        Nothing waits for the device. The first replay uploads the graph and does not count.
+        """
+        replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            replay()
+            event.record()
+
+        def seconds() -> float | None:
+            if not events[-1].query():
+                return None
+            return float(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))) / 1e3
+
+        return seconds
+
+    def reading(self) -> tuple[int, int]:
+        """(bytes of torch's allocator, bytes of the device in use beside it) now."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        return reserved, total - free - reserved
+
+    def drop(self, graph: Any) -> None:
+        """Reset a graph that is never replayed again, once the device has finished its replays."""
+        event = torch.cuda.Event()
+        event.record(self._last_stream or torch.cuda.current_stream(self.device))
+        self._dropped.append((event, graph))
+        self.reset_dropped()
+
+    def reset_dropped(self) -> None:
+        """Reset the dropped graphs whose replays have ended."""
+        for event, graph in list(self._dropped):
+            if event.query():  # guard: exact_in_flight
+                self._dropped.remove((event, graph))
+                graph.reset()
 
     def call(self, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a region's runnable inside :meth:`warm_up` or :meth:`record`; all regions are called through here."""
@@ -120,6 +169,10 @@ class CudaDevice:
 
     def close(self) -> None:
         """Free the pool; the device can record again afterwards, into a new pool."""
+        while self._dropped:
+            event, graph = self._dropped.pop()
+            event.synchronize()
+            graph.reset()
         self._drop_stream()
         created = self._pools() - (set() if self._given_pool is None else {tuple(self._given_pool)})
         self._pool = self._given_pool
@@ -287,6 +340,15 @@ class ProcessMemory:
         self._pools: set[PoolId] = set()
         self._closed: set[PoolId] = set()
         self._streams: set[int] = set()
+        self._shared: dict[tuple[type, torch.device], Any] = {}
+
+    def shared(self, kind: type[_Shared], device: torch.device) -> _Shared:
+        """This process's single instance of ``kind`` for a device, created at first use."""
+        with self._lock:
+            found: _Shared | None = self._shared.get((kind, device))
+            if found is None:
+                found = self._shared[kind, device] = kind()
+            return found
 
     def add_pool(self, pool: PoolId) -> None:
         """Count ``pool`` as graphpass's own."""

@@ -5,11 +5,12 @@ See Note [Pool rule] in docs/design.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,16 @@ class PoolTurn:
         self._lock.acquire()
         self._thread, self._forward, self._depth = thread, forward, 1
         return True
+
+    @contextlib.contextmanager
+    def unused(self) -> Iterator[bool]:
+        """Keep forwards from beginning during the body, if none is under way; yields whether none is."""
+        is_free = self._lock.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._lock.release()
 
     def is_mine(self) -> bool:
         """Whether a forward of this thread is using the pool."""
@@ -226,6 +237,13 @@ class PoolLease:
     def entries_dropped(self) -> None:
         """Start a new ``generation``: a graph was dropped, so data derived from entries before is invalid."""
         self.generation = next(self._generations)
+
+    def drop(self, entries: Sequence[GraphEntry]) -> None:
+        """Drop graphs that no table contains any more, while no forward uses the pool."""
+        assert self._device is not None
+        for entry in entries:
+            self._device.drop(entry.graph)
+        self.entries_dropped()
 
     def close(self) -> None:
         """Free the pool, after all its graphs are dropped; the lease can capture again, into a new pool."""

@@ -24,6 +24,7 @@ from graphpass.capture.replay import (
     ContextPath,
     ContextReads,
     Graph,
+    GraphCost,
     GraphEntry,
     InputPlan,
     ReplayPlan,
@@ -181,7 +182,7 @@ class Recorder:
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
                 inside.measurement = None if self.policy.debug else measurement_on(device)
-                device.warm_up(body)
+                run_seconds = device.warm_up(body)
                 inside.measurement = None
                 self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
@@ -190,10 +191,12 @@ class Recorder:
                 scope.prepare()
             with restoring(mutated, generators, device.device):
                 log.is_open = not self.policy.debug
-                graph, recorded = (
-                    # guard: debug_runs_eagerly
-                    _eager(self.name, body, surroundings) if self.policy.debug else device.record(body, generators)
+                made: tuple[Graph, Sequence[Any], GraphCost] = (
+                    (*_eager(self.name, body, surroundings), _NOT_MEASURED)
+                    if self.policy.debug  # guard: debug_runs_eagerly
+                    else self._measured(device, body, generators, context, run_seconds)
                 )
+                graph, recorded, cost = made
                 log.is_open = False
             returned = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
@@ -216,7 +219,26 @@ class Recorder:
         )
         plan = self._plan(context, graph, static, inputs, pattern, outputs, log)
         build_result, written = trees.builder_of(body.returned_spec), tuple(sorted(self.call.mutated))
-        return GraphEntry(self.region, build_result, graph, plan, outputs, observed, written), returned
+        return GraphEntry(self.region, build_result, graph, plan, outputs, observed, written, cost), returned
+
+    def _measured(
+        self,
+        device: GraphDevice,
+        body: _Body,
+        generators: Sequence[torch.Generator],
+        context: ForwardContext,
+        run_seconds: Callable[[], float | None],
+    ) -> tuple[Graph, Sequence[Any], GraphCost]:
+        """Record; where the callable itself decides under which key a call runs, also the graph's time and bytes."""
+        if context.owner is None:
+            return *device.record(body, generators), _NOT_MEASURED
+        before = device.reading()
+        graph, recorded = device.record(body, generators)
+        seconds = device.timed(graph.replay)
+        pool_bytes, driver_bytes = (now - then for now, then in zip(device.reading(), before, strict=True))
+        row = self._row(context, "captured")
+        row.pool_bytes, row.driver_bytes = row.pool_bytes + pool_bytes, row.driver_bytes + driver_bytes
+        return graph, recorded, GraphCost(run_seconds, seconds, max(pool_bytes + driver_bytes, 0))
 
     def _inputs(self, device: torch.device, context: ForwardContext) -> tuple[list[int], InputPlan, AliasPattern]:
         """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant.
@@ -452,6 +474,13 @@ def _eager(
 
     graph = EagerGraph(name, body, surrounded, body.inputs)
     return graph, graph.outputs
+
+
+def _untimed() -> None:
+    return None
+
+
+_NOT_MEASURED = GraphCost(_untimed, _untimed, 0)
 
 
 def _storages(values: Sequence[Any]) -> set[int]:

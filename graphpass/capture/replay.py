@@ -102,6 +102,15 @@ class StaticSet:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphCost:
+    """Time and memory of a graph, where they were measured at its capture."""
+
+    run_seconds: Callable[[], float | None]  #: device seconds of the warm-up; None before they are known
+    seconds: Callable[[], float | None]  #: median device seconds of a replay, likewise
+    num_bytes: int  #: growth of pool and driver memory
+
+
+@dataclass(frozen=True, slots=True)
 class GraphEntry:
     """One captured graph of one wrapper at one key, static-input set and alias pattern; complete when it is created."""
 
@@ -113,6 +122,7 @@ class GraphEntry:
     #: under ``compare``, the tensors into which each replay writes the results of the regions inside
     observed: tuple[Observed, ...] = field(repr=False)
     written: tuple[int, ...]  #: positions of the arguments that the region writes to
+    cost: GraphCost
     watches: list[Any] = field(default_factory=list, repr=False)  #: weak references to the storages of module tensors
 
     def reads_pool_at(self, leaves: Sequence[Any]) -> bool:
@@ -197,6 +207,12 @@ class EntryTable:
                     entry.graph.reset()
                     return True
         return False
+
+    def take(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
+        """Remove all entries of a key, and return them for their graphs to be dropped."""
+        entries = self.at(descriptor)
+        self.keys.pop(descriptor, None)
+        return entries
 
     def clear(self) -> None:
         """Drop all graphs and buffers."""

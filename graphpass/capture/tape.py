@@ -236,14 +236,16 @@ class TapeDevice:
         self.recordings: tuple[Any, ...] = ()
         self._tape: _Tape | None = None
         self._made: frozenset[int] = frozenset()
+        self._num_bytes = 0
 
     def open(self) -> None:
         """Nothing: there is no pool."""
 
-    def warm_up(self, body: Callable[[], Any]) -> None:
+    def warm_up(self, body: Callable[[], Any]) -> Callable[[], float | None]:
         """Run ``body`` once, and drop its results."""
         with torch.no_grad():
             body()
+        return lambda: None
 
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
@@ -256,7 +258,21 @@ class TapeDevice:
         finally:
             self._tape = None
         self._made = frozenset(tape.made)
+        targets = (target for step in tape.steps for _, target in step.targets)
+        self._num_bytes += sum({storage_id(target): target.untyped_storage().nbytes() for target in targets}.values())
         return _TapeGraph(tape.steps), outputs
+
+    def timed(self, replay: Callable[[], object]) -> Callable[[], float | None]:
+        """Nothing: a tape is no measure of a graph's time."""
+        return lambda: None
+
+    def reading(self) -> tuple[int, int]:
+        """(bytes of all tapes so far, 0: there is no driver)."""
+        return self._num_bytes, 0
+
+    def drop(self, graph: Any) -> None:
+        """Reset a graph that is never replayed again."""
+        graph.reset()
 
     def refuse_frozen(self, outputs: Sequence[torch.Tensor]) -> None:
         """Refuse results of the last :meth:`record` in memory that the recording neither reads nor allocated."""

@@ -427,7 +427,8 @@ class CUDAGraphWrapper:
                 made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
                 static_sets = len({tuple(entry.plan.statics.addresses) for entry in self._entries.at(key)})
                 counts = Counts(row.n, made.n, run.n, run.items, static_sets)
-                yield RegionUse(self.region, mode, key, counts, made.seconds, made.least_s, run.least_s)
+                cost = made.seconds, made.least_s, run.least_s, made.pool_bytes, made.driver_bytes
+                yield RegionUse(self.region, mode, key, counts, *cost)
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """Warm-ups, captures, replays and copies so far, for each key."""
@@ -449,6 +450,14 @@ class CUDAGraphWrapper:
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
         return self._entries.descriptors()
+
+    def entries_at(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
+        """The graphs of a key: one for each set of static inputs and alias pattern."""
+        return self._entries.at(descriptor)
+
+    def take(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
+        """Remove the graphs of a key, and return them for the pool's lease to drop."""
+        return self._entries.take(descriptor)
 
     def buffer_bytes(self) -> int:
         """Bytes of the static buffers."""

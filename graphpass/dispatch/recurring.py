@@ -45,6 +45,13 @@ class RecurringKey:
     calls: int = 0  #: number of calls so far
     is_captured: bool = False  #: whether it has a graph
     refusal: Reason | None = None  #: why it gets no graph; None if it may get one
+    #: it is for one size that padding could serve, see :mod:`graphpass.dispatch.exact`; another bound holds for those
+    is_exact: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether its graphs count towards ``max_graphs``."""
+        return not self.is_declared and not self.is_exact
 
 
 def step_above(size: int) -> int:
@@ -77,26 +84,30 @@ class RecurringKeys:
         self._fixed = dict(fixed or {})
         names = dict.fromkeys(field.name for field in fields if field.is_padded)
         self._padded_groups = [[i for i, field in enumerate(fields) if field.name == name] for name in names]
-        self._keys: dict[tuple[tuple[int, ...], bool], RecurringKey] = {}
+        self._keys: dict[tuple[tuple[int, ...], str], RecurringKey] = {}
         self._calls_needed = CALLS_OF_A_NUMBER if any(field.is_number for field in fields) else 1
 
     def key_of(self, real: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
         """The key for a call with these sizes, padded where padding is allowed and the graph admits the padded size."""
         if as_is:
-            return self._key(real, as_is=True)
+            return self._key(real, "as_is")
         key = self._key(self._padded(real))
         if key.calls == 0 and key.refusal is None:
             key.refusal = self._too_large(real)
         return key
 
-    def _key(self, sizes: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
-        key = self._keys.get((sizes, as_is))
+    def exact_key(self, real: tuple[int, ...]) -> RecurringKey:
+        """The key for exactly these sizes, which are otherwise padded."""
+        return self._key(real, "exact")
+
+    def _key(self, sizes: tuple[int, ...], kind: str = "") -> RecurringKey:
+        key = self._keys.get((sizes, kind))
         if key is None:
             if len(self._keys) >= _MAX_COUNTED:
                 self._keys = {s: k for s, k in self._keys.items() if k.is_captured or k.refusal is not None}
-            descriptor = self._descriptor(sizes, as_is)
-            key = RecurringKey(descriptor, sizes, not as_is and self._is_declared(sizes))
-            self._keys[sizes, as_is] = key
+            is_declared = not kind and self._is_declared(sizes)
+            key = RecurringKey(self._descriptor(sizes, kind), sizes, is_declared, is_exact=kind == "exact")
+            self._keys[sizes, kind] = key
         return key
 
     def counted(self, key: RecurringKey) -> bool:
@@ -106,7 +117,7 @@ class RecurringKeys:
 
     def refusal(self, key: RecurringKey) -> Reason | None:
         """Why the key gets no graph; None while it may get one."""
-        if key.refusal is None and not key.is_declared and self.num_graphs >= self.max_graphs:
+        if key.refusal is None and key.counts and self.num_graphs >= self.max_graphs:
             why = f"max_graphs={self.max_graphs} keys have graphs already" if self.max_graphs else "max_graphs=0"
             return Reason(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
         return key.refusal
@@ -114,18 +125,22 @@ class RecurringKeys:
     def captured(self, key: RecurringKey) -> None:
         """Record a new graph of the key; a key has one graph for each set of static inputs."""
         key.is_captured = True
-        if not key.is_declared:
-            self.num_graphs += 1
+        self.num_graphs += key.counts  # guard: exact_graphs_uncounted
 
     def numbers(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
         """(field, value) of the Python numbers in a key."""
         return tuple((field.name, size) for field, size in zip(self.fields, key.sizes, strict=True) if field.is_number)
 
-    def recount(self) -> None:
-        """Reset the graph counts after some graphs were dropped; the next call of a key captures missing graphs."""
+    def recount(self, graphs_of: Callable[[BatchDescriptor], int]) -> None:
+        """Count graphs again after some were dropped; the next call of a key captures missing graphs.
+
+        ``graphs_of`` tells how many graphs a key has now, one for each set of static inputs.
+        """
         self.num_graphs = 0
         for key in self._keys.values():
-            key.is_captured = False
+            num_graphs = graphs_of(key.descriptor)
+            key.is_captured = bool(num_graphs)
+            self.num_graphs += num_graphs if key.counts else 0
 
     def forget(self) -> None:
         """Reset all keys after all graphs were dropped; they may be captured again."""
@@ -141,15 +156,21 @@ class RecurringKeys:
         padded = {self._padded(sizes) for sizes in filter(self._admits, wanted)}
         return [self._key(sizes) for sizes in sorted(padded, key=math.prod, reverse=True)]
 
-    def named(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
-        """(field, size) of a key, in the order of the fields; fields of one name once."""
-        return tuple(dict(zip((field.name for field in self.fields), key.sizes, strict=True)).items())
+    def named(self, sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        """(field, size) of the sizes of a call or key, in the order of the fields; fields of one name once."""
+        return tuple(dict(zip((field.name for field in self.fields), sizes, strict=True)).items())
 
     def differs(self, real: Sequence[int]) -> bool:
         """Whether fields with the same name have different sizes in a call."""
         return any(len({real[index] for index in indices}) > 1 for indices in self._padded_groups)
 
-    def _descriptor(self, sizes: Sequence[int], as_is: bool) -> BatchDescriptor:
+    def padded_sizes(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes of the padded fields, and those of the exact ones."""
+        pairs = list(zip(self.fields, sizes, strict=True))
+        padded = tuple([size for field, size in pairs if field.is_padded])
+        return padded, tuple([size for field, size in pairs if not field.is_padded])
+
+    def _descriptor(self, sizes: Sequence[int], kind: str) -> BatchDescriptor:
         named = dict(self._fixed)
         for number, (field, size) in enumerate(zip(self.fields, sizes, strict=True)):
             named[field.name if named.get(field.name, size) == size else f"{field.name} {number}"] = size
@@ -158,7 +179,7 @@ class RecurringKeys:
             declared = {field.name: size for field, size in zip(self.fields, sizes, strict=True) if field.ladder}
             counted = [*{**self._fixed, **declared}.values()]
             num_tokens = max(1, math.prod(counted or sizes[:1]))
-        return BatchDescriptor(num_tokens, extra=(*named.items(), *([("as_is", True)] if as_is else ())))
+        return BatchDescriptor(num_tokens, extra=(*named.items(), *([(kind, True)] if kind else ())))
 
     def _padded(self, real: tuple[int, ...]) -> tuple[int, ...]:
         padded = real

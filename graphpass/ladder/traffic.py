@@ -69,6 +69,7 @@ class Traffic:
             padded=self.padded_tokens,
             capture_s=captured.seconds,
             pool_bytes=captured.pool_bytes,
+            driver_bytes=captured.memory.driver_bytes,
         )
 
 

@@ -25,6 +25,8 @@ from graphpass.report.records import (
 from graphpass.sizeplan import plan_sizes
 
 Figures = dict[str, Any]
+PADDING_BEFORE = "padding before"
+"""The event of a size that got a graph of its own: the seconds that its padding had cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class KeyUse:
     padded: int | None = None  #: the same with padding; None if unknown
     capture_s: float | None = None  #: seconds of the capture, warm-up included; None if it was not measured
     pool_bytes: int | None = None  #: growth of the graph pool by the capture; None if it was not measured
+    driver_bytes: int | None = None  #: growth of the driver's memory, for executables; None if it was not measured
+    #: seconds that padding cost before a size that recurs had this graph; None for the keys of a ladder
+    padding_s: float | None = None
 
     @property
     def padding(self) -> float | None:
@@ -155,7 +160,7 @@ def runtime_figures(
     is_timed: bool,
 ) -> ReportFigures:
     """The figures of a runtime."""
-    keys = tuple(_key_uses(callables, uses, ledger))
+    keys = tuple(_key_uses(callables, uses, ledger, is_timed=is_timed))
     exact = {size.field for record in callables for size in record.sizes if not size.is_padded}
     exact -= {size.field for record in callables for size in record.sizes if size.is_padded}
     spent = [record.seconds for record in callables]
@@ -227,13 +232,17 @@ def captured_sizes(keys: Iterable[KeyUse], field: str) -> tuple[int, ...]:
     return tuple(sorted({size for key in keys if isinstance(size := key.sizes.get(field), int) and key.graphs}))
 
 
-def _key_uses(callables: Sequence[CallableRecord], uses: Iterable[RegionUse], ledger: Ledger) -> Iterator[KeyUse]:
+def _key_uses(
+    callables: Sequence[CallableRecord], uses: Iterable[RegionUse], ledger: Ledger, *, is_timed: bool
+) -> Iterator[KeyUse]:
     fields = {record.name: [size.field for size in record.sizes] for record in callables}
     by_key: dict[tuple[str, CUDAGraphMode, BatchDescriptor], list[RegionUse]] = {}
     for use in uses:
         by_key.setdefault((use.region.callable, use.mode, use.key), []).append(use)
     for (name, mode, key), of_regions in by_key.items():
         calls = ledger.rows(name, "called").get((mode, key))  # None if the callable's dispatcher never chose the key
+        before = ledger.rows(name, PADDING_BEFORE).get((mode, key))
+        is_measured = is_timed and calls is not None  # by the dispatcher that chose it
         yield KeyUse(
             graph=name,
             mode=str(mode),
@@ -245,6 +254,9 @@ def _key_uses(callables: Sequence[CallableRecord], uses: Iterable[RegionUse], le
             real=None if calls is None else calls.real,
             padded=None if calls is None else calls.padded,
             capture_s=sum(use.capture_s for use in of_regions),
+            pool_bytes=sum(use.pool_bytes for use in of_regions) if is_measured else None,
+            driver_bytes=sum(use.driver_bytes for use in of_regions) if is_measured else None,
+            padding_s=None if before is None or not is_timed else before.seconds,
         )
 
 

@@ -144,6 +144,8 @@ class RegionUse:
     #: A warm-up may load kernels and plan them; a recording finds them ready.
     launch_s: float
     replay_s: float  #: host seconds of the replay that followed a capture, the least; infinite if there was none
+    pool_bytes: int = 0  #: growth of the graph pool by its captures, where they were measured
+    driver_bytes: int = 0  #: growth of the driver's memory, for executables, where it was measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,8 @@ def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Par
     why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
     yield Text(f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
     yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
+    memory = ("graph", "key", "pool", "executables", "padding before, s")
+    yield Table("Memory of graphs", memory, _memory_rows(figures.keys))
     firsts = [group[0] for group in groups]
     if with_pictures:
         yield from region_maps(firsts)
@@ -218,6 +220,23 @@ def _key_rows(figures: ReportFigures, names: dict[str, str]) -> tuple[tuple[str,
             _share(_padding(keys)),
         )
         for name, keys in folded.items()
+    )
+
+
+def _memory_rows(keys: Sequence[KeyUse]) -> tuple[tuple[str, ...], ...]:
+    """A row for each key whose memory was measured; the driver takes memory for several executables at a time."""
+    if not any(key.driver_bytes or key.pool_bytes for key in keys):  # on the CPU
+        return ()
+    return tuple(
+        (
+            key.graph,
+            key.named,
+            _mib(key.pool_bytes or 0),
+            _mib(key.driver_bytes),
+            "" if key.padding_s is None else f"{key.padding_s:.3f}",
+        )
+        for key in keys
+        if key.driver_bytes is not None
     )
 
 

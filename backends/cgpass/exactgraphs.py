@@ -1,0 +1,87 @@
+"""Graphs for padded sizes that recur, of one callable: the policy over its counts, times and bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+
+import torch
+
+from cgpass.keyrules import AutoRules
+from graphpass.capture.cuda import PROCESS_MEMORY
+from graphpass.capture.replay import GraphEntry
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.dispatch.exact import ExactSizes, OwnGraphs, RecurringSize, Times, bytes_allowed
+from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
+from graphpass.keys import BatchDescriptor
+from graphpass.ledger import Row
+from graphpass.modes import CUDAGraphMode
+
+_REPLAYS_A_CAPTURE = 16
+"""On the CPU, where rows stand for time: a capture counts as so many replays of its size."""
+
+KeysRun = dict[BatchDescriptor, tuple[Row, Times, int]]
+"""{key: (its calls, the times of keys like it, its rows)}"""
+
+
+class ExactGraphs:
+    """What one callable tells the policy, in seconds; on the CPU in rows."""
+
+    def __init__(self, name: str, runtime: GraphRuntime, rules: AutoRules, device: torch.device) -> None:
+        self._keys: RecurringKeys = rules.keys
+        self._is_timed = device.type != "cpu"
+        # The runs of single regions do not tell how long the whole takes without a graph.
+        self._runs_alone = rules.mode is CUDAGraphMode.FULL and rules.on_fallback != "error" and not rules.is_strict
+        self._ran: KeysRun = {}
+        device_bytes = torch.cuda.get_device_properties(device).total_memory if self._is_timed else 0
+        compiled = [astuple(record.seconds) for record in runtime.callables() if record.name == name]
+        self._captures = Row()
+        self.sizes = ExactSizes(
+            PROCESS_MEMORY.shared(OwnGraphs, device),
+            bytes_allowed(rules.graph_bytes, device_bytes, has_ladder=rules.has_ladder),
+            calls=functools.partial(_num_calls, self._ran),
+            spent=functools.partial(_spent, self._ran, self._captures, sum(map(sum, compiled)) * self._is_timed),
+            captures_as=None if self._is_timed else _REPLAYS_A_CAPTURE.__mul__,
+        )
+
+    def size_of(self, key: RecurringKey, real: tuple[int, ...], counts: Row) -> RecurringSize | None:
+        """The record of calls with these sizes, which ``key`` serves; None if it is no larger than they are."""
+        real_rows, group = self._rows(real)
+        key_rows, _ = self._rows(key.sizes)
+        self._ran[key.descriptor] = counts, self.sizes.times_of(group)[0], key_rows
+        if key.is_exact:
+            return self.sizes.find(real)
+        return self.sizes.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
+
+    def captured(self, key: RecurringKey, seconds: float, entries: Sequence[GraphEntry]) -> int:
+        """Record the capture of a key; returns its bytes."""
+        rows, group = self._rows(key.sizes)
+        replayed, run = self.sizes.times_of(group)
+        timed = functools.partial(_sum_of, [entry.cost.seconds for entry in entries])
+        replayed.add(rows, timed if self._is_timed else lambda: rows)
+        if self._runs_alone:
+            run.add(rows, entries[0].cost.run_seconds)
+        num_bytes = sum(entry.cost.num_bytes for entry in entries)
+        self._captures.seconds += seconds * self._is_timed
+        self.sizes.captured(seconds, num_bytes)
+        return num_bytes
+
+    def _rows(self, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        padded, exact = self._keys.padded_sizes(sizes)
+        return math.prod(padded), exact
+
+
+def _num_calls(ran: KeysRun) -> int:
+    return sum(row.n for row, _, _ in list(ran.values()))
+
+
+def _spent(ran: Mapping[BatchDescriptor, tuple[Row, Times, int]], captures: Row, compile_s: float) -> float:
+    run = sum(row.n * (times.at(rows) or 0.0) for row, times, rows in list(ran.values()))
+    return run + captures.seconds + compile_s
+
+
+def _sum_of(timed: Sequence[Callable[[], float | None]]) -> float | None:
+    seconds = [one() for one in timed]
+    return None if None in seconds else sum(filter(None, seconds))

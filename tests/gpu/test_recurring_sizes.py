@@ -1,0 +1,152 @@
+"""Graphs for sizes that recur, on a GPU: times are measured, graphs in flight are kept, driver memory is counted."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import GraphRuntime
+from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
+from graphpass.dispatch.exact import OwnGraphs
+
+pytestmark = pytest.mark.cuda
+WIDTH = 2048
+
+
+class Rows(nn.Module):
+    """Row-wise and long enough for 9 rows of 64 to be faster than 12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def compiled_of(model: nn.Module, rt: GraphRuntime, **options: Any) -> Callable[..., Any]:
+    given = {"compiler": "eager", "runtime": rt, "dispatch": "auto", **options}
+    return torch.compile(model, backend="cgpass", dynamic=True, options=given)
+
+
+def call(compiled: Callable[..., Any], model: Rows, size: int, times: int = 1) -> None:
+    for _ in range(times):
+        x = torch.randn(size, 256, WIDTH, device="cuda")
+        with torch.no_grad():
+            result, expected = compiled(x), model(x)
+            model.calls -= 1  # the call for comparison
+            torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+
+
+def exact(rt: GraphRuntime) -> set[int]:
+    """The sizes that have graphs of their own now."""
+    uses = rt.counts().items()
+    found = [dict(key.extra) for (_, _, key), counts in uses if counts.static_sets]
+    return {sizes["x[0]"] for sizes in found if "exact" in sizes}
+
+
+def graph_bytes() -> int:
+    return PROCESS_MEMORY.shared(OwnGraphs, torch.device("cuda", torch.cuda.current_device())).num_bytes()
+
+
+def test_a_size_that_recurs_gets_a_graph_and_calls_count_once() -> None:
+    with GraphRuntime() as rt:
+        model = Rows().cuda().eval()
+        compiled = compiled_of(model, rt)
+        for size in (3, 2, 24, 24):
+            call(compiled, model, size)
+        model.calls.zero_()
+        call(compiled, model, 17, 120)
+        assert exact(rt) == {17}
+        assert int(model.calls) == 120
+        (key,) = [key for key in rt.report().to_dict()["replays"]["keys"] if "exact" in key["sizes"]]
+        assert key["driver_bytes"] is not None
+    assert graph_bytes() == 0
+
+
+def test_zero_bytes_mean_none() -> None:
+    with GraphRuntime() as rt:
+        model = Rows().cuda().eval()
+        compiled = compiled_of(model, rt, graph_bytes=0)
+        call(compiled, model, 3)
+        call(compiled, model, 17, 120)
+        assert exact(rt) == set()
+
+
+def test_a_graph_in_flight_is_not_reset() -> None:
+    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    x = torch.ones(64, device="cuda")
+    graph, _ = device.record(lambda: [x.mul_(1)], [])
+    torch.cuda._sleep(200_000_000)
+    graph.replay()
+    resets: list[int] = []
+
+    class Watched:
+        def reset(self) -> None:
+            resets.append(1)
+            graph.reset()
+
+    device.drop(Watched())
+    assert not resets
+    torch.cuda.synchronize()
+    device.reset_dropped()
+    assert resets
+    device.close()
+
+
+@pytest.mark.parametrize("num_calls", [200, pytest.param(2000, marks=pytest.mark.soak)])
+def test_threads_captures_replacements_and_new_weights(num_calls: int) -> None:
+    """Six threads at a bound that holds few graphs, while weights change; results of unchanged weights are compared."""
+    errors: list[BaseException] = []
+    changes, seen = [0], set[int]()
+    with GraphRuntime() as rt:
+        model = Rows().cuda().eval()
+        compiled = compiled_of(model, rt, graph_bytes=4 << 20)
+        call(compiled, model, 3)
+
+        def change(number: int) -> None:
+            changes[0] += 1  # odd while the weight changes
+            if number % 2:
+                model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach() * 1.01)
+            else:
+                model.layers[0].weight.data.mul_(1.01)
+            torch.cuda.synchronize()
+            changes[0] += 1
+
+        def run(number: int) -> None:
+            rng, contents = random.Random(number), torch.Generator("cuda").manual_seed(number)
+            try:
+                for count in range(num_calls):
+                    if number == 0 and count % 100 == 99:
+                        change(count // 100)
+                    size = rng.choice((9, 17, 18, 19, 25, 26))
+                    x = torch.randn(size, 16, WIDTH, device="cuda", generator=contents)
+                    before = changes[0]
+                    with torch.no_grad():
+                        result, expected = compiled(x), model(x)
+                    torch.cuda.current_stream().synchronize()
+                    if before == changes[0] and not before % 2:
+                        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+                    seen.update(exact(rt))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        assert seen, "some size had a graph of its own"
+    assert graph_bytes() == 0

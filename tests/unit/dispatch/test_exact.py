@@ -1,0 +1,237 @@
+"""Which sizes get a graph of their own: the policy by itself, over counts and times that a test makes up."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+
+from graphpass.dispatch.exact import (
+    CALLS_BETWEEN,
+    LEAST_BYTES,
+    LEAST_REPLAYS,
+    ExactSizes,
+    OwnGraphs,
+    RecurringSize,
+    Times,
+    bytes_allowed,
+)
+from tests.bench.traffic import CALLS, MIB, MODELS, TRAFFIC, Model, Simulation, simulated
+
+TIMES = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
+
+
+class Traffic:
+    """Calls of one callable whose time is known: the policy, and what it is told."""
+
+    def __init__(self, shared: OwnGraphs | None = None, limit: int = 64 * MIB, capture_s: float = 100.0) -> None:
+        self.calls, self.spent, self.now_s = 0, 0.0, 0.0
+        self.policy = ExactSizes(
+            shared or OwnGraphs(), limit, calls=lambda: self.calls, spent=lambda: self.spent, clock=lambda: self.now_s
+        )
+        self.capture_s = capture_s
+        for size, seconds in TIMES.items():
+            self.policy.times_of(())[0].add(size, lambda seconds=seconds: seconds)
+            self.policy.captured(capture_s, MIB)
+        self.dropped: list[int] = []
+
+    def size(self, real: int, key: int) -> RecurringSize:
+        return self.policy.size_of((real,), (), real, key)
+
+    def call(self, size: RecurringSize, times: int = 1) -> bool:
+        """Call it so often; True as soon as the policy wants a graph of its own."""
+        for _ in range(times):
+            self.calls, self.now_s = self.calls + 1, self.now_s + 1
+            if size.replays >= size.asks_at and size.graph is None and self.policy.wants(size):
+                self.policy.captured_exactly(size, self.capture_s, MIB, lambda: self._drop(size))
+                size.replays += 1
+                return True
+            size.replays += 1
+        return False
+
+    def _drop(self, size: RecurringSize) -> bool:
+        self.dropped.append(size.rows)
+        self.policy.dropped(size)
+        return True
+
+
+def captured_after(traffic: Traffic, size: RecurringSize, most: int = 1000) -> int | None:
+    """The number of replays under padding at which the size is captured."""
+    for number in range(most):
+        if traffic.call(size):
+            return number
+    return None
+
+
+def test_times_are_monotone_between_measurements_and_proportional_outside() -> None:
+    times = Times(is_proportional=True)
+    assert times.at(4) is None
+    for rows, seconds in {4: 2.0, 8: 1.9, 16: 4.0}.items():
+        times.add(rows, lambda seconds=seconds: seconds)
+    assert [times.at(rows) for rows in (2, 4, 6, 8, 12, 16, 32)] == [1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 8.0]
+    assert (times.measured(8), times.measured(6)) == (1.9, None)
+
+
+def test_a_time_counts_as_soon_as_it_is_known() -> None:
+    times, ready = Times(is_proportional=True), []
+    times.add(4, lambda: 2.0 if ready else None)
+    assert times.at(4) is None
+    ready.append(True)
+    assert times.at(4) == 2.0
+
+
+def test_a_size_is_captured_once_its_padding_has_cost_a_capture() -> None:
+    # 6 rows in a key of 8: two seconds a replay, and a capture takes a hundred
+    traffic = Traffic()
+    assert captured_after(traffic, traffic.size(6, 8)) == 50
+
+
+def test_a_share_of_the_time_spent_pays_for_it_sooner() -> None:
+    traffic = Traffic()
+    traffic.spent = 2000.0
+    assert captured_after(traffic, traffic.size(6, 8)) == LEAST_REPLAYS
+    # The share is used up, so that the next one has to pay for itself.
+    assert captured_after(traffic, traffic.size(5, 8)) == pytest.approx(34, abs=5)
+
+
+def test_captures_are_apart() -> None:
+    traffic = Traffic()
+    traffic.spent = 1e9
+    sizes = [traffic.size(real, 8) for real in (5, 6, 7)]
+    captured = []
+    for number in range(200):
+        for size in sizes:
+            if traffic.call(size):
+                captured.append(traffic.calls)
+        assert number < 200
+    assert len(captured) == 3
+    assert all(later - earlier >= CALLS_BETWEEN for earlier, later in itertools.pairwise(captured))
+
+
+def test_the_most_costly_size_goes_first() -> None:
+    traffic = Traffic()
+    traffic.spent = 1e9
+    cheap, costly = traffic.size(7, 8), traffic.size(5, 8)
+    cheap.replays = costly.replays = 100
+    assert not traffic.call(cheap)
+    assert traffic.call(costly)
+    assert not traffic.call(cheap, CALLS_BETWEEN - 1)
+    assert traffic.call(cheap, 2)
+
+
+def test_an_exact_graph_that_is_no_faster_loses_and_tells_of_sizes_above() -> None:
+    traffic = Traffic()
+    size = traffic.size(6, 8)
+    assert captured_after(traffic, size) == 50
+    traffic.policy.times_of(())[0].add(6, lambda: 7.95)
+    assert traffic.policy.loses(size)
+    traffic.policy.dropped(size, is_final=True)
+    assert captured_after(traffic, size) is None
+    assert captured_after(traffic, traffic.size(7, 8)) is None, "7 rows take as long as 6 at least"
+
+
+def test_a_verdict_waits_for_the_time() -> None:
+    traffic = Traffic()
+    size = traffic.size(6, 8)
+    captured_after(traffic, size)
+    ready: list[float] = []
+    traffic.policy.times_of(())[0].add(6, lambda: ready[0] if ready else None)
+    assert not traffic.policy.loses(size)
+    assert size.asks_at == size.replays + 1
+    ready.append(6.0)
+    assert not traffic.policy.loses(size)
+    assert size.asks_at > 1e9
+
+
+@pytest.mark.parametrize(("limit", "captured"), [(0, 0), (MIB, 1), (2 * MIB, 2), (3 * MIB, 3)])
+def test_bytes_bound_the_graphs_of_all_callables(limit: int, captured: int) -> None:
+    shared = OwnGraphs()
+    for _ in range(3):  # equal callables: none saves more than another, so none makes room
+        traffic = Traffic(shared, limit)
+        traffic.spent = 1e9
+        captured_after(traffic, traffic.size(6, 8), most=200)
+        keep.append(traffic)
+    assert shared.num_bytes() == captured * MIB
+    keep.clear()
+
+
+keep: list[Traffic] = []
+
+
+def test_at_the_bound_the_graph_that_saves_least_makes_room() -> None:
+    traffic = Traffic(limit=MIB)
+    traffic.spent = 1e9
+    rare, often = traffic.size(7, 8), traffic.size(5, 8)
+    assert traffic.call(rare, 30)
+    assert traffic.call(often, 200)
+    assert traffic.dropped == [7]
+    assert [graph.num_bytes for graph, _ in traffic.policy.graphs()] == [MIB]
+
+
+def test_graphs_of_a_callable_that_is_gone_take_no_bytes() -> None:
+    shared = OwnGraphs()
+    traffic = Traffic(shared)
+    traffic.spent = 1e9
+    assert traffic.call(traffic.size(6, 8), 30)
+    assert shared.num_bytes() == MIB
+    del traffic
+    gc.collect()  # the test's own functions refer to it
+    assert shared.num_bytes() == 0
+
+
+def test_a_size_whose_graph_is_lost_twice_stays_padded() -> None:
+    traffic = Traffic()
+    traffic.spent = 1e9
+    size = traffic.size(6, 8)
+    for _ in range(2):
+        assert captured_after(traffic, size) is not None
+        traffic.policy.lost(size)
+    assert captured_after(traffic, size) is None
+
+
+def test_the_default_bound_is_a_share_of_the_device() -> None:
+    assert bytes_allowed(None, 80 << 30, has_ladder=False) == int(0.01 * (80 << 30))
+    assert bytes_allowed(None, 0, has_ladder=False) == bytes_allowed(None, 1 << 30, has_ladder=False) == LEAST_BYTES
+    assert bytes_allowed(0, 80 << 30, has_ladder=False) == 0
+    assert (bytes_allowed(None, 80 << 30, has_ladder=True), bytes_allowed(7, 80 << 30, has_ladder=True)) == (None, 7)
+
+
+def test_a_size_padded_far_is_faster_without_a_graph() -> None:
+    traffic = Traffic()
+    near, far = traffic.size(7, 8), traffic.size(5, 8)
+    assert not far.is_faster_without(), "no run was timed"
+    for rows, seconds in {4: 5.0, 8: 9.0}.items():
+        traffic.policy.times_of(())[1].add(rows, lambda seconds=seconds: seconds)
+    assert far.is_faster_without()
+    assert not near.is_faster_without()
+    assert not traffic.size(1, 2).is_faster_without(), "small runs take as long as the least that was timed"
+
+
+# -- simulated traffic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("traffic", TRAFFIC)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_waste_and_captures_are_near_the_best_in_hindsight(model: Model, traffic: str, calls: int) -> None:
+    outcome = simulated(model, traffic, calls)
+    assert outcome.is_good, f"{outcome.cost_s:.2f} s, best {outcome.best_s:.2f} s, whole {outcome.whole_s:.2f} s"
+
+
+def test_uniform_traffic_settles_at_exact_graphs() -> None:
+    settled = [simulated(MODELS[1], "uniform", 2000, seed).settled for seed in range(3)]
+    assert all(calls is not None and calls < 700 for calls in settled), settled
+
+
+def test_a_long_run_has_the_tail_of_padding_alone() -> None:
+    outcome = simulated(MODELS[1], "uniform", 10_000)
+    assert sorted(outcome.calls)[9900] <= sorted(outcome.padded)[9900]
+
+
+def test_a_small_bound_keeps_what_saves_most() -> None:
+    simulation = Simulation(MODELS[1], limit=4 * MIB)  # two graphs
+    for number in range(4000):
+        simulation.call(17 if number % 2 else (25, 9, 21)[number // 2 % 3])
+    assert len(simulation.exact) == 2
+    assert 17 in simulation.exact
