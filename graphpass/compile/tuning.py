@@ -8,6 +8,7 @@ of that call, once for each range of sizes; regions of one structure share what 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import sympy
 import torch
+from torch import fx
 
 from graphpass.compat import dynamo, memory, symbolic
 from graphpass.compile.compilers import summary
@@ -34,6 +36,9 @@ _NUM_REPLAYS = 1000  # that have to give equal bits
 _ALLOWED_ERROR = 1.5  # as a multiple of the untuned region's
 _LEAST_GAIN = 0.002  # of the time of a replay; medians of one graph differ by less
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WITHOUT_CONTENTS = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
 _OUT_OF_TIME = Reason("tuning ended before all variants were tried: tune_seconds is spent", "raise tune_seconds")
 _OTHER_SETTINGS = Reason(
     "not tuned: autocast, a precision or a setting of the compiler is another one than when it was compiled",
@@ -238,6 +243,7 @@ class _Contest:
     ) -> None:
         self._measurement, self._args, self._region, self._reference = measurement, args, region, reference
         self._written = [(args[position], args[position].clone()) for position in sorted(region.mutated_inputs)]
+        self._is_defined = [*_defined_results(region.graph_module), *(True for _ in self._written)]
         self._exact: Sequence[torch.Tensor] | None = None
         self._runs: dict[str, Run] = {}  # the untuned region's and the best one
         self._copies_s = 0.0
@@ -313,15 +319,19 @@ class _Contest:
         # guard: tuning_layouts
         if _layouts(run.results, self._args) != _layouts(self._runs[UNTUNED].results, self._args):
             return "its results lie in memory in another way"
-        if all(map(_has_equal_bits, found, self._expected)):
+        if all(_has_equal_bits(*pair) for pair in self._defined(found, self._expected)):
             return None
         if self._exact is None:
             self._restored()  # guard: tuning_reference
             self._exact = self._reference(self._region, self._args)
-        for one, expected, exact in zip(found, self._expected, self._exact, strict=True):
+        for one, expected, exact in self._defined(found, self._expected, self._exact):
             if not _is_as_right(one, expected, exact):  # guard: tuning_agrees
                 return "its results are further from those in a wide type"
         return None
+
+    def _defined(self, *results: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The results in turn, without those that are memory without contents."""
+        return itertools.compress(zip(*results, strict=True), self._is_defined)
 
     def _repeats(self, run: Run) -> bool:
         """Whether many replays over equal inputs give equal bits; dependent launches that race would not."""
@@ -329,9 +339,21 @@ class _Contest:
         same = torch.ones((), dtype=torch.bool, device=first[0].device if first else None)
         for _ in range(_NUM_REPLAYS - 1):
             run.replay()
-            for found, expected in zip(run.results, first, strict=True):
+            for found, expected in self._defined(run.results, first):
                 same &= (_bits(found) == _bits(expected)).all()
         return bool(same)
+
+
+def _defined_results(graph_module: fx.GraphModule) -> list[bool]:
+    """For each tensor that a region returns whether it has contents; an op after the region fills the others."""
+    nodes: Any = graph_module.graph.output_node().args[0]
+    tensors = [n for n in nodes if isinstance(n, fx.Node) and isinstance(dynamo.example_value(n), torch.Tensor)]
+    # guard: tuning_contents
+    return [len(node.users) > 1 or _name_of(node.target) not in _WITHOUT_CONTENTS for node in tensors]
+
+
+def _name_of(target: Any) -> str:
+    return str(target if isinstance(target, str) else getattr(target, "__name__", "")).partition(".")[0]
 
 
 def _is_as_right(found: torch.Tensor, untuned: torch.Tensor, exact: torch.Tensor) -> bool:

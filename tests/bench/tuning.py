@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -97,8 +98,7 @@ def _measured(model: Any, batch: int, variant: str, given: dict[str, Any], floor
     )
     ids = torch.arange(5, 5 + batch, device=model.device)[:, None]
     with torch.inference_mode():
-        exact = model.float()(input_ids=ids, use_cache=False)[0].clone()
-        model.bfloat16()
+        exact = deepcopy(model).float()(input_ids=ids, use_cache=False)[0]
         call = partial(compiled, input_ids=ids, use_cache=False)
         start_s = time.perf_counter()
         for _ in range(2):

@@ -95,7 +95,8 @@ def test_what_the_step_counts_is_what_it_counts_untuned(step: Step) -> None:
     tuned.close()
 
 
-def test_ranges_of_sizes_are_tuned_apart(step: Step) -> None:
+def test_ranges_of_sizes_are_tuned_apart() -> None:
+    step = Step(2).cuda().bfloat16().eval()
     example = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
     tuned = graphed(step, example, capture_sizes=[1, 4, 8, 16, 64], dynamic_dims={"x": 0})
     assert [found.sizes for found in tuned.report().figures.costs.tuned] == ["9 and more", "2 to 8", ""]

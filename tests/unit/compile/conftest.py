@@ -11,8 +11,12 @@ import torch
 
 import cgpass
 import graphpass as gp
-from graphpass.compile import once
+from graphpass.capture import recorder
+from graphpass.compat import dynamo
+from graphpass.compile import once, tuning
+from graphpass.compile.compilers import Compiler
 from graphpass.compile.structure import Structure, structure_of
+from tests.unit.compile.tuned import Bench
 
 
 @torch.library.custom_op("compiletest::cut", mutates_args=())
@@ -30,6 +34,16 @@ def gain(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 gain.register_fake(lambda x, *_: torch.empty_like(x))
+
+
+@torch.library.custom_op("compiletest::fill", mutates_args=("out",))
+def fill(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+@fill.register_fake
+def _(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes contents only."""
 
 
 @pytest.fixture
@@ -55,3 +69,13 @@ def drop_from_key(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(once, "structure_of", incomplete)
 
     return drop
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench()
+    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(bench.compile, False, False))
+    monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
+    monkeypatch.setattr(tuning, "_NUM_REPLAYS", 30)
+    monkeypatch.setattr(dynamo, "settings_that_are_off", list)
+    return bench

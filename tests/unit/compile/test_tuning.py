@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,106 +17,14 @@ import graphpass as gp
 from cgpass import pipeline
 from graphpass.capture import recorder
 from graphpass.capture.compare import RegionCalls
-from graphpass.compat import dynamo, symbolic
+from graphpass.compat import symbolic
 from graphpass.compile import once, tuning
 from graphpass.compile.compilers import Compiler
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import OptionError
 from graphpass.report.records import TunedRange
-
-PDL, DESCENT, COMBO, AUTOTUNE = "triton.enable_pdl", "coordinate_descent_tuning", "combo_kernels", "max_autotune"
-Variant = tuple[str, ...]
-
-
-@dataclass
-class Bench:
-    """A compiler whose variants compute the same but for the faults in here, and a device with a clock of its own."""
-
-    replay_s: dict[Variant, float] = field(default_factory=dict)  #: 1 s where nothing is said
-    compile_s: float = 1.0
-    scaled: dict[Variant, float] = field(default_factory=dict)  #: variant -> factor of its results
-    unsteady: set[Variant] = field(default_factory=set)  #: variants of which one replay in ten differs
-    fails: dict[Variant, BaseException] = field(default_factory=dict)
-    clock: float = 0.0
-    compiled: list[tuple[Variant, list[Any]]] = field(default_factory=list)
-    ran: list[Variant] = field(default_factory=list)
-    is_closed: bool = True
-    open_runs: int = 0
-
-    def compile(self, graph: Any, examples: Any, show: Any = None, settings: Any = ()) -> Callable[..., Any]:
-        variant = tuple(settings)
-        if settings != ():
-            self.compiled.append((variant, [e for e in examples if isinstance(e, (int, torch.SymInt))]))
-            self.clock += self.compile_s
-        if variant in self.fails:
-            raise self.fails[variant]
-
-        def run(*args: Any) -> Any:
-            self.ran.append(variant)
-            factor = self.scaled.get(variant, 1.0)
-            if variant in self.unsteady and self.ran.count(variant) % 10 == 0:
-                factor += 1e-7
-            return tuple(r * factor if isinstance(r, torch.Tensor) else r for r in graph(*args))
-
-        return run
-
-    def now(self) -> float:
-        return self.clock
-
-    def capture(self, name: str, body: Callable[[], Sequence[torch.Tensor]]) -> Any:
-        self.open_runs, self.is_closed = self.open_runs + 1, False
-        return Captured(self, name, body)
-
-    def seconds(self, runs: Sequence[Any]) -> list[float]:
-        return [0.0 if run.variant is None else self.replay_s.get(run.variant, 1.0) for run in runs]
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def tried(self) -> list[Variant]:
-        return [variant for variant, _ in self.compiled]
-
-
-class Captured:
-    def __init__(self, bench: Bench, name: str, body: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self.bench, self.name, self.body = bench, name, body
-        num_ran = len(bench.ran)
-        self.results = body()
-        self.variant = bench.ran[-1] if len(bench.ran) > num_ran else None
-
-    def replay(self) -> None:
-        self.results = self.body()
-
-    def close(self) -> None:
-        self.bench.open_runs -= 1
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    bench = Bench()
-    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(bench.compile, False, False))
-    monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
-    monkeypatch.setattr(tuning, "_NUM_REPLAYS", 30)
-    monkeypatch.setattr(dynamo, "settings_that_are_off", list)
-    return bench
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.linear(x))
-
-
-def captured(model: Any, rt: gp.GraphRuntime, *, size: int = 16, **options: Any) -> Any:
-    """``model``, compiled for any size and captured at ``size``."""
-    given = {"capture_sizes": [size], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt, **options}
-    graphed = gp.graphed(model.eval(), **given)
-    graphed.capture(torch.randn(size, 4))
-    return graphed
+from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, Layer, captured, notes, tuned
+from tests.unit.encoder import toy
 
 
 def fake_matrix(*, lowest: int) -> torch.Tensor:
@@ -134,14 +40,6 @@ def in_warm_up(bench: Bench) -> Any:
     calls = RegionCalls(lambda runnable, args, kwargs: runnable(*args, **kwargs), measurement=bench)
     context = ForwardContext(None, gp.CUDAGraphMode.FULL, gp.BatchDescriptor(1), None, None, None, None, None, calls)
     return entered(context)
-
-
-def tuned(rt: gp.GraphRuntime) -> tuple[TunedRange, ...]:
-    return rt.report().figures.costs.tuned
-
-
-def notes(rt: gp.GraphRuntime) -> str:
-    return "\n".join(rt.notes)
 
 
 def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.GraphRuntime) -> None:
@@ -304,6 +202,39 @@ def test_replays_start_from_equal_inputs(bench: Bench, rt: gp.GraphRuntime) -> N
     assert torch.equal(graphed(torch.zeros(16, 4)), torch.full((16, 4), 2.0))
 
 
+def test_memory_without_contents_is_not_compared(
+    bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region allocates what the op after it fills, as the result of attention."""
+
+    class Allocates(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = x.new_empty(x.shape)
+            torch.ops.compiletest.fill(x * 2, out)
+            return out + 1
+
+    contents = iter(range(10**6))
+    run = bench.compile
+
+    def poisoned(graph: Any, *given: Any, **settings: Any) -> Any:
+        made, returned = run(graph, *given, **settings), graph.graph.output_node().args[0]
+
+        def call(*args: Any) -> Any:
+            results = made(*args)
+            for node, result in zip(returned, results, strict=True):
+                if node.target == "new_empty":
+                    result.fill_(next(contents))
+            return results
+
+        return call
+
+    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(poisoned, False, False))
+    bench.replay_s = {(PDL,): 0.5}
+    graphed = captured(Allocates(), rt, splitting_ops=["compiletest::fill"])
+    assert [found.settings for found in tuned(rt)] == [PDL, PDL]
+    assert torch.equal(graphed(torch.ones(16, 4)), torch.full((16, 4), 3.0))
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -376,7 +307,10 @@ def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> N
         return tuning.SizedArtifact(lambda x: (x * 2,), tuple(bounds.values()), tuple(bounds), ())
 
     class Region:
-        name, mutated_inputs = "r0", ()
+        name, mutated_inputs, graph_module = "r0", (), torch.fx.symbolic_trace(lambda x: (x * 2,))
+
+    for node in Region.graph_module.graph.nodes:
+        node.meta["val"] = examples[0]
 
     exact = lambda region, args: [args[0].double() * 2]  # noqa: E731
     ways = tuning.Tuning("g0", tuning.Tuner(), rt.ledger, 120.0, False, exact)
@@ -494,3 +428,27 @@ def test_variants_and_ranges_are_compiled_apart_by_inductor(
     for size in (3, 11):
         x = torch.randn(size, 4)
         torch.testing.assert_close(graphed(x), model(x))
+
+
+# -- who hands the options through -------------------------------------------------------------------------------------
+
+
+def test_a_manager_is_tuned(bench: Bench) -> None:
+    bench.replay_s = {(COMBO,): 0.5}
+    dispatcher = gp.CudagraphDispatcher("FULL", [4, 16], max_num_reqs=16)
+    manager = gp.CudaGraphManager(
+        Layer().eval(), dispatcher, [gp.InputSpec("x", (16, 4), torch.float32)], tune="measure", tune_seconds=50
+    )
+    manager.capture()
+    assert [(found.sizes, found.settings) for found in manager.report().figures.costs.tuned] == [
+        ("9 and more", COMBO),
+        ("2 to 8", COMBO),
+    ]
+
+
+def test_an_encoder_is_tuned(bench: Bench) -> None:
+    bench.replay_s = {(COMBO,): 0.5}
+    manager = toy.made(toy.Compiled(), compiler="inductor", tune="measure", progress=False)
+    assert {found.settings for found in manager.report().figures.costs.tuned} == {COMBO}
+    items = toy.images([8, 4])
+    toy.assert_same(manager.execute(items), toy.one_by_one(toy.Compiled(), items))
