@@ -224,7 +224,8 @@ class AutoDispatcher:
         """Record that the key of a call was captured, within ``seconds`` of the call that captured it."""
         if self._own is None:
             return
-        entries = [wrapper.entries_at(call.key.descriptor)[-1] for wrapper in self._wrappers]
+        of_regions = [wrapper.entries_at(call.key.descriptor) for wrapper in self._wrappers]
+        entries = [entries[-1] for entries in of_regions if entries]
         num_bytes = self._own.captured(call.key, seconds, entries)
         if call.under_padding is None or call.size is None:
             return

@@ -102,8 +102,8 @@ class RecurringSize:
     key_rows: int  #: product of the padded key's sizes
     replayed: Times  #: of the graphs of all keys that differ from this size in padded fields only
     run: Times  #: of the same without a graph, which may be none
+    asks_at: float  #: the number of replays from which on the policy is asked at the next call
     replays: int = 0  #: over the padded graph, and over the graph of this size
-    asks_at: float = LEAST_REPLAYS  #: the number of replays from which on the policy is asked at the next call
     start: int = 0  #: replays when its padding began, which is again when its graph was dropped
     is_left_out: bool = False  #: whether it stays padded because there is no room for its graph
     losses: int = 0  #: times that its graph could not serve a call, because a static input was another one
@@ -224,7 +224,7 @@ class ExactSizes:
         if size is None:
             if len(self._sizes) >= _MOST_SIZES:  # traffic with ever new sizes must not fill the memory
                 self._sizes = {known: kept for known, kept in self._sizes.items() if kept.graph is not None}
-            size = self._sizes[real] = RecurringSize(rows, key_rows, *self.times_of(group))
+            size = self._sizes[real] = RecurringSize(rows, key_rows, *self.times_of(group), asks_at=LEAST_REPLAYS)
         return size
 
     def captured(self, seconds: float, num_bytes: int) -> None:

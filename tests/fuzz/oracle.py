@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
 import cgpass
 import graphpass as gp
+from graphpass.dispatch import exact
 from tests.fuzz.inputs import Feed
 from tests.fuzz.programs import STATE, Call, Program, module_class
 from tests.fuzz.tracing import DirectlyCompiled
@@ -20,6 +22,7 @@ from tests.fuzz.tracing import DirectlyCompiled
 __all__ = ["Outcome", "check"]
 
 _GRAPHED_SIZES = (4, 8)
+_ROUNDS = 4
 _RECOMPILES = 256
 
 
@@ -53,7 +56,7 @@ def check(
     """
     device = torch.device(device)
     made = module_class(program, device)
-    with gp.GraphRuntime() as runtime, torch.no_grad(), _roomy_dynamo():
+    with gp.GraphRuntime() as runtime, torch.no_grad(), _roomy_dynamo(), _exact_soon():
         under_test = _stock(program, compiler) if stock else _ROUTES[program.route](program, compiler, runtime, device)
         sides = [_Side([made(seed).to(device) for seed in (0, 1)], Feed(device)) for _ in range(2)]
         outcome = _compare(program, sides, under_test)
@@ -118,10 +121,11 @@ def _reason(error: gp.GraphpassError) -> str:
 
 
 def _calls(program: Program) -> Sequence[Call]:
-    """The program's calls; a padded one is called at every real size besides."""
+    """The program's calls; a padded one is called at every real size besides, so often that it has its own graph."""
     if program.route != "graphed":
         return program.calls
-    return (*program.calls, *(Call(program.calls[0].mode, rows) for rows in range(1, max(_GRAPHED_SIZES) + 1)))
+    rows = [rows for _ in range(_ROUNDS) for rows in range(1, max(_GRAPHED_SIZES) + 1)]
+    return (*program.calls, *(Call(program.calls[0].mode, size) for size in rows))
 
 
 def _seen(
@@ -271,6 +275,7 @@ def _graphed(program: Program, compiler: str, runtime: gp.GraphRuntime, device: 
                 {"x": 0, "y": 0, "i": 0},
                 padding={"x": fill, "y": fill, "i": 0},
                 mode="PIECEWISE" if call.mode == "PIECEWISE" else "FULL",
+                graph_bytes=1 << 20,
                 **options,
             )
         return graphed[id(module)](*inputs)
@@ -279,6 +284,11 @@ def _graphed(program: Program, compiler: str, runtime: gp.GraphRuntime, device: 
 
 
 _ROUTES = {"direct": _directly, "dynamo": _through_dynamo, "graphed": _graphed}
+
+
+def _exact_soon() -> Any:
+    """Sizes that recur have graphs of their own after few calls."""
+    return mock.patch.multiple(exact, CALLS_BETWEEN=0, LEAST_REPLAYS=1, SHARE_OF_TIME=1e9)
 
 
 def _roomy_dynamo() -> Any:

@@ -130,7 +130,7 @@ def test_threads_captures_replacements_and_new_weights(num_calls: int) -> None:
                     if number == 0 and count % 100 == 99:
                         change(count // 100)
                     size = rng.choice((9, 17, 18, 19, 25, 26))
-                    x = torch.randn(size, 16, WIDTH, device="cuda", generator=contents)
+                    x = torch.randn(size, 256, WIDTH, device="cuda", generator=contents)
                     before = changes[0]
                     with torch.no_grad():
                         result, expected = compiled(x), model(x)

@@ -166,6 +166,10 @@ def test_at_the_bound_the_graph_that_saves_least_makes_room() -> None:
     assert traffic.call(rare, 30)
     assert traffic.call(often, 200)
     assert traffic.dropped == [7]
+    for _ in range(200):
+        assert not traffic.call(rare)
+        traffic.call(often, 4)
+    assert traffic.dropped == [7]
     assert [graph.num_bytes for graph, _ in traffic.policy.graphs()] == [MIB]
 
 
