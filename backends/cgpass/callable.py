@@ -25,7 +25,7 @@ from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
 from graphpass.capture.settings import restoring
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import dynamo, operators, trees
-from graphpass.compile import CompiledRegion, RegionTrace
+from graphpass.compile import CompiledRegion, RegionTrace, Tuner
 from graphpass.context import ForwardContext, current_context, entered, without_context
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.errors import CaptureError, ContextError, MismatchError, ShapeError, StaticInputError
@@ -294,12 +294,12 @@ class GraphedCallable:
 
     def _captured(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
         """Run, and capture each missing graph."""
-        start_s, is_new = time.perf_counter(), not call.key.is_captured
+        start_s, is_new = self._clock_s(), not call.key.is_captured
         if scope is not None:  # explicit capture: errors go to the caller who opened the scope
             outputs = self._run(auto, call, args, may_capture=True)
             if not call.key.is_captured:
                 auto.rules.keys.captured(call.key)
-                auto.captured(call, time.perf_counter() - start_s)
+                auto.captured(call, self._clock_s() - start_s)
             return outputs
         with self._permission(auto, call.key):
             outputs = self._run(auto, call, args, may_capture=True)
@@ -307,8 +307,12 @@ class GraphedCallable:
         if call.key.is_captured and device is not None and device.type == "cuda":
             torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
         if is_new and call.key.is_captured:
-            auto.captured(call, time.perf_counter() - start_s)
+            auto.captured(call, self._clock_s() - start_s)
         return outputs
+
+    def _clock_s(self) -> float:
+        """Seconds on a clock that stands still while regions are tuned."""
+        return time.perf_counter() - self.runtime.owned(Tuner).spent_s  # guard: tuning_is_no_capture
 
     @contextlib.contextmanager
     def _permission(self, auto: AutoDispatcher, key: RecurringKey) -> Iterator[None]:

@@ -187,6 +187,9 @@ class Recorder:
                 self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = _storages(body.returned)  # guard: memory_reached_by_itself
+            if inside.tuning_s:  # that run does not tell how long one takes
+                with restoring(mutated, generators, device.device):
+                    run_seconds = device.warm_up(body)
             if scope is not None and scope.prepare is not None:
                 scope.prepare()
             with restoring(mutated, generators, device.device):
