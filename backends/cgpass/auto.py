@@ -226,19 +226,26 @@ class AutoDispatcher:
             return
         of_regions = [wrapper.entries_at(call.key.descriptor) for wrapper in self._wrappers]
         entries = [entries[-1] for entries in of_regions if entries]
-        num_bytes = self._own.captured(call.key, seconds, entries)
+        self._own.captured(call.key, seconds, entries)
         if call.under_padding is None or call.size is None:
             return
         self._runtime.ledger.rows(self._name, PADDING_BEFORE)[
             self.rules.mode, call.key.descriptor
         ].seconds += call.size.cost()
         drop = functools.partial(_drop_own, weakref.ref(self), call.real)
-        is_in_bounds = self._own.sizes.captured_exactly(call.size, seconds, num_bytes, drop)
+        pool_bytes = sum(entry.cost.pool_bytes for entry in entries)
+        driver_bytes = sum(entry.cost.driver_bytes for entry in entries)
+        is_in_bounds = self._own.sizes.captured_exactly(call.size, seconds, pool_bytes, driver_bytes, drop)
         for sizes, kept in list(self._calls.items()):
             if kept is call.under_padding:
                 self._calls[sizes] = call
         if not is_in_bounds and self.drop(call.real):
             self._own.sizes.dropped(call.size, is_final=True)
+            self._leave_out(call.real)
+
+    def _leave_out(self, real: tuple[int, ...]) -> None:
+        at = f"{self._name} {named_sizes(self.rules.keys.named(real))}"
+        self._runtime.ledger.note(NO_ROOM, at=at, is_problem=True)
 
     def instead(self, call: AutoCall, reason: Reason) -> AutoCall | Reason:
         """What serves a call whose graph cannot be captured or replayed now: padding, or no graph for this reason."""
@@ -280,17 +287,16 @@ class AutoDispatcher:
                 return call
             exact.sizes.dropped(size, is_final=True)
             return call.under_padding
+        if self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
+            size.asks_at = 2 * size.replays
+            return call
         if not exact.sizes.wants(size):
             if size.is_left_out:
-                at = f"{self._name} {named_sizes(self.rules.keys.named(call.real))}"
-                self._runtime.ledger.note(NO_ROOM, at=at, is_problem=True)
+                self._leave_out(call.real)
             if not size.is_faster_without():
                 return call
             size.replays, size.asks_at = size.replays + 1, 0  # counts for a graph of its own, and is asked each time
             return replace(FASTER_WITHOUT, sizes=self.rules.keys.named(call.real))
-        if self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
-            exact.sizes.dropped(size, is_final=True)
-            return call
         return self._new_call(call.real, args, as_is=False, under_padding=call)
 
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:

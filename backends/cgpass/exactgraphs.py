@@ -55,18 +55,16 @@ class ExactGraphs:
             return self.sizes.find(real)
         return self.sizes.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
 
-    def captured(self, key: RecurringKey, seconds: float, entries: Sequence[GraphEntry]) -> int:
-        """Record the capture of a key; returns its bytes."""
+    def captured(self, key: RecurringKey, seconds: float, entries: Sequence[GraphEntry]) -> None:
+        """Record the capture of a key."""
         rows, group = self._rows(key.sizes)
         replayed, run = self.sizes.times_of(group)
         timed = functools.partial(_sum_of, [entry.cost.seconds for entry in entries])
         replayed.add(rows, timed if self._is_timed else lambda: rows)
         if self._runs_alone:
             run.add(rows, entries[0].cost.run_seconds)
-        num_bytes = sum(entry.cost.num_bytes for entry in entries)
         self._captures.seconds += seconds * self._is_timed
-        self.sizes.captured(seconds, num_bytes)
-        return num_bytes
+        self.sizes.captured(seconds, sum(entry.cost.driver_bytes for entry in entries))
 
     def _rows(self, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         padded, exact = self._keys.padded_sizes(sizes)

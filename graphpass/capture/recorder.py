@@ -235,13 +235,14 @@ class Recorder:
         """Record; where the callable itself decides under which key a call runs, also the graph's time and bytes."""
         if context.owner is None:
             return *device.record(body, generators), _NOT_MEASURED
+        device.open()  # what a pool takes once is not this graph's
         before = device.reading()
         graph, recorded = device.record(body, generators)
         seconds = device.timed(graph.replay)
         pool_bytes, driver_bytes = (now - then for now, then in zip(device.reading(), before, strict=True))
         row = self._row(context, "captured")
         row.pool_bytes, row.driver_bytes = row.pool_bytes + pool_bytes, row.driver_bytes + driver_bytes
-        return graph, recorded, GraphCost(run_seconds, seconds, max(pool_bytes + driver_bytes, 0))
+        return graph, recorded, GraphCost(run_seconds, seconds, pool_bytes, driver_bytes)
 
     def _inputs(self, device: torch.device, context: ForwardContext) -> tuple[list[int], InputPlan, AliasPattern]:
         """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant.
@@ -483,7 +484,7 @@ def _untimed() -> None:
     return None
 
 
-_NOT_MEASURED = GraphCost(_untimed, _untimed, 0)
+_NOT_MEASURED = GraphCost(_untimed, _untimed, 0, 0)
 
 
 def _storages(values: Sequence[Any]) -> set[int]:

@@ -107,7 +107,8 @@ class GraphCost:
 
     run_seconds: Callable[[], float | None]  #: device seconds of the warm-up; None before they are known
     seconds: Callable[[], float | None]  #: median device seconds of a replay, likewise
-    num_bytes: int  #: growth of pool and driver memory
+    pool_bytes: int  #: growth of the pool
+    driver_bytes: int  #: growth of the driver's memory, for its executable
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class RecurringSize:
 class OwnGraph:
     """The graph of a size that recurs."""
 
-    num_bytes: int  #: growth of pool and driver memory by its capture
+    num_bytes: int  #: what counts for it: growth of pool and driver memory by its capture
     drop: Callable[[], bool]  #: drop it, unless a forward uses its pool; returns whether it was dropped
 
 
@@ -203,9 +203,10 @@ class ExactSizes:
         self._last = -CALLS_BETWEEN  # calls at the last exact capture
         self._aged_at, self._recent_calls = 0, 0.0
         self._least_s = math.inf
-        # The driver takes memory for several executables at a time, and uses that of dropped ones again: what counts is
-        # the mean of all captures before the first drop.
-        self._bytes, self._captures, self._has_dropped = 0, 0, False
+        # The driver takes memory for several executables at a time, and uses that of dropped ones again: at least the
+        # mean of all captures before the first drop is counted for each.
+        self._driver_bytes, self._captures, self._has_dropped = 0, 0, False
+        self._last_bytes = 0  # of the last exact capture
         self.exact_s = 0.0  #: time of all exact captures so far
         shared.adopt(self)
 
@@ -227,17 +228,20 @@ class ExactSizes:
             size = self._sizes[real] = RecurringSize(rows, key_rows, *self.times_of(group), asks_at=LEAST_REPLAYS)
         return size
 
-    def captured(self, seconds: float, num_bytes: int) -> None:
+    def captured(self, seconds: float, driver_bytes: int) -> None:
         """Record what a capture of this callable took, of any key."""
         self._least_s = min(self._least_s, seconds)
         if not self._has_dropped:
-            self._bytes, self._captures = self._bytes + num_bytes, self._captures + 1
+            self._driver_bytes, self._captures = self._driver_bytes + driver_bytes, self._captures + 1
 
-    def captured_exactly(self, size: RecurringSize, seconds: float, num_bytes: int, drop: Callable[[], bool]) -> bool:
+    def captured_exactly(
+        self, size: RecurringSize, seconds: float, pool_bytes: int, driver_bytes: int, drop: Callable[[], bool]
+    ) -> bool:
         """Record the graph of a size, which serves it until it is dropped; returns whether the bound holds."""
         self.exact_s += seconds if self._captures_as is None else self._captures_as(size.rows)
         self._last = self._calls()
-        size.graph = OwnGraph(max(num_bytes, self._mean_bytes()), drop)
+        size.graph = OwnGraph(pool_bytes + max(driver_bytes, self._mean_driver_bytes()), drop)
+        self._last_bytes = size.graph.num_bytes
         size.asks_at = size.replays + 1  # for the verdict, as soon as the time is known
         return self._is_in_bounds()
 
@@ -284,9 +288,7 @@ class ExactSizes:
     def _wants(self, size: RecurringSize) -> bool:
         size.asks_at = size.replays + 1
         gain, capture_s = size.gain(), self._capture_s(size)
-        if (
-            self._limit is None or not gain or not math.isfinite(capture_s)
-        ):  # not timed yet; or other times will have to change
+        if self._limit is None or not gain or not math.isfinite(capture_s):  # not timed yet, or to be measured anew
             size.asks_at = size.replays + max(LEAST_REPLAYS, (size.replays - size.start) // 4)
             return False
         replays, calls = size.replays - size.start, self._calls()
@@ -301,7 +303,8 @@ class ExactSizes:
             return False
         if since < 2 * CALLS_BETWEEN and not self._costs_most(size):  # after that, the other had time to come
             return False
-        size.is_left_out = not self._shared.has_room(self._mean_bytes(), self._limit, self._rate(size) * gain)
+        num_bytes = max(self._last_bytes, self._mean_driver_bytes())
+        size.is_left_out = not self._shared.has_room(num_bytes, self._limit, self._rate(size) * gain)
         if not size.is_left_out:
             return True
         size.asks_at = size.replays + max(CALLS_BETWEEN, (size.replays - size.start) // 4)
@@ -310,8 +313,8 @@ class ExactSizes:
     def _is_in_bounds(self) -> bool:
         return self._shared.num_bytes() <= (self._limit or 0)
 
-    def _mean_bytes(self) -> int:
-        return self._bytes // max(1, self._captures)
+    def _mean_driver_bytes(self) -> int:
+        return max(0, self._driver_bytes) // max(1, self._captures)
 
     def _capture_s(self, size: RecurringSize) -> float:
         return self._least_s if self._captures_as is None else self._captures_as(size.rows)

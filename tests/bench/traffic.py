@@ -147,7 +147,7 @@ class Simulation:
                 has_captured = True
                 self.exact.add(size)
                 self._time(size)
-                self.policy.captured_exactly(recurring, CAPTURE_S, 2 * MIB, lambda: self._drop(size, recurring))
+                self.policy.captured_exactly(recurring, CAPTURE_S, 0, 2 * MIB, lambda: self._drop(size, recurring))
         seconds = self.model.seconds(size if size in self.exact else key)
         self._ran(seconds + CAPTURE_S * has_captured)
         recurring.replays += 1

@@ -148,7 +148,7 @@ def test_they_do_not_count_towards_max_graphs(rt: GraphRuntime) -> None:
 @MODES
 def test_at_the_bound_another_size_makes_room(mode: str, rt: GraphRuntime) -> None:
     model = Rows().eval()
-    compiled = compiled_of(model, rt, mode, graph_bytes=8_000)  # few tapes of this model
+    compiled = compiled_of(model, rt, mode, graph_bytes=5_000)  # few tapes of this model
     call(compiled, KEY, 2)
     call(compiled, SIZE, CALLS + 2, model)
     first = exact(rt)
@@ -158,12 +158,25 @@ def test_at_the_bound_another_size_makes_room(mode: str, rt: GraphRuntime) -> No
         call(compiled, 19, 10, model)
     assert SIZE not in exact(rt)
     assert set(exact(rt)) <= {18, 19}
-    assert shared_bytes() <= 8_000
+    assert shared_bytes() <= 5_000
     call(compiled, SIZE, 3, model)  # padded again
 
 
 def shared_bytes() -> int:
     return PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu")).num_bytes()
+
+
+def test_a_graph_of_another_runtime_makes_room(rt: GraphRuntime) -> None:
+    idle, busy = Rows().eval(), Rows().eval()
+    with GraphRuntime() as other:
+        first = compiled_of(idle, other, graph_bytes=6_000)
+        call(first, SIZE, CALLS + 2, idle)
+        assert list(exact(other)) == [SIZE]
+        torch.compiler.reset()
+        second = compiled_of(busy, rt, graph_bytes=6_000)
+        call(second, SIZE, 20 * CALLS, busy)
+        assert (list(exact(other)), list(exact(rt))) == ([], [SIZE])
+        call(first, SIZE, 3, idle)  # padded again
 
 
 def test_what_the_bound_leaves_out_is_in_the_report(rt: GraphRuntime) -> None:

@@ -44,7 +44,7 @@ class Traffic:
         for _ in range(times):
             self.calls, self.now_s = self.calls + 1, self.now_s + 1
             if size.replays >= size.asks_at and size.graph is None and self.policy.wants(size):
-                self.policy.captured_exactly(size, self.capture_s, MIB, lambda: self._drop(size))
+                self.policy.captured_exactly(size, self.capture_s, 0, MIB, lambda: self._drop(size))
                 size.replays += 1
                 return True
             size.replays += 1
