@@ -32,7 +32,7 @@ from graphpass.capture.wrapper import CUDAGraphWrapper
 from tests.bench.one_argument import MODELS, moved
 from tests.bench.timing import environment, synchronize, write_json
 
-SIZES = (7, 11, 14, 20, 28)
+SIZES = (5, 7, 9, 11, 14, 18, 20, 28)
 MOST_CALLS = 1000
 Call = Callable[[int], Any]
 
@@ -93,7 +93,7 @@ def measure(call: Call, run: Call, runtime: Callable[[], gp.GraphRuntime], devic
     captures: list[float] = []
     parts: dict[str, list[float]] = defaultdict(list)
     above_replay, above_run, sizes, calls = [], [], [], 0
-    while calls < MOST_CALLS and len(captures) < len(SIZES):
+    while calls < MOST_CALLS and num_exact(runtime()) < len(SIZES):  # some may have been captured above
         size = SIZES[calls % len(SIZES)]
         before, calls = num_exact(runtime()), calls + 1
         with_parts = len(captures) % 2 == 1
