@@ -107,6 +107,23 @@ def test_autocast_around_the_call(rt: GraphRuntime, at_key: Run, tally: Run, com
         assert tally(rt, mode) == {**expected_counts(mode, 4, (1, 3)), **expected_counts(mode, 4, (1, 3), graph="g1")}
 
 
+def test_a_wrapped_module_freezes_no_cast_weights(rt: GraphRuntime) -> None:
+    """The weights are no inputs of the wrapper: a cached cast would not be part of the graph."""
+    model, x = nn.Linear(6, 6), torch.randn(4, 6)
+    wrapped = CUDAGraphWrapper(model, FULL, runtime=rt, name="step")
+    at_four = gp.set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(4))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(x)  # leaves the cast weights in autocast's cache
+        with rt.capturing(), at_four:
+            wrapped(x)
+    with torch.no_grad():
+        model.weight.mul_(-2)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        want = model(x)
+        with at_four:
+            agrees(wrapped(x), want)
+
+
 @COMPILERS
 def test_autocast_freezes_no_cast_weights(rt: GraphRuntime, at_key: Run, compiler: str) -> None:
     model = Attended().eval()
