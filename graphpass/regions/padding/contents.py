@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from graphpass.regions.padding.calls import CHECK_IF_DECLARED, OpCall, PaddingReason, PaddingRule, tensors_of
-from graphpass.regions.padding.combining import attention, softmax, weight_of
+from graphpass.regions.padding.combining import attention, multi_head_attention, self_attention, softmax, weight_of
 from graphpass.regions.padding.indexing import FROM_START, is_whole, stays_real
 from graphpass.regions.padding.pointwise import cast, entry_by_entry, real_entries
 from graphpass.regions.padding.sizes import product
@@ -117,6 +117,10 @@ _OF_ENTRIES = _words(
 """Operators whose results hold entries of their arguments, perhaps beside numbers."""
 
 
+_HIDES = (attention, self_attention, multi_head_attention)
+"""Rules of operators that give no weight to what a mask of -inf hides."""
+
+
 def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
     """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
     held = [tensor.held for tensor in tensors_of(call.arguments.values())]
@@ -130,7 +134,7 @@ def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) ->
     elif call.name in _OF_ENTRIES:
         found = functools.reduce(by_data, (*held, *numbers))
     else:
-        found = blurred(*(map(shown, held) if rule is attention or call.name == "logsumexp" else held))
+        found = blurred(*(map(shown, held) if rule in _HIDES or call.name == "logsumexp" else held))
     found = cast_pad(found, value.dtype)
     return None if is_finite(found) else by_data(None, found)
 

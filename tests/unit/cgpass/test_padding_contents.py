@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphpass as gp
+from cgpass import paddingcheck
 from graphpass.regions import PaddedValue, register_padding_rule
 from tests.unit.cgpass.leaks import BOTH, LEAKS, RIGHT, agree, around, is_padded, refusals
 
@@ -368,3 +369,11 @@ def test_a_run_in_float64_writes_to_copies() -> None:
             assert model.calls == reference.calls
     assert refusals(gp.runtime_of(fast)) == []
     assert is_padded(gp.runtime_of(fast))
+
+
+@pytest.mark.parametrize("of_found", [3, 2])
+def test_results_of_another_length_are_a_leak(of_found: int) -> None:
+    """The padding's contents decide how many entries ``masked_select`` returns."""
+    two, three, found = torch.zeros(2), torch.ones(3), torch.zeros(of_found)
+    assert paddingcheck._is_leak(found, two, (three, found))
+    assert not paddingcheck._is_rounding((three, three), two, 1.0)
