@@ -7,12 +7,13 @@ the one before, the surplus entries are overwritten with padding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from graphpass.capture.staging import copy_each, storage_id
+from graphpass.capture.staging import copied_together, copy_each, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
@@ -29,6 +30,64 @@ class PaddedInputs:
     buffers: Mapping[str, PaddedBuffer]  #: {input name: view of its buffer, with its padding rule}
     arguments: Mapping[str, torch.Tensor]  #: {input name: the same view}, the keyword arguments of the model
     is_padding: torch.Tensor  #: mask of the padded tokens, bool (num_tokens,), a view that steps update
+
+
+class RealInputs:
+    """The real entries of the inputs, at one real size in one padded shape, and the copies of batches to them."""
+
+    def __init__(self, sizes: Sizes, padded: PaddedInputs, spans: Sequence[int]) -> None:
+        self.sizes, self.padded = sizes, padded  #: the real size of each key field, and the buffers at the padded shape
+        self._spans = spans  # the addresses at which the memory of a buffer starts and ends, sorted
+        with torch.inference_mode(False), torch.no_grad():
+            #: {input name: view of its real entries}
+            self.targets = {name: buffer.real(sizes) for name, buffer in padded.buffers.items()}
+        self._fit: Callable[..., bool] | None = None
+        self._groups: list[tuple[list[torch.Tensor], tuple[int, ...]]] = []
+
+    def copy_in(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Copy a batch into the buffers, with one launch for each dtype; unchanged if an input does not fit."""
+        fit = self._fit
+        if fit is not None and inputs.keys() == self.targets.keys():
+            values = [inputs[name] for name in self.targets]
+            # guard: known_inputs_fit
+            if fit(*values) and not any(map(self._is_own, values)):
+                for targets, group in self._groups:
+                    memory.foreach_copy_(targets, [values[index] for index in group])
+                return
+        sources = self.checked(inputs)
+        targets = list(self.targets.values())
+        copy_each(targets, sources)
+        # Later batches in the layouts of this one are compared with it in one native call.
+        self._fit = memory.layouts_of(sources)
+        self._groups = [([targets[i] for i in group], group) for group in copied_together(targets, sources)]
+
+    def _is_own(self, value: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of a buffer."""
+        return bool(bisect_right(self._spans, value.data_ptr()) & 1)
+
+    def copy_back(self, inputs: Mapping[str, torch.Tensor] | None, names: Iterable[str]) -> None:
+        """Copy what the model wrote to these inputs into the caller's tensors."""
+        if inputs is not None:
+            for name in names:
+                inputs[name].copy_(self.targets[name])
+
+    def checked(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors to copy for a batch, in the order of the inputs; raises if one does not fit its buffer."""
+        if inputs.keys() != self.targets.keys():
+            raise ShapeError(
+                "the inputs of the batch are not the declared inputs",
+                expected=", ".join(sorted(self.targets)),
+                found=", ".join(sorted(inputs)) or "none",
+                remedy="pass a tensor for each InputSpec, or inputs=None after writing to the manager's buffers",
+            )
+        sources = []
+        for (name, target), buffer in zip(self.targets.items(), self.padded.buffers.values(), strict=True):
+            value = inputs[name]
+            buffer.check(value, target)
+            if value.data_ptr() != target.data_ptr() and storage_id(value) == storage_id(target):
+                value = value.clone()  # another part of the same buffer, which may overlap the target
+            sources.append(value)
+        return sources
 
 
 class InputBuffers(PaddedMemory[str]):
@@ -58,6 +117,9 @@ class InputBuffers(PaddedMemory[str]):
             self._is_padding = torch.ones(self.largest["num_tokens"] + 1, dtype=torch.bool, device=device)
         #: {input name: its buffer at the largest batch}
         self.tensors = {name: self._cut(name, self.largest) for name in self._specs}
+        storages = [memory.untyped_storage() for memory in self._memory.values()]
+        ends = ((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+        self._spans = sorted(address for span in ends for address in span)
         self._filled = dict.fromkeys(self.largest, 0)
         self._at: dict[tuple[int, ...], PaddedInputs] = {}
 
@@ -84,19 +146,22 @@ class InputBuffers(PaddedMemory[str]):
         """Write the padding of these inputs again in every step, because the model writes to it."""
         self._computed.update(names)
 
-    def fill(self, inputs: Mapping[str, torch.Tensor] | None, sizes: Sizes, padded: PaddedInputs) -> None:
+    def real(self, sizes: Sizes, padded: PaddedInputs) -> RealInputs:
+        """The real entries of batches of ``sizes`` in the buffers at a padded shape, for :meth:`fill`."""
+        return RealInputs(sizes, padded, self._spans)
+
+    def fill(self, inputs: Mapping[str, torch.Tensor] | None, real: RealInputs) -> None:
         """Copy a batch into the buffers, all inputs in one fused copy, and write the padding after it.
 
-        ``sizes`` are the real sizes; without ``inputs`` the buffers contain the batch already. If an input does not
-        fit, the buffers are unchanged.
+        Without ``inputs`` the buffers contain the batch already. If an input does not fit, the buffers are unchanged.
         """
         if inputs is not None:
-            copy_each(*self.paired(inputs, sizes, padded))
-        for field, size in sizes.items():
+            real.copy_in(inputs)
+        for field, size in real.sizes.items():
             if size != self._filled[field]:
                 self._pad_after(field, size)
         for name in self._computed:
-            padded.buffers[name].fill_padding(sizes)
+            real.padded.buffers[name].fill_padding(real.sizes)
 
     def blank(self) -> None:
         """Reset all entries to padding, because an entry of a larger batch may not be valid in a smaller one."""
@@ -117,28 +182,6 @@ class InputBuffers(PaddedMemory[str]):
                 memory.copy_(saved[name])
             self._is_padding.copy_(is_padding)
             self._filled = filled
-
-    def paired(
-        self, inputs: Mapping[str, torch.Tensor], sizes: Sizes, padded: PaddedInputs
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The copies that :meth:`fill` needs for a batch, as (targets, sources); nothing is copied yet."""
-        if inputs.keys() != self._specs.keys():
-            raise ShapeError(
-                "the inputs of the batch are not the declared inputs",
-                expected=", ".join(sorted(self._specs)),
-                found=", ".join(sorted(inputs)) or "none",
-                remedy="pass a tensor for each InputSpec, or inputs=None after writing to the manager's buffers",
-            )
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for name, buffer in padded.buffers.items():
-            target, value = buffer.real(sizes), inputs[name]
-            buffer.check(value, target)
-            if value.data_ptr() != target.data_ptr() and storage_id(value) == storage_id(target):
-                value = value.clone()  # another part of the same buffer, which may overlap the target
-            targets.append(target)
-            sources.append(value)
-        return targets, sources
 
     def _pad_after(self, field: str, size: int) -> None:
         filled = self._filled[field]

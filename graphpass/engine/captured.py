@@ -16,7 +16,7 @@ from graphpass.capture.replay import ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
-from graphpass.engine.buffers import PaddedInputs
+from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
 from graphpass.engine.forward import fields_named
 from graphpass.engine.model import Model, nothing_reached
 from graphpass.engine.recipe import Recipe, leaf_sources
@@ -25,12 +25,26 @@ from graphpass.errors import CaptureError, StaticInputError
 from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
+from graphpass.ledger import Row
+from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import by_tensor
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 
+_MOST_STEPS = 512
+"""The real sizes of which a captured key keeps what their steps look up; beyond it, all are looked up again."""
+
 
 @dataclass(frozen=True, slots=True)
+class KnownStep:
+    """What the first step of a captured key at one real size has looked up, for all later ones."""
+
+    inputs: RealInputs
+    views: list[Any]  #: the leaves of the result: views of the output buffers at the real size
+    row: Row  #: the counts of the key's replays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CapturedKey:
     """One captured key, ready to replay."""
 
@@ -44,6 +58,8 @@ class CapturedKey:
     model: ModelState | None = None  #: of the capture, compared before a step without Dynamo; None through Dynamo
     generation: int = 0  #: the pool's generation at capture
     returns_flat: bool = False  #: the plan returns a flat tuple or list
+    is_bare: bool = False  #: the key has a FULL graph that reads nothing of the forward context
+    steps: dict[tuple[int, ...], KnownStep] = field(default_factory=dict)  #: {real size of each key field: its steps}
 
 
 class CapturedKeys:
@@ -163,11 +179,18 @@ class CapturedKeys:
 
     # -- one of them --------------------------------------------------------------------------------------------------
 
-    def of(self, key: Key) -> CapturedKey:
-        """A captured key; captures it if it has no graph or its graph reads replaced weights, where that is allowed."""
+    def of(self, key: Key, checked: set[CapturedKey]) -> CapturedKey:
+        """A captured key; captures it if it has no graph or its graph reads replaced weights, where that is allowed.
+
+        Weights and settings are those of the capture for keys in ``checked``, to which it is added.
+        """
         captured = self._by_key.get(key)
-        if captured is not None and self._is_valid(captured):
-            return captured
+        if captured is not None:
+            is_known = captured in checked and captured.generation == self._runtime.lease.generation
+            if is_known or self._is_valid(captured):
+                checked.add(captured)
+                return captured
+        checked.clear()  # what is captured below runs code of the model
         mode, descriptor = key
         # A rank that captures during a step would keep the other ranks waiting.
         if self._ranks is not None or (key in self.costs and self._model.settings.policy.on_moved_input == "error"):
@@ -201,6 +224,14 @@ class CapturedKeys:
         generation = self._runtime.lease.generation
         return generation == captured.generation and captured.plan.serves(captured.args)  # guard: manager_dead_graphs
 
+    def first_step(self, captured: CapturedKey, sizes: Sizes, row: Row) -> KnownStep:
+        """Look up what all steps of a captured key at these real sizes need; ``row`` counts the key's replays."""
+        if len(captured.steps) >= _MOST_STEPS:
+            captured.steps.clear()
+        inputs = self._inputs.real(sizes, captured.inputs)
+        known = captured.steps[tuple(sizes.values())] = KnownStep(inputs, captured.recipe.views(sizes), row)
+        return known
+
     def _capture(self, key: Key) -> CapturedKey:
         captured = self._by_key[key] = self._captured(key)
         self.costs[key] = captured.cost
@@ -225,7 +256,7 @@ class CapturedKeys:
         # The graph for this size may have side effects in Python that the graph of the first run did not have.
         # guard: manager_side_effects_of_sizes
         is_direct = recipe.why_through_dynamo is None and not any(c.callable.side_effects for c in scope.reached)
-        without_dynamo = self._without_dynamo(scope, recipe, inputs, result) if is_direct else {}
+        without_dynamo = self._without_dynamo(mode, scope, recipe, inputs, result) if is_direct else {}
         scope.reached.clear()  # release the results, which keep pool memory alive
         del result
         seconds = time.perf_counter() - started
@@ -252,7 +283,9 @@ class CapturedKeys:
         finally:
             scope.prepare = scope.keep_results = None
 
-    def _without_dynamo(self, scope: CaptureScope, recipe: Recipe, inputs: PaddedInputs, result: Any) -> dict[str, Any]:
+    def _without_dynamo(
+        self, mode: CUDAGraphMode, scope: CaptureScope, recipe: Recipe, inputs: PaddedInputs, result: Any
+    ) -> dict[str, Any]:
         """The fields of a captured key whose steps do not go through Dynamo."""
         leaves, spec = trees.flatten(result)
         if spec != recipe.spec or recipe.sources != leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers)):
@@ -264,12 +297,16 @@ class CapturedKeys:
             state = self._model.state_of(call.args)
             assert state is not None, "a tensor that the first run has found in the model"
             self._states[call.callable] = state
+        plan, has_context = call.plan, self._model.parts.attention is not None
+        if plan is not None and (plan.reads.numbers or plan.reads.paths):
+            has_context = True  # guard: steps_that_read_the_context
         return {
-            "plan": call.plan,
+            "plan": plan,
             "args": list(call.args),
             "model": state,
             "generation": self._runtime.lease.generation,
             "returns_flat": call.callable.returns_flat,
+            "is_bare": plan is not None and mode is CUDAGraphMode.FULL and not has_context,
         }
 
     # -- closing ------------------------------------------------------------------------------------------------------

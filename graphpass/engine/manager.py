@@ -20,8 +20,8 @@ from graphpass.compat import operators, trees
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
-from graphpass.engine.buffers import InputBuffers, PaddedInputs, Sizes
-from graphpass.engine.captured import CapturedKey, CapturedKeys
+from graphpass.engine.buffers import InputBuffers, RealInputs, Sizes
+from graphpass.engine.captured import CapturedKey, CapturedKeys, KnownStep
 from graphpass.engine.forward import ForwardHooks, ForwardParts, fields_named
 from graphpass.engine.model import GraphChecks, Model
 from graphpass.engine.stats import ManagerStats
@@ -38,6 +38,8 @@ from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 
 _AS_IT_IS = contextlib.nullcontext()
+_MOST_DECISIONS = 4096
+"""The sizes of which a manager keeps the dispatcher's decision; beyond it, all are decided again."""
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
 
 
@@ -119,6 +121,10 @@ class CudaGraphManager:
         self._ledger = Ledger()
         self._replays, self._fallbacks = (self._ledger.rows("steps", event) for event in ("replayed", "without graph"))
         self._sizes = self._ledger.sizes["num_tokens"]
+        # Code of the user runs around each forward, whichever graph it replays.
+        self._is_hooked = offloader is not None or any(callable(spec.padding) for spec in inputs)
+        self._decided: dict[Any, _NextStep] = {}  # by what the dispatcher is asked, at its revision
+        self._revision = -1
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
 
@@ -195,9 +201,17 @@ class CudaGraphManager:
             AgreementError: another data-parallel rank failed, does not answer, or is configured differently; nothing
                 has run.
         """
+        return self._run_after(set(), batch)
+
+    def _run_after(self, checked: set[CapturedKey], batch: Batch) -> Any:
+        """:meth:`run`, where weights and settings are known to be those of the capture for the keys in ``checked``."""
         operators.refuse_any_transform("a manager")  # guard: manager_transforms
         with self._turn:
-            return self._run(self._next(batch), batch)
+            return self._run(self._next(batch), batch, checked)
+
+    def unattended(self) -> UnattendedSteps:
+        """Steps of a loop in which nobody else has control between two of them, see :class:`UnattendedSteps`."""
+        return UnattendedSteps(self)
 
     def run_idle(self) -> bool:
         """Take part in a step of the data-parallel ranks without a batch.
@@ -217,7 +231,7 @@ class CudaGraphManager:
             if self._ranks is None:
                 return False
             step = self._next(None)
-            self._run(step, Batch(0))
+            self._run(step, Batch(0), set())
             return step.is_dummy
 
     def stats(self) -> ManagerStats:
@@ -260,8 +274,7 @@ class CudaGraphManager:
         """Decide the next step, alone or with the other ranks; None if this rank has no batch, which only ranks ask."""
         if self._ranks is None:
             assert batch is not None, "a step without a batch needs other ranks"
-            sizes = self._sizes_of(batch)
-            return _NextStep(self.dispatcher.dispatch(**self._asked(batch)), sizes)
+            return self._next_alone(batch)
         decided = self._ranks.decide(lambda: self._proposed(batch))
         agreed = decided.agreed
         if decided.is_lower:
@@ -270,6 +283,21 @@ class CudaGraphManager:
         if batch is None or not decided.has_batch:
             return _NextStep(decided.step, dict.fromkeys(self._inputs.largest, 0), agreed, agreed.has_work)
         return _NextStep(decided.step, self._sizes_of(batch), agreed)
+
+    def _next_alone(self, batch: Batch) -> _NextStep:
+        """Decide the next step without other ranks; batches of known sizes have the decision of the first."""
+        sizes = self._sizes_of(batch)
+        asked = self._asked(batch)
+        if self._revision != self.dispatcher.revision or len(self._decided) >= _MOST_DECISIONS:
+            self._decided.clear()  # guard: decided_at_revision
+            self._revision = self.dispatcher.revision
+        try:
+            known = self._decided.get(question := tuple(asked.values()))
+        except TypeError:  # a value of extra that cannot be hashed, which the dispatcher refuses by name
+            return _NextStep(self.dispatcher.dispatch(**asked), sizes)
+        if known is None:
+            known = self._decided[question] = _NextStep(self.dispatcher.dispatch(**asked), sizes)
+        return known
 
     def _asked(self, batch: Batch) -> dict[str, Any]:
         """The dispatcher's arguments for a batch."""
@@ -295,7 +323,7 @@ class CudaGraphManager:
             return None
         sizes = self._sizes_of(batch)
         if batch.inputs is not None:
-            self._inputs.paired(batch.inputs, sizes, self._inputs.at(self._inputs.largest))
+            self._inputs.real(sizes, self._inputs.at(self._inputs.largest)).checked(batch.inputs)
         return self._asked(batch)
 
     def _sizes_of(self, batch: Batch) -> dict[str, int]:
@@ -315,26 +343,49 @@ class CudaGraphManager:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, step: _NextStep, batch: Batch) -> Any:
+    def _run(self, step: _NextStep, batch: Batch, checked: set[CapturedKey]) -> Any:
         decision = self.last_step = step.decision
         if step.is_dummy:
             model = self._model
             model.runtime.lease.order_after_last_forward()
             attention = model.parts.example(decision.descriptor, self.dispatcher.uniform_decode_query_len)
             with replay_settings(), model.restoring_state(is_step=True):  # guard: ranks_idle_state
-                return self._run(step._replace(is_dummy=False), Batch(0, attention=attention))
+                return self._run(step._replace(is_dummy=False), Batch(0, attention=attention), checked)
         if not decision.mode:
+            checked.clear()
             return self._without_graph(step, batch)
         key = (decision.mode, decision.descriptor)
-        captured = self._captured.of(key)
+        captured = self._captured.of(key, checked)
+        known = captured.steps.get(tuple(step.sizes.values()))
+        if known is None:
+            known = self._captured.first_step(captured, step.sizes, self._replays[key])
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-            result = self._forward(key, captured.inputs, captured, step, batch)
-        row = self._replays[key]  # one look-up: the hash of a descriptor is the most expensive part
+            if captured.is_bare and not self._is_hooked:
+                self._replay(captured, known, batch)
+            else:
+                if self._is_hooked or captured.plan is None or decision.mode is not CUDAGraphMode.FULL:
+                    checked.clear()  # guard: attended_steps
+                self._forward(key, known.inputs, captured, step, batch)
+            known.inputs.copy_back(batch.inputs, captured.recipe.mutated)
+            result = captured.recipe.result(known.views)
+        row = known.row
         row.n += 1
         row.items += 1
         row.real += batch.num_tokens
         self._sizes[batch.num_tokens] += 1
         return result
+
+    def _replay(self, captured: CapturedKey, known: KnownStep, batch: Batch) -> None:
+        """Fill the buffers and replay a graph that reads nothing of the forward context, which then is not made."""
+        plan, lease = captured.plan, self._model.runtime.lease
+        assert plan is not None
+        lease.acquire_for_one_replay("a manager")
+        try:
+            self._inputs.fill(batch.inputs, known.inputs)
+            plan.inputs.check(captured.args)
+            plan.run(captured.args, lease)
+        finally:
+            lease.release()
 
     def _without_graph(self, step: _NextStep, batch: Batch) -> Any:
         """Run the compiled model over a batch at its real number of tokens."""
@@ -359,24 +410,24 @@ class CudaGraphManager:
             model.fallbacks.report(text, error, at=at, is_recorded=True)
         with replay_settings():
             if decision.reason is DispatchReason.EMPTY:
-                return model.recipe().result(step.sizes)
-            model.recipe()
+                return model.recipe().result(model.recipe().views(step.sizes))
+            recipe = model.recipe()
             num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras
             key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
             # Inputs with a request dimension have all their rows, so that regions are not compiled for each count.
-            inputs = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
-            return self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch)
+            inputs = self._inputs.real(step.sizes, self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens}))
+            self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch)
+            inputs.copy_back(batch.inputs, recipe.mutated)
+            return recipe.result(recipe.views(step.sizes))
 
-    def _forward(
-        self, key: Key, inputs: PaddedInputs, captured: CapturedKey | None, step: _NextStep, batch: Batch
-    ) -> Any:
-        """Fill the buffers, replay the key's graph or run the compiled model, and cut the results."""
-        (mode, descriptor), sizes, model = key, step.sizes, self._model
+    def _forward(self, key: Key, real: RealInputs, captured: CapturedKey | None, step: _NextStep, batch: Batch) -> None:
+        """Fill the buffers, and replay the key's graph or run the compiled model in a forward context."""
+        (mode, descriptor), inputs, model = key, real.padded, self._model
         parts, lease = model.parts, model.runtime.lease
         plan, recipe = (None, model.recipe()) if captured is None else (captured.plan, captured.recipe)
         # A replay on another stream may still be reading the buffers.
         lease.order_after_last_forward()
-        self._inputs.fill(batch.inputs, sizes, inputs)
+        self._inputs.fill(batch.inputs, real)
         metadata = parts.metadata(batch.attention, descriptor, mode)
         observer = GraphChecks(model, inputs) if plan is None else None  # guard: manager_mixing_in_steps
         across_dp = None if step.agreed is None else step.agreed.num_tokens_across_dp
@@ -396,10 +447,31 @@ class CudaGraphManager:
                         recipe.store_leaves(recipe.leaves(flat, inputs), inputs.sizes)
                 finally:
                     lease.release()
-        if batch.inputs is not None:
-            for name in recipe.mutated:  # the caller's tensor gets what the model wrote to the input
-                batch.inputs[name].copy_(inputs.buffers[name].real(sizes))
-        return recipe.result(sizes)
+
+
+class UnattendedSteps:
+    """Steps of a manager that follow each other: nobody but graphpass has control between two of them.
+
+    The first step of a key compares weights, modules and settings with those of the capture, as :meth:`run
+    <CudaGraphManager.run>` of the manager does in every call; later ones do not, until :meth:`attended` or a step in
+    which code of the model or of the user has run. The attention builder counts as code of the loop.
+    """
+
+    def __init__(self, manager: CudaGraphManager) -> None:
+        self._manager = manager
+        self._checked: set[CapturedKey] = set()
+
+    def attended(self) -> None:
+        """Somebody else has had control: the next step compares everything again."""
+        self._checked.clear()  # guard: attended
+
+    def run(self, batch: Batch) -> Any:
+        """Run the next batch, see :meth:`CudaGraphManager.run`."""
+        try:
+            return self._manager._run_after(self._checked, batch)
+        except BaseException:
+            self._checked.clear()
+            raise
 
 
 class _NextStep(NamedTuple):

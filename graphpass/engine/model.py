@@ -117,7 +117,7 @@ class Model:
     def prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
         """Reset inputs and synchronize hooks for a capture or a first run; returns metadata of example requests."""
         self.inputs.blank()  # guard: manager_blank_capture
-        self.inputs.fill(None, inputs.sizes, inputs)
+        self.inputs.fill(None, self.inputs.real(inputs.sizes, inputs))
         if self.parts.hooks is not None:
             self.parts.hooks.sync_prev_onload()
         return self.parts.metadata(self.parts.example(key, self.dispatcher.uniform_decode_query_len), key, mode)

@@ -104,9 +104,15 @@ class Recipe:
             part = part.narrow(dim, 0, sizes[field])
         return part if self.cuts[index] or not isinstance(part, torch.Tensor) else part.detach()
 
-    def result(self, sizes: Sizes) -> Any:
-        """The model's result at these sizes, as views of the buffers."""
-        return self.build_result([self.cut(index, sizes) for index in range(len(self.buffers))])
+    def views(self, sizes: Sizes) -> list[Any]:
+        """The leaves of the result at these sizes, views of the buffers, for :meth:`result`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return [self.cut(index, sizes) for index in range(len(self.buffers))]
+
+    def result(self, views: Sequence[Any]) -> Any:
+        """The model's result of these leaves, as new tensor objects: what is done to an object stays with it."""
+        # guard: result_objects
+        return self.build_result([view.detach() if isinstance(view, torch.Tensor) else view for view in views])
 
     def num_bytes(self) -> int:
         """Bytes of all buffers."""

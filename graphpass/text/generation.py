@@ -74,9 +74,11 @@ class Generation:
                 found=f"inputs {sorted(buffers)}, attention {type(attention).__name__}",
                 remedy="pass CausalLM(model, ...).manager",
             )
-        self._manager = manager
+        self._manager, self._steps = manager, manager.unattended()
         max_num_tokens, last_rows = buffers["input_ids"].shape[1], buffers["last_rows"]
         draft_tokens = last_rows.shape[1] - 1 if last_rows.dim() > 1 else 0
+        # Classes of this package whose code runs in each step, unlike those of a user.
+        self._is_own = type(attention) is PagedAttention and type(drafter) in (NgramDrafter, type(None))
         _check_drafting(draft_tokens, drafter, run_ahead)
         is_adapted = isinstance(model, LoraModel)
         self._adapters: LoraAdapters | None = model.adapters if is_adapted else None
@@ -162,6 +164,11 @@ class Generation:
                 queue is unchanged.
             GraphpassError: the manager could not run the step. All requests are dropped, and their pages are free.
         """
+        self._steps.attended()  # guard: generation_steps_of_a_caller
+        return self._step()
+
+    def _step(self) -> list[NewToken]:
+        """:meth:`step`, where nobody but this package has had control since the last one."""
         try:
             plan = self._plan()
         except OutOfPagesError:
@@ -220,7 +227,9 @@ class Generation:
         texts = None if self._speculation is None else self._speculation.texts(plan)
         inputs = self._inputs.of(plan, self._tokens.on_device, texts)
         lengths_and_pages: tuple[Any, ...] = (plan.query_lens, plan.seq_lens, plan.block_tables)
-        tokens = self._manager.run(
+        if not self._is_own:
+            self._steps.attended()  # guard: generation_code_of_a_caller
+        tokens = self._steps.run(
             Batch(
                 plan.num_tokens,
                 inputs=inputs,
@@ -310,7 +319,7 @@ def complete(
             manager.capture()
         with progress_bar(None, progress, total=total, desc="generating", unit="token") as bar:
             while not generation.is_done():
-                new_tokens = generation.step()
+                new_tokens = generation._step()
                 for new in new_tokens:
                     texts[new.request].append(new.token)
                 bar.update(len(new_tokens))

@@ -92,6 +92,12 @@ class KnownModel:
     def needs_capture(self) -> bool:
         return False
 
+    def unattended(self) -> Any:
+        return self
+
+    def attended(self) -> None:
+        pass
+
     def run(self, batch: Batch) -> torch.Tensor:
         assert batch.inputs is not None
         ids, positions, last_rows = (batch.inputs[name] for name in ("input_ids", "position_ids", "last_rows"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -390,3 +391,60 @@ def test_layers_of_each_type_have_their_own() -> None:
     assert rotary.rope_type["sliding_attention"] == "default"
     for of, angle in expected.items():
         torch.testing.assert_close(rotary(torch.zeros(1), positions, of), angle, rtol=0, atol=0)
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Meddling:
+    """A drafter of the user: its code runs between two steps, and exchanges a weight."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.lengths = model, list[int]()
+
+    def propose(self, request: Request, text: Any, limit: int) -> list[int]:
+        if len(text) == len(PROMPTS[0]) + 3:  # after steps of the same key
+            self.lengths.append(len(text))
+            exchanged(self.model)
+        return []
+
+
+def exchanged(model: Any) -> None:
+    """Turn the sign of the head's weight, at another address; the old memory lives on, so that no graph is dropped."""
+    KEPT.append(model.lm_head.weight.data)
+    model.lm_head.weight.data = -KEPT[-1]
+
+
+def check_signs(model: Any, found: list[int], lengths: list[int]) -> None:
+    """Each token is that of the head with the sign that it has after the exchanges at these lengths of the text."""
+    text = list(PROMPTS[0])
+    for token in found:
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[0, -1] * (-1) ** sum(length <= len(text) for length in lengths)
+        assert token == int(logits.argmax())
+        text.append(token)
+
+
+def test_weights_that_a_caller_exchanges_between_steps_are_read(model: Any) -> None:
+    plain, lengths = copy.deepcopy(model), list[int]()
+    lm = CausalLM(model, **SIZES)
+    lm.manager.capture()
+    with Generation(lm.manager) as generation:
+        generation.add(Request.of("one", PROMPTS[0], 5))
+        found: list[int] = []
+        while not generation.is_done():
+            found += [new.token for new in generation.step()]
+            if len(found) == 3:  # after steps of the same key
+                lengths.append(len(PROMPTS[0]) + len(found))
+                exchanged(model)
+    lm.close()
+    check_signs(plain, found, lengths)
+
+
+def test_weights_that_a_drafter_exchanges_are_read(model: Any) -> None:
+    plain, drafter = copy.deepcopy(model), Meddling(model)
+    lm = CausalLM(model, draft_tokens=1, **SIZES)
+    (found,) = lm.generate(PROMPTS[:1], max_new_tokens=5, progress=False, drafter=drafter)
+    lm.close()
+    assert drafter.lengths
+    check_signs(plain, found, drafter.lengths)
