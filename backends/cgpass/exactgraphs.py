@@ -22,6 +22,9 @@ from graphpass.modes import CUDAGraphMode
 _REPLAYS_A_CAPTURE = 16
 """On the CPU, where rows stand for time: a capture counts as so many replays of its size."""
 
+_LAUNCHES_S = 1e-4
+"""What a run without a graph costs the host beyond a replay, at least; its time on the device does not contain it."""
+
 KeysRun = dict[BatchDescriptor, tuple[Row, Times, int]]
 """{key: (its calls, the times of keys like it, its rows)}"""
 
@@ -62,7 +65,7 @@ class ExactGraphs:
         timed = functools.partial(_sum_of, [entry.cost.seconds for entry in entries])
         replayed.add(rows, timed if self._is_timed else lambda: rows)
         if self._runs_alone:
-            run.add(rows, entries[0].cost.run_seconds)
+            run.add(rows, functools.partial(_with_launches, entries[0].cost.run_seconds))
         self._captures.seconds += seconds * self._is_timed
         self.sizes.captured(seconds, sum(entry.cost.driver_bytes for entry in entries))
 
@@ -78,6 +81,11 @@ def _num_calls(ran: KeysRun) -> int:
 def _spent(ran: Mapping[BatchDescriptor, tuple[Row, Times, int]], captures: Row, compile_s: float) -> float:
     run = sum(row.n * (times.at(rows) or 0.0) for row, times, rows in list(ran.values()))
     return run + captures.seconds + compile_s
+
+
+def _with_launches(timed: Callable[[], float | None]) -> float | None:
+    seconds = timed()
+    return None if seconds is None else seconds + _LAUNCHES_S
 
 
 def _sum_of(timed: Sequence[Callable[[], float | None]]) -> float | None:

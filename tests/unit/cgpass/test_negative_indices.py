@@ -72,7 +72,7 @@ def run(function: Callable[..., Any], graphed: Any, device: str = "cpu") -> int:
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
     torch._dynamo.reset()
-    options = {"compiler": "eager", "dynamic_dims": {"x": 0}, "on_fallback": "silent", **options}
+    options = {"compiler": "eager", "dynamic_dims": {"x": 0}, "on_fallback": "silent", "graph_bytes": 0, **options}
     return torch.compile(function, backend="cgpass", dynamic=True, options=options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import random
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 import graphpass as gp
+from cgpass.exactgraphs import _with_launches
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.exact import CALLS_BETWEEN, OwnGraphs
+from graphpass.dispatch.exact import CALLS_BETWEEN, OwnGraphs, RecurringSize, Times
 
 # A size of 17 pads to 24: 7 rows a call, and a capture counts as 16 * 17 rows.
 SIZE, KEY, CALLS = 17, 24, -(-16 * 17 // 7)
@@ -297,3 +299,12 @@ def test_at_most_one_in_twenty_calls(rt: GraphRuntime) -> None:
     assert known >= 4
     apart = [later - earlier for earlier, later in itertools.pairwise(captured_at)]
     assert min(apart) >= CALLS_BETWEEN
+
+
+@pytest.mark.parametrize(("replay", "run", "expected"), [(8e-6, 2e-6, False), (20e-3, 12e-3, True)])
+def test_a_run_without_a_graph_counts_its_launches(replay: float, run: float, expected: bool) -> None:
+    """On the device alone, a few small kernels may be faster than a graph of them."""
+    replayed, without = Times(is_proportional=True), Times(is_proportional=False)
+    replayed.add(8, lambda: replay)
+    without.add(8, functools.partial(_with_launches, lambda: run))
+    assert RecurringSize(5, 8, replayed, without, asks_at=3).is_faster_without() == expected
