@@ -10,6 +10,7 @@ is in :mod:`graphpass.capture.outputs`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -505,18 +506,32 @@ class ContextReads:
     paths: tuple[ContextPath, ...]  #: path of each tensor in the context
     addresses: list[int | None]  #: address of each tensor at capture
     tensors: tuple[torch.Tensor, ...]  #: strong references: the addresses are not reused while the entry lives
+    #: the ways to the values as a tree: for each node the index of its parent, 0 for the context, and the way from it
+    _nodes: tuple[tuple[int, str, Any], ...] = field(repr=False)
+    _at: tuple[int, ...] = field(repr=False)  # the index of the node of each value, from 1, as in :meth:`values`
 
     @classmethod
     def of(cls, values: Iterable[tuple[ContextPath, Any]]) -> ContextReads:
         """The reads of these values, each path once; graphs of one key were captured under one context."""
         found = dict(values)
         tensors = {path: value for path, value in found.items() if isinstance(value, torch.Tensor)}
+        at: dict[ContextPath, int] = {(): 0}
+        for path in found:
+            for length in range(1, len(path) + 1):
+                at.setdefault(path[:length], len(at))
+        numbers = tuple((path, value) for path, value in found.items() if path not in tensors)
         return cls(
-            numbers=tuple((path, value) for path, value in found.items() if path not in tensors),
+            numbers=numbers,
             paths=tuple(tensors),
             addresses=[tensor.data_ptr() for tensor in tensors.values()],
             tensors=tuple(tensors.values()),
+            _nodes=tuple((at[path[:-1]], *path[-1]) for path in at if path),
+            _at=tuple(at[path] for path in (*dict(numbers), *tensors)),
         )
+
+    def beside(self, name: str) -> ContextReads:
+        """The reads of all attributes of the context but one."""
+        return self.of((path, value) for path, value in self.values() if path[0] != ("attribute", name))
 
     def values(self) -> Iterator[tuple[ContextPath, Any]]:
         """All values with their paths."""
@@ -524,8 +539,16 @@ class ContextReads:
 
     def check(self, context: ForwardContext, name: str) -> None:
         """Compare with the context of a replay; for errors see :meth:`ReplayPlan.check`."""
-        for path, value in self.numbers:
-            found = _followed(context, path)
+        if not self._nodes:
+            return
+        found_at: list[Any] = [context]
+        for parent, kind, part in self._nodes:
+            try:
+                found_at.append(getattr(found_at[parent], part) if kind == "attribute" else found_at[parent][part])
+            except (AttributeError, LookupError, TypeError):
+                found_at.append(None)
+        now = [found_at[index] for index in self._at]
+        for (path, value), found in zip(self.numbers, now, strict=False):
             if found is not value and (type(found) is not type(value) or found != value):
                 raise CaptureError(
                     f"{_shown(path)} of the forward context is baked into the graph of {name}",
@@ -533,10 +556,8 @@ class ContextReads:
                     found=repr(found),
                     remedy="put it into the key, BatchDescriptor(..., extra=((name, value),)), or pass it in a tensor",
                 )
-        if not self.paths:
-            return
-        now = [_followed(context, path) for path in self.paths]
-        if all(isinstance(t, torch.Tensor) for t in now) and memory.data_ptrs_equal(
+        now = now[len(self.numbers) :]
+        if all(map(isinstance, now, itertools.repeat(torch.Tensor))) and memory.data_ptrs_equal(
             now, self.addresses, list(range(len(now)))
         ):
             return
@@ -548,16 +569,6 @@ class ContextReads:
                     found=f"{tensor.data_ptr():#x}" if isinstance(tensor, torch.Tensor) else repr(tensor),
                     remedy="keep one tensor and refill it in place (`tensor.copy_(new)`)",
                 )
-
-
-def _followed(value: Any, path: ContextPath) -> Any:
-    """The value at ``path`` now; None if there is none."""
-    for kind, name in path:
-        try:
-            value = getattr(value, name) if kind == "attribute" else value[name]
-        except (AttributeError, LookupError, TypeError):
-            return None
-    return value
 
 
 def _shown(path: ContextPath) -> str:

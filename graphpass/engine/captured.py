@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from graphpass.capture.replay import ReplayPlan
+from graphpass.capture.replay import ContextReads, ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
@@ -58,8 +58,14 @@ class CapturedKey:
     model: ModelState | None = None  #: of the capture, compared before a step without Dynamo; None through Dynamo
     generation: int = 0  #: the pool's generation at capture
     returns_flat: bool = False  #: the plan returns a flat tuple or list
+    beside_metadata: ContextReads | None = None  #: what the graph reads of the context besides attention metadata
     is_bare: bool = False  #: the key has a FULL graph that reads nothing of the forward context
     steps: dict[tuple[int, ...], KnownStep] = field(default_factory=dict)  #: {real size of each key field: its steps}
+
+
+Checked: TypeAlias = dict[CapturedKey, Any]
+"""{captured key whose weights and settings are known to be those of the capture: the attention metadata of its last
+step, whose fields are known to be those that the graph reads}"""
 
 
 class CapturedKeys:
@@ -179,7 +185,7 @@ class CapturedKeys:
 
     # -- one of them --------------------------------------------------------------------------------------------------
 
-    def of(self, key: Key, checked: set[CapturedKey]) -> CapturedKey:
+    def of(self, key: Key, checked: Checked) -> CapturedKey:
         """A captured key; captures it if it has no graph or its graph reads replaced weights, where that is allowed.
 
         Weights and settings are those of the capture for keys in ``checked``, to which it is added.
@@ -188,7 +194,7 @@ class CapturedKeys:
         if captured is not None:
             is_known = captured in checked and captured.generation == self._runtime.lease.generation
             if is_known or self._is_valid(captured):
-                checked.add(captured)
+                checked.setdefault(captured)
                 return captured
         checked.clear()  # what is captured below runs code of the model
         mode, descriptor = key
@@ -306,6 +312,7 @@ class CapturedKeys:
             "model": state,
             "generation": self._runtime.lease.generation,
             "returns_flat": call.callable.returns_flat,
+            "beside_metadata": None if plan is None else plan.reads.beside("attn_metadata"),
             "is_bare": plan is not None and mode is CUDAGraphMode.FULL and not has_context,
         }
 

@@ -21,7 +21,7 @@ from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
 from graphpass.engine.buffers import InputBuffers, RealInputs, Sizes
-from graphpass.engine.captured import CapturedKey, CapturedKeys, KnownStep
+from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, KnownStep
 from graphpass.engine.forward import ForwardHooks, ForwardParts, fields_named
 from graphpass.engine.model import GraphChecks, Model
 from graphpass.engine.stats import ManagerStats
@@ -201,9 +201,9 @@ class CudaGraphManager:
             AgreementError: another data-parallel rank failed, does not answer, or is configured differently; nothing
                 has run.
         """
-        return self._run_after(set(), batch)
+        return self._run_after({}, batch)
 
-    def _run_after(self, checked: set[CapturedKey], batch: Batch) -> Any:
+    def _run_after(self, checked: Checked, batch: Batch) -> Any:
         """:meth:`run`, where weights and settings are known to be those of the capture for the keys in ``checked``."""
         operators.refuse_any_transform("a manager")  # guard: manager_transforms
         with self._turn:
@@ -231,7 +231,7 @@ class CudaGraphManager:
             if self._ranks is None:
                 return False
             step = self._next(None)
-            self._run(step, Batch(0), set())
+            self._run(step, Batch(0), {})
             return step.is_dummy
 
     def stats(self) -> ManagerStats:
@@ -343,7 +343,7 @@ class CudaGraphManager:
 
     # -- running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, step: _NextStep, batch: Batch, checked: set[CapturedKey]) -> Any:
+    def _run(self, step: _NextStep, batch: Batch, checked: Checked) -> Any:
         decision = self.last_step = step.decision
         if step.is_dummy:
             model = self._model
@@ -365,7 +365,7 @@ class CudaGraphManager:
             else:
                 if self._is_hooked or captured.plan is None or decision.mode is not CUDAGraphMode.FULL:
                     checked.clear()  # guard: attended_steps
-                self._forward(key, known.inputs, captured, step, batch)
+                self._forward(key, known.inputs, captured, step, batch, checked)
             known.inputs.copy_back(batch.inputs, captured.recipe.mutated)
             result = captured.recipe.result(known.views)
         row = known.row
@@ -416,11 +416,19 @@ class CudaGraphManager:
             key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
             # Inputs with a request dimension have all their rows, so that regions are not compiled for each count.
             inputs = self._inputs.real(step.sizes, self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens}))
-            self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch)
+            self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {})
             inputs.copy_back(batch.inputs, recipe.mutated)
             return recipe.result(recipe.views(step.sizes))
 
-    def _forward(self, key: Key, real: RealInputs, captured: CapturedKey | None, step: _NextStep, batch: Batch) -> None:
+    def _forward(
+        self,
+        key: Key,
+        real: RealInputs,
+        captured: CapturedKey | None,
+        step: _NextStep,
+        batch: Batch,
+        checked: Checked,
+    ) -> None:
         """Fill the buffers, and replay the key's graph or run the compiled model in a forward context."""
         (mode, descriptor), inputs, model = key, real.padded, self._model
         parts, lease = model.parts, model.runtime.lease
@@ -440,7 +448,14 @@ class CudaGraphManager:
                 assert context is not None
                 lease.acquire(context, (inputs.is_padding,), "a manager")
                 try:
-                    plan.check(captured.args, context)
+                    # guard: metadata_of_unattended_steps
+                    if metadata is not None and checked.get(captured) is metadata and captured.beside_metadata:
+                        plan.inputs.check(captured.args)
+                        captured.beside_metadata.check(context, plan.name)
+                    else:
+                        plan.check(captured.args, context)
+                        if captured in checked:
+                            checked[captured] = metadata
                     returned = plan.run(captured.args, lease)
                     if mode is CUDAGraphMode.PIECEWISE:
                         flat = returned if captured.returns_flat else trees.flatten(returned)[0]
@@ -452,14 +467,15 @@ class CudaGraphManager:
 class UnattendedSteps:
     """Steps of a manager that follow each other: nobody but graphpass has control between two of them.
 
-    The first step of a key compares weights, modules and settings with those of the capture, as :meth:`run
-    <CudaGraphManager.run>` of the manager does in every call; later ones do not, until :meth:`attended` or a step in
-    which code of the model or of the user has run. The attention builder counts as code of the loop.
+    The first step of a key compares weights, modules, settings and the fields of attention metadata with those of the
+    capture, as :meth:`run <CudaGraphManager.run>` of the manager does in every call; later ones do not, until
+    :meth:`attended` or a step in which code of the model or of the user has run. The attention builder counts as code
+    of the loop.
     """
 
     def __init__(self, manager: CudaGraphManager) -> None:
         self._manager = manager
-        self._checked: set[CapturedKey] = set()
+        self._checked: Checked = {}
 
     def attended(self) -> None:
         """Somebody else has had control: the next step compares everything again."""

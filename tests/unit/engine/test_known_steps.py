@@ -10,10 +10,11 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import Batch, BatchDescriptor, InputSpec
-from graphpass.errors import ShapeError
+from graphpass.capture.replay import ReplayPlan
+from graphpass.errors import ShapeError, StaticInputError
 from graphpass.ladder.modelstate import ModelState
 from graphpass.regions import register_padding_rule
-from tests.unit.engine.managed import FULL, WIDTH, Rows, captured
+from tests.unit.engine.managed import FULL, WIDTH, Attends, Requests, Rows, SlotBuilder, captured, rows
 
 
 def batch(size: int) -> Batch:
@@ -126,3 +127,18 @@ def test_code_of_the_user_in_a_step_counts_as_control(mode: str) -> None:
         agree(model, steps, batch(3))
         exchanged(model)
     assert bool(calls) == (mode == "FULL")
+
+
+def test_other_metadata_is_compared_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, builder = Attends(), SlotBuilder()
+    manager = captured(model, sizes=(4,), attention=builder)
+    steps, requests = manager.unattended(), Requests(model)
+    compared, check = list[int](), ReplayPlan.check
+    monkeypatch.setattr(ReplayPlan, "check", lambda *given: compared.append(1) or check(*given))
+    for _ in range(4):
+        x = rows(2)
+        torch.testing.assert_close(steps.run(Batch(2, inputs={"x": x}, attention=[1, 3])), requests.step(x, [1, 3]))
+    assert len(compared) == 1
+    builder.sums, builder._by_key = builder.sums.clone(), {}
+    with pytest.raises(StaticInputError, match="forward context"):
+        steps.run(Batch(2, inputs={"x": rows(2)}, attention=[1, 3]))
