@@ -8,6 +8,7 @@ where the graph reads them. The results of a graph at a padded size are cut to t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar, cast
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch
 
 from graphpass.capture.outputs import clone_pool_tensors, view_of
-from graphpass.capture.staging import storage_id
+from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import memory
 from graphpass.errors import ShapeError
 from graphpass.padrules import PadRule
@@ -165,25 +166,23 @@ class PaddedArguments:
 
     def __init__(self, inputs: Sequence[PaddedInput] = ()) -> None:
         self.all = tuple(inputs)
-        groups: dict[torch.dtype, list[PaddedInput]] = {}
+        dtypes = Counter(padded.buffer.dtype for padded in inputs if padded.num_repeats is not None)
+        groups: dict[bool, list[PaddedInput]] = {True: [], False: []}
         for padded in inputs:
-            if padded.num_repeats is not None:
-                groups.setdefault(padded.buffer.dtype, []).append(padded)
-        fused = [group for group in groups.values() if len(group) > 1]
-        self._fused = [([t for padded in group for t in _rows_of(padded)], group) for group in fused]
-        together = {padded.position for group in fused for padded in group}
-        self._others = [padded for padded in inputs if padded.position not in together]
+            groups[padded.num_repeats is not None and dtypes[padded.buffer.dtype] > 1].append(padded)
+        self._together, self._others = groups[True], groups[False]
+        rows = [row for padded in self._together for row in _rows_of(padded)]
+        self._copies = GroupedCopies(rows, rows)
 
     def fill(self, args: Sequence[Any]) -> None:
         """Copy the arguments into the real parts of the buffers, and fill the padding."""
-        for targets, group in self._fused:
-            sources = []
-            for padded in group:
-                value = args[padded.position]
-                sources.append(value)
-                if padded.num_repeats:
-                    sources += [value[-1:]] * padded.num_repeats
-            memory.foreach_copy_(targets, sources)
+        sources: list[torch.Tensor] = []
+        for padded in self._together:
+            value = args[padded.position]
+            sources.append(value)
+            if padded.num_repeats:
+                sources += [value[-1:]] * padded.num_repeats
+        self._copies.run(sources)
         for padded in self._others:
             padded.fill(args[padded.position])
 

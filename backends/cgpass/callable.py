@@ -252,11 +252,11 @@ class GraphedCallable:
         is_checked = call.checks is not None and call.checks.are_pending()  # guard: known_replay_is_checked
         if not self._knows_replays or is_checked or call.mask is not None or torch.is_grad_enabled():
             return None
-        leaves, lease = call.placed(args), self.runtime.lease
-        anchor, generation = leaves[self.static[0]].data_ptr() if self.static else 0, lease.generation
+        lease = self.runtime.lease
+        anchor, generation = args[self.static[0]].data_ptr() if self.static else 0, lease.generation
         known = call.known.get(anchor)
         if known is None or known.generation != generation:
-            entry = self._full.entry_for(call.key.descriptor, leaves)
+            entry = self._full.entry_for(call.key.descriptor, call.placed(args))
             if entry is None:
                 return None
             if len(call.known) >= _MAX_KNOWN:
@@ -264,7 +264,9 @@ class GraphedCallable:
             clones = self._policy.clones_outputs
             known = KnownReplay.of(entry, generation, call.inputs, call.cuts, clones_outputs=clones)
             call.known[anchor] = known
-        returned = known.run(args, leaves, lease, self.name) if known.is_direct else None
+        if not known.is_direct:
+            return None
+        returned = known.run(args, call.placed(args), lease, self.name)
         if returned is not None:
             call.count()
         return returned

@@ -22,8 +22,8 @@ from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.staging import (
     AliasPattern,
     BufferArena,
+    GroupedCopies,
     alias_pattern,
-    copied_together,
     distinct_elements,
     storage_id,
 )
@@ -348,19 +348,19 @@ class InputPlan:
     _positions: tuple[int, ...] = field(init=False)
     _fits: tuple[tuple[Any, ...], ...] = field(init=False)
     _expanded: tuple[int, ...] = field(init=False)
-    _groups: tuple[tuple[list[torch.Tensor], tuple[int, ...]], ...] = field(init=False)
+    _copies: GroupedCopies = field(init=False)
     _same_layouts: list[Callable[..., bool]] = field(init=False)
     """A native check of layouts, made from the first arguments that have passed the slow one."""
 
     def __post_init__(self) -> None:
-        # Derived once, because every replay checks and copies; groups assume inputs in the layout of the buffers.
+        # Derived once, because every replay checks and copies; inputs usually have the layout of the buffers.
         targets = [staged.target for staged in self.staged]
         derived = {
             "mutates": any(staged.is_written for staged in self.staged),
             "_positions": tuple(staged.position for staged in self.staged),
             "_fits": tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged),
             "_expanded": tuple(index for index, staged in enumerate(self.staged) if staged.is_expanded),
-            "_groups": tuple(([targets[i] for i in group], group) for group in copied_together(targets, targets)),
+            "_copies": GroupedCopies(targets, targets),
             "_same_layouts": [],
         }
         for name, value in derived.items():
@@ -450,8 +450,7 @@ class InputPlan:
         sources = [args[position] for position in self._positions]
         for index in self._expanded:
             sources[index] = distinct_elements(sources[index], name=self.names[self._positions[index]])
-        for targets, group in self._groups:
-            memory.foreach_copy_(targets, [sources[index] for index in group])
+        self._copies.run(sources)
 
     def copy_back(self, args: Sequence[Any]) -> None:
         """Copy the buffers that the region writes to back into the caller's tensors."""

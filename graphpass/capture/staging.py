@@ -157,16 +157,26 @@ class BufferArena:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def copied_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Groups of pairs, by index, that one launch can copy; every pair is in exactly one group.
+class GroupedCopies:
+    """Copies to the same targets in every call, in about as many launches as there are dtypes.
 
     torch's fused copy falls back to one launch for each tensor if a list mixes dtypes, or contains a pair of different
-    layouts. Each source has its target's shape and dtype.
+    layouts. So pairs are grouped by dtype and layout, once; sources of later calls have the layouts of ``sources``, or
+    are copied one by one. Each source has its target's shape and dtype.
     """
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for index, kind in enumerate(map(_kind, targets, sources)):
-        groups.setdefault(kind, []).append(index)
-    return tuple(map(tuple, groups.values()))
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for index, kind in enumerate(map(_kind, targets, sources)):
+            groups.setdefault(kind, []).append(index)
+        self._groups = [([targets[index] for index in group], group) for group in groups.values()]
+
+    def run(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source into its target."""
+        for targets, group in self._groups:
+            memory.foreach_copy_(targets, [sources[index] for index in group])
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -174,8 +184,7 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if len(set(map(_kind, targets, sources))) == 1:
         memory.foreach_copy_(targets, sources)
         return
-    for group in copied_together(targets, sources):
-        memory.foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
+    GroupedCopies(targets, sources).run(sources)
 
 
 def _kind(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.dtype, bool]:

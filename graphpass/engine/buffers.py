@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpass.capture.staging import copied_together, copy_each, storage_id
+from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
@@ -42,24 +42,22 @@ class RealInputs:
             #: {input name: view of its real entries}
             self.targets = {name: buffer.real(sizes) for name, buffer in padded.buffers.items()}
         self._fit: Callable[..., bool] | None = None
-        self._groups: list[tuple[list[torch.Tensor], tuple[int, ...]]] = []
+        self._copies: GroupedCopies | None = None
 
     def copy_in(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Copy a batch into the buffers, with one launch for each dtype; unchanged if an input does not fit."""
-        fit = self._fit
-        if fit is not None and inputs.keys() == self.targets.keys():
+        fit, copies = self._fit, self._copies
+        if fit is not None and copies is not None and inputs.keys() == self.targets.keys():
             values = [inputs[name] for name in self.targets]
             # guard: known_inputs_fit
             if fit(*values) and not any(map(self._is_own, values)):
-                for targets, group in self._groups:
-                    memory.foreach_copy_(targets, [values[index] for index in group])
+                copies.run(values)
                 return
         sources = self.checked(inputs)
-        targets = list(self.targets.values())
-        copy_each(targets, sources)
+        copies = GroupedCopies(list(self.targets.values()), sources)
+        copies.run(sources)
         # Later batches in the layouts of this one are compared with it in one native call.
-        self._fit = memory.layouts_of(sources)
-        self._groups = [([targets[i] for i in group], group) for group in copied_together(targets, sources)]
+        self._fit, self._copies = memory.layouts_of(sources), copies
 
     def _is_own(self, value: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a buffer."""

@@ -38,8 +38,6 @@ from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 
 _AS_IT_IS = contextlib.nullcontext()
-_MOST_DECISIONS = 4096
-"""The sizes of which a manager keeps the dispatcher's decision; beyond it, all are decided again."""
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
 
 
@@ -123,8 +121,6 @@ class CudaGraphManager:
         self._sizes = self._ledger.sizes["num_tokens"]
         # Code of the user runs around each forward, whichever graph it replays.
         self._is_hooked = offloader is not None or any(callable(spec.padding) for spec in inputs)
-        self._decided: dict[Any, _NextStep] = {}  # by what the dispatcher is asked, at its revision
-        self._revision = -1
         self.last_step: Dispatch | None = None
         self._turn = threading.RLock()
 
@@ -274,7 +270,8 @@ class CudaGraphManager:
         """Decide the next step, alone or with the other ranks; None if this rank has no batch, which only ranks ask."""
         if self._ranks is None:
             assert batch is not None, "a step without a batch needs other ranks"
-            return self._next_alone(batch)
+            sizes = self._sizes_of(batch)
+            return _NextStep(self.dispatcher.dispatch(**self._asked(batch)), sizes)
         decided = self._ranks.decide(lambda: self._proposed(batch))
         agreed = decided.agreed
         if decided.is_lower:
@@ -283,21 +280,6 @@ class CudaGraphManager:
         if batch is None or not decided.has_batch:
             return _NextStep(decided.step, dict.fromkeys(self._inputs.largest, 0), agreed, agreed.has_work)
         return _NextStep(decided.step, self._sizes_of(batch), agreed)
-
-    def _next_alone(self, batch: Batch) -> _NextStep:
-        """Decide the next step without other ranks; batches of known sizes have the decision of the first."""
-        sizes = self._sizes_of(batch)
-        asked = self._asked(batch)
-        if self._revision != self.dispatcher.revision or len(self._decided) >= _MOST_DECISIONS:
-            self._decided.clear()  # guard: decided_at_revision
-            self._revision = self.dispatcher.revision
-        try:
-            known = self._decided.get(question := tuple(asked.values()))
-        except TypeError:  # a value of extra that cannot be hashed, which the dispatcher refuses by name
-            return _NextStep(self.dispatcher.dispatch(**asked), sizes)
-        if known is None:
-            known = self._decided[question] = _NextStep(self.dispatcher.dispatch(**asked), sizes)
-        return known
 
     def _asked(self, batch: Batch) -> dict[str, Any]:
         """The dispatcher's arguments for a batch."""

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,24 +17,11 @@ from rich.table import Table
 
 import graphpass as gp
 from cgpass.callable import GraphedCallable
+from tests.bench import host_time
 from tests.bench.one_argument import bert, moved
 
-ROUNDS, CALLS = 25, 40
-
-
-def host_us(run: Callable[[], Any]) -> float:
-    """Median host microseconds until a call returns; the device is drained before each round."""
-    for _ in range(CALLS):
-        run()
-    rounds = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            run()
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(rounds)
+# Fewer calls a round than launches fit the device's queue.
+host_us = partial(host_time.host_us, rounds=25, calls=40)
 
 
 def main() -> None:

@@ -26,19 +26,19 @@ from tests.e2e.towers import TOWERS
 ROUNDS, CALLS = 15, 200
 
 
-def host_us(run: Callable[[], Any]) -> float:
+def host_us(run: Callable[[], Any], rounds: int = ROUNDS, calls: int = CALLS) -> float:
     """Median host microseconds of one call, the device drained between rounds."""
     for _ in range(20):
         run()
-    rounds = []
-    for _ in range(ROUNDS):
+    took = []
+    for _ in range(rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             run()
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
+        took.append((time.perf_counter() - start) / calls * 1e6)
         torch.cuda.synchronize()
-    return statistics.median(rounds)
+    return statistics.median(took)
 
 
 def _graphed(model: torch.nn.Module, x: torch.Tensor, **options: Any) -> gp.GraphedModel:

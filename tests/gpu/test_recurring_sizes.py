@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
 from graphpass.dispatch.exact import OwnGraphs
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda
 WIDTH = 2048
@@ -107,7 +107,6 @@ def test_a_graph_in_flight_is_not_reset() -> None:
 @pytest.mark.parametrize("num_calls", [200, pytest.param(2000, marks=pytest.mark.soak)])
 def test_threads_captures_replacements_and_new_weights(num_calls: int) -> None:
     """Six threads at a bound that holds few graphs, while weights change; results of unchanged weights are compared."""
-    errors: list[BaseException] = []
     changes, seen = [0], set[int]()
     with GraphRuntime() as rt:
         model = Rows().cuda().eval()
@@ -125,28 +124,19 @@ def test_threads_captures_replacements_and_new_weights(num_calls: int) -> None:
 
         def run(number: int) -> None:
             rng, contents = random.Random(number), torch.Generator("cuda").manual_seed(number)
-            try:
-                for count in range(num_calls):
-                    if number == 0 and count % 100 == 99:
-                        change(count // 100)
-                    size = rng.choice((9, 17, 18, 19, 25, 26))
-                    x = torch.randn(size, 256, WIDTH, device="cuda", generator=contents)
-                    before = changes[0]
-                    with torch.no_grad():
-                        result, expected = compiled(x), model(x)
-                    torch.cuda.current_stream().synchronize()
-                    if before == changes[0] and not before % 2:
-                        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
-                    seen.update(exact(rt))
-            except BaseException as error:
-                errors.append(error)
+            for count in range(num_calls):
+                if number == 0 and count % 100 == 99:
+                    change(count // 100)
+                size = rng.choice((9, 17, 18, 19, 25, 26))
+                x = torch.randn(size, 256, WIDTH, device="cuda", generator=contents)
+                before = changes[0]
+                with torch.no_grad():
+                    result, expected = compiled(x), model(x)
+                torch.cuda.current_stream().synchronize()
+                if before == changes[0] and not before % 2:
+                    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
+                seen.update(exact(rt))
 
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        in_threads(run, 6)
         assert seen, f"no size had a graph of its own: {rt.report()}"
     assert graph_bytes() == 0

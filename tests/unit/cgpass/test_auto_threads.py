@@ -6,7 +6,6 @@ Every call has a batch of a random size and contents of its own, so that a resul
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import GraphRuntime
+from tests.threads import in_threads
 
 NUM_THREADS = 4
 CALLS = pytest.mark.parametrize("num_calls", [50, pytest.param(200, marks=pytest.mark.soak)])
@@ -50,27 +50,6 @@ class Counting(nn.Module):
 def options(rt: GraphRuntime, mode: str, **given: Any) -> dict[str, Any]:
     splits = ["cgpasstest::scale"] if mode == "PIECEWISE" else []
     return {"compiler": "eager", "runtime": rt, "dispatch": "auto", "mode": mode, "splitting_ops": splits, **given}
-
-
-def in_threads(run: Callable[[int], None]) -> None:
-    """``run(number)`` in each thread, started together; the first error is raised here."""
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(NUM_THREADS)
-
-    def guarded(number: int) -> None:
-        barrier.wait()
-        try:
-            run(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def calls_of(

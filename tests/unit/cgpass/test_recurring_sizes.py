@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from cgpass.exactgraphs import _with_launches
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.dispatch.exact import CALLS_BETWEEN, OwnGraphs, RecurringSize, Times
+from tests.threads import in_threads
 
 # A size of 17 pads to 24: 7 rows a call, and a capture counts as 16 * 17 rows.
 SIZE, KEY, CALLS = 17, 24, -(-16 * 17 // 7)
@@ -248,7 +248,7 @@ def test_instances_that_share_a_graph_stay_padded(rt: GraphRuntime) -> None:
 def test_threads_captures_replacements_and_new_weights(mode: str, num_calls: int, rt: GraphRuntime) -> None:
     model = Rows().eval()
     compiled = compiled_of(model, rt, mode, graph_bytes=12_000)
-    changes, seen, errors = [0], set[int](), list[BaseException]()
+    changes, seen = [0], set[int]()
 
     def change(number: int) -> None:
         changes[0] += 1  # odd while the weight changes
@@ -260,27 +260,18 @@ def test_threads_captures_replacements_and_new_weights(mode: str, num_calls: int
 
     def run(number: int) -> None:
         rng, contents = random.Random(number), torch.Generator().manual_seed(number)
-        try:
-            for count in range(num_calls):
-                if number == 0 and count % 100 == 99:
-                    change(count // 100)
-                x = torch.randn(rng.choice((17, 18, 19, 25, 26, 9)), 6, generator=contents)
-                before = changes[0]
-                with torch.no_grad():
-                    result, expected = compiled(x), model(x)
-                if before == changes[0] and not before % 2:
-                    torch.testing.assert_close(result, expected)
-                seen.update(exact(rt))
-        except BaseException as error:
-            errors.append(error)
+        for count in range(num_calls):
+            if number == 0 and count % 100 == 99:
+                change(count // 100)
+            x = torch.randn(rng.choice((17, 18, 19, 25, 26, 9)), 6, generator=contents)
+            before = changes[0]
+            with torch.no_grad():
+                result, expected = compiled(x), model(x)
+            if before == changes[0] and not before % 2:
+                torch.testing.assert_close(result, expected)
+            seen.update(exact(rt))
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(run, 6)
     assert seen, "some size had a graph of its own"
     assert shared_bytes() <= 12_000
     call(compiled, SIZE, 5, model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
 from graphpass.errors import CaptureError, ShapeError
+from tests.threads import in_threads
 from tests.unit.engine.managed import (
     EVENTS,
     FULL,
@@ -352,25 +352,6 @@ def test_a_lazy_dispatcher_captures_each_key_at_its_first_use() -> None:
     assert_right(manager, [3, 4, 8])
     assert [key.num_tokens for _, _, key in manager.runtime.counts()] == [4, 8]
     assert "weights were replaced" not in notes(manager)
-
-
-def in_threads(body: Callable[[int], None], num_threads: int = 4) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            body(index)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    if failures:
-        raise failures[0]
 
 
 def test_threads_take_turns() -> None:
