@@ -39,9 +39,9 @@ def test_defaults() -> None:
         assert get_forward_context() is context is current_context()
         assert is_forward_context_available()
         assert context.runtime_mode is NONE
-        for name in context.__slots__:
-            if name != "runtime_mode":
-                assert getattr(context, name) is None
+        for field in dataclasses.fields(context):
+            if field.name != "runtime_mode":
+                assert getattr(context, field.name) is None
     assert not is_forward_context_available()
 
 
