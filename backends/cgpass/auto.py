@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -142,6 +143,7 @@ class AutoDispatcher:
         self._masks: dict[BatchDescriptor, torch.Tensor] = {}
         self._checks: dict[BatchDescriptor, KeyChecks] = {}
         self._calls: dict[tuple[Any, ...], AutoCall] = {}
+        self._new = threading.Lock()  # makes calls: two buffers or masks of one key would be two graphs
         self._own: ExactGraphs | None = None
         self._refused: dict[str, CountedReason] = {}
         self._failures = FailedCaptures(name)
@@ -220,8 +222,12 @@ class AutoDispatcher:
 
     # -- sizes that get graphs of their own ----------------------------------------------------------------------------
 
-    def captured(self, call: AutoCall, seconds: float) -> None:
-        """Record that the key of a call was captured, within ``seconds`` of the call that captured it."""
+    def captured(self, key: RecurringKey) -> None:
+        """Record the graphs that a key has now."""
+        self.rules.keys.captured(key, self._num_graphs(key.descriptor))
+
+    def first_captured(self, call: AutoCall, seconds: float) -> None:
+        """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
         if self._own is None:
             return
         of_regions = [wrapper.entries_at(call.key.descriptor) for wrapper in self._wrappers]
@@ -269,7 +275,7 @@ class AutoDispatcher:
         for sizes, kept in list(self._calls.items()):
             if kept.real == real and kept.under_padding is not None and kept.size is not None:
                 self._calls[sizes] = kept.under_padding
-                kept.key.is_captured = False
+                kept.key.num_graphs = 0
                 if self._own is not None:
                     self._own.sizes.dropped(kept.size)
 
@@ -381,6 +387,12 @@ class AutoDispatcher:
 
     def _new_call(
         self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, under_padding: AutoCall | None = None
+    ) -> AutoCall:
+        with self._new:  # guard: one_buffer_for_threads
+            return self._call_made(real, args, as_is, under_padding)
+
+    def _call_made(
+        self, real: tuple[int, ...], args: Sequence[Any], as_is: bool, under_padding: AutoCall | None
     ) -> AutoCall:
         keys = self.rules.keys
         if not self.rules.padded:

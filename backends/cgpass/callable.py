@@ -296,20 +296,21 @@ class GraphedCallable:
 
     def _captured(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
         """Run, and capture each missing graph."""
-        start_s, is_new = self._clock_s(), not call.key.is_captured
+        start_s = self._clock_s()
         if scope is not None:  # explicit capture: errors go to the caller who opened the scope
+            is_new = not call.key.is_captured
             outputs = self._run(auto, call, args, may_capture=True)
-            if not call.key.is_captured:
-                auto.rules.keys.captured(call.key)
-                auto.captured(call, self._clock_s() - start_s)
-            return outputs
-        with self._permission(auto, call.key):
-            outputs = self._run(auto, call, args, may_capture=True)
-        device = self.runtime.lease.device
-        if call.key.is_captured and device is not None and device.type == "cuda":
-            torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
+            if is_new:
+                auto.captured(call.key)
+        else:
+            with self._permission(auto, call.key):
+                is_new = not call.key.is_captured  # guard: capture_timed_once
+                outputs = self._run(auto, call, args, may_capture=True)
+            device = self.runtime.lease.device
+            if call.key.is_captured and device is not None and device.type == "cuda":
+                torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
         if is_new and call.key.is_captured:
-            auto.captured(call, self._clock_s() - start_s)
+            auto.first_captured(call, self._clock_s() - start_s)
         return outputs
 
     def _clock_s(self) -> float:
@@ -333,7 +334,7 @@ class GraphedCallable:
             if scope.failures:
                 auto.failed_in_parts(key, scope.failures[0])
             else:
-                auto.rules.keys.captured(key)
+                auto.captured(key)
 
     def _run(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], *, may_capture: bool) -> Any:
         """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""

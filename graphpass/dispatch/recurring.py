@@ -43,10 +43,15 @@ class RecurringKey:
     sizes: tuple[int, ...]  #: the size of each field
     is_declared: bool  #: the user declared the sizes of all fields; such keys do not count towards ``max_graphs``
     calls: int = 0  #: number of calls so far
-    is_captured: bool = False  #: whether it has a graph
+    num_graphs: int = 0  #: one for each set of static inputs
     refusal: Reason | None = None  #: why it gets no graph; None if it may get one
     #: it is for one size that padding could serve, see :mod:`graphpass.dispatch.exact`; another bound holds for those
     is_exact: bool = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it has a graph."""
+        return self.num_graphs > 0
 
     @property
     def counts(self) -> bool:
@@ -122,10 +127,11 @@ class RecurringKeys:
             return Reason(why, "raise max_graphs, or pass the sizes that recur as capture_sizes: they do not count")
         return key.refusal
 
-    def captured(self, key: RecurringKey) -> None:
-        """Record a new graph of the key; a key has one graph for each set of static inputs."""
-        key.is_captured = True
-        self.num_graphs += key.counts  # guard: exact_graphs_uncounted
+    def captured(self, key: RecurringKey, num_graphs: int) -> None:
+        """Record how many graphs the key has now; a call that waited for another capture may have added none."""
+        if key.counts:  # guard: exact_graphs_uncounted
+            self.num_graphs += num_graphs - key.num_graphs  # guard: graphs_counted_once
+        key.num_graphs = num_graphs
 
     def numbers(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
         """(field, value) of the Python numbers in a key."""
@@ -138,9 +144,8 @@ class RecurringKeys:
         """
         self.num_graphs = 0
         for key in self._keys.values():
-            num_graphs = graphs_of(key.descriptor)
-            key.is_captured = bool(num_graphs)
-            self.num_graphs += num_graphs if key.counts else 0
+            key.num_graphs = graphs_of(key.descriptor)
+            self.num_graphs += key.num_graphs if key.counts else 0
 
     def forget(self) -> None:
         """Reset all keys after all graphs were dropped; they may be captured again."""

@@ -6,6 +6,8 @@ Every call has a batch of a random size and contents of its own, so that a resul
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,11 @@ import torch
 from torch import nn
 
 import graphpass as gp
+from cgpass.auto import AutoDispatcher
+from cgpass.callable import GraphedCallable
+from cgpass.exactgraphs import ExactGraphs
 from graphpass import GraphRuntime
+from graphpass.dispatch.recurring import RecurringKey
 from tests.threads import in_threads
 
 NUM_THREADS = 4
@@ -30,7 +36,7 @@ class Rows(nn.Module):
         self.first, self.second = nn.Linear(6, 12), nn.Linear(12, 6)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = torch.ops.cgpasstest.scale(self.first(x).relu())
+        hidden = self.first(x).relu() * 2
         return self.second(hidden).tanh(), hidden.argmax(-1)
 
 
@@ -48,7 +54,7 @@ class Counting(nn.Module):
 
 
 def options(rt: GraphRuntime, mode: str, **given: Any) -> dict[str, Any]:
-    splits = ["cgpasstest::scale"] if mode == "PIECEWISE" else []
+    splits = ["aten::relu"] if mode == "PIECEWISE" else []
     return {"compiler": "eager", "runtime": rt, "dispatch": "auto", "mode": mode, "splitting_ops": splits, **given}
 
 
@@ -88,9 +94,8 @@ def assert_captured_once_and_replayed(rt: GraphRuntime, compiled: Callable[..., 
 
 
 def one_call_a_size(compiled: Callable[..., Any], most: int) -> None:
-    with torch.no_grad():
-        for size in range(1, most + 1):
-            compiled(torch.randn(size, 6))
+    for size in range(1, most + 1):
+        call_at(compiled, size)
 
 
 def num_replayed(rt: GraphRuntime) -> int:
@@ -153,6 +158,61 @@ def test_two_models_of_one_runtime(num_calls: int, rt: GraphRuntime) -> None:
     in_threads(lambda number: calls_of(compiled[number % 2], models[number % 2], num_calls, most=9)(number))
     for each in compiled:
         assert_captured_once_and_replayed(rt, each, most=9)
+
+
+def compiled_rows(rt: GraphRuntime, **given: Any) -> Callable[..., Any]:
+    compiled = torch.compile(
+        Rows().eval(), backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE", **given)
+    )
+    for size in (3, 1):
+        call_at(compiled, size)
+    return compiled
+
+
+def call_at(compiled: Callable[..., Any], size: int, times: int = 1) -> None:
+    for _ in range(times):
+        with torch.no_grad():
+            compiled(torch.randn(size, 6))
+
+
+def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read a buffer at its address: with two buffers, a key would have two graphs."""
+    compiled, zeros, num_allocated = compiled_rows(rt), torch.zeros, 0
+
+    def slow_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal num_allocated
+        num_allocated += 1
+        time.sleep(0.05)
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", slow_zeros)
+    in_threads(lambda number: call_at(compiled, 5))
+    assert num_allocated == 1
+
+
+def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find the key without a graph. The later one replays the other's graph, and measures no capture."""
+    compiled = compiled_rows(rt, max_graphs=2)
+    permission, timed, measured, turns = GraphedCallable._permission, ExactGraphs.captured, [], threading.Barrier(2)
+
+    def in_turn(graphed: GraphedCallable, auto: AutoDispatcher, key: RecurringKey) -> Any:
+        if turns.wait():
+            while not key.is_captured:
+                time.sleep(0.001)
+        return permission(graphed, auto, key)
+
+    def spied(graphs: ExactGraphs, key: RecurringKey, *how: Any) -> None:
+        measured.append(key.descriptor)
+        timed(graphs, key, *how)
+
+    call_at(compiled, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphedCallable, "_permission", in_turn)
+        patched.setattr(ExactGraphs, "captured", spied)
+        in_threads(lambda number: call_at(compiled, 5), num_threads=2)
+    assert len(measured) == 1
+    call_at(compiled, 9, times=3)
+    assert sum(c.captured for c in rt.counts().values()) == 2
 
 
 @CALLS
