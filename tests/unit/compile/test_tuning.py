@@ -270,7 +270,7 @@ def test_a_capture_is_charged_without_its_tuning(
     bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
-    monkeypatch.setattr(AutoDispatcher, "captured", lambda auto, call, seconds: charged.append(seconds))
+    monkeypatch.setattr(AutoDispatcher, "first_captured", lambda auto, call, seconds: charged.append(seconds))
     bench.compile_s = 25.0
     captured(Layer(), rt)
     charged.append(sum(use.capture_s for use in rt.uses()))
