@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from graphpass.graphedmodel import GraphedModel as GraphedModel
     from graphpass.graphedmodel import graphed as graphed
     from graphpass.graphedmodel import precapture as precapture
+    from graphpass.keys import AttentionSupport as AttentionSupport
     from graphpass.keys import BatchDescriptor as BatchDescriptor
-    from graphpass.modes import AttentionSupport as AttentionSupport
-    from graphpass.modes import CUDAGraphMode as CUDAGraphMode
-    from graphpass.modes import resolve_mode as resolve_mode
+    from graphpass.keys import CUDAGraphMode as CUDAGraphMode
+    from graphpass.keys import resolve_mode as resolve_mode
     from graphpass.ops import zero_padding as zero_padding
     from graphpass.regions.split import partition as partition
     from graphpass.sizeplan import plan_sizes as plan_sizes
@@ -70,8 +70,7 @@ _NAMES = {
     "graphpass.engine.manager": ("CudaGraphManager",),
     "graphpass.errors": ("GraphpassError",),
     "graphpass.graphedmodel": ("GraphedModel", "graphed", "precapture"),
-    "graphpass.keys": ("BatchDescriptor",),
-    "graphpass.modes": ("AttentionSupport", "CUDAGraphMode", "resolve_mode"),
+    "graphpass.keys": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode", "resolve_mode"),
     "graphpass.ops": ("zero_padding",),
     "graphpass.regions.split": ("partition",),
     "graphpass.sizeplan": ("plan_sizes",),

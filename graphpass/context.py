@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpass.errors import ContextError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -19,7 +19,7 @@ from graphpass.capture.runtime import GraphRuntime, runtime_of, runtime_of_compi
 from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.progress import capture_progress
 from graphpass.regions.symbols import key_symbols

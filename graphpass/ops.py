@@ -1,11 +1,21 @@
-"""Operators for models: ``zero_padding`` sets padded rows to zero, so that they do not affect real rows."""
+"""Parts for models: an operator that sets padded rows to zero, and what attention functions of layers have in common.
+
+The attention functions are those of Hugging Face's layers, for text and for vision.
+"""
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from graphpass.context import current_context
-from graphpass.errors import ShapeError
+from graphpass.errors import OptionError, ShapeError
+
+_TOLERANCE = 2e-2
+"""Allowed relative norm of the difference between half precision and float32."""
 
 
 @torch.library.custom_op("graphpass::zero_padding", mutates_args=())
@@ -50,3 +60,57 @@ def zero_padding(x: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
     """
     result: torch.Tensor = _zero_padding(x, num_dims)
     return result
+
+
+# -- attention functions -----------------------------------------------------------------------------------------------
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Register an attention function with transformers as ``attn_implementation=name``. It may be repeated.
+
+    The function is called as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)``
+    with tensors [batch, heads, tokens, head_dim]. It returns a tensor [batch, tokens, heads, head_dim], and the
+    attention weights or None.
+    """
+    importlib.import_module("transformers").AttentionInterface.register(name, function)
+
+
+def by_token(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scaling: float | None, *, what: str, remedy: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Views of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim], and the scale.
+
+    The scale of the scores is ``head_dim ** -0.5`` if ``scaling`` is None. ``what`` and ``remedy`` are the error's.
+    """
+    query, key, value = tensors
+    if query.shape[0] != 1:
+        raise ShapeError(what, expected="a batch of one row", found=f"a batch of {query.shape[0]} rows", remedy=remedy)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale
+
+
+def refuse_unserved(module: Any, used: Mapping[str, bool], *, what: str, expected: str, remedy: str) -> None:
+    """Refuse a layer that uses an argument that the attention function does not support, by {argument: is used}."""
+    unserved = [name for name, is_used in used.items() if is_used]
+    if unserved:
+        raise OptionError(
+            f"{what} does not support an argument that {type(module).__name__} uses",
+            expected=expected,
+            found=", ".join(unserved),
+            remedy=remedy,
+        )
+
+
+def kernel_fault(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
+    """Why an attention kernel cannot be used: its error, or keys that its caller did not name; None if it can.
+
+    ``run`` returns the kernel's result, whose last dimension is the width of a head; ``expected`` is float32.
+    """
+    try:
+        found = run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return str(error)
+    is_right = bool((found.float() - expected).norm() < _TOLERANCE * expected.norm())
+    return None if is_right else f"with heads of width {expected.shape[-1]} it attends to wrong keys"

@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from graphpass.capture import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.checks import is_integer, is_seconds, one_of
 from graphpass.compile import COMPILERS
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, one_of
+from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
-from graphpass.padrules import PadRule, checked_rule
+from graphpass.paddedmemory import PadRule, checked_rule
 
 DynamicDims = Mapping[str, Mapping[int, str]]
 

@@ -11,16 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
 from graphpass.capture.outputs import clone_pool_tensors, view_of
 from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import memory
-from graphpass.errors import ShapeError
-from graphpass.padrules import PadRule
+from graphpass.errors import OptionError, ShapeError
 
+PadRule = float | int | bool | Literal["repeat"] | Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""A value, ``"repeat"`` (the last real slice), or ``f(real tensor, padded shape) -> padded tensor``."""
 PaddingParts: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor | float]]
 """(part of the padding, its contents), in the order in which they are filled."""
 
@@ -75,6 +76,23 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 
 
 # -- filling ----------------------------------------------------------------------------------------------------------
+
+
+def is_rule(rule: Any) -> bool:
+    """Whether ``rule`` is one of the kinds of :data:`PadRule`."""
+    return rule == "repeat" or isinstance(rule, (bool, int, float)) or callable(rule)
+
+
+def checked_rule(name: str, rule: Any) -> PadRule:
+    """``rule``, if it is valid for input ``name``."""
+    if is_rule(rule):
+        return rule  # type: ignore[no-any-return]
+    raise OptionError(
+        f"padding of input {name!r} is no padding rule",
+        expected="a number, 'repeat', or a function of (real tensor, padded shape)",
+        found=repr(rule),
+        remedy="leave it out for the default",
+    )
 
 
 def padding_parts(buffer: torch.Tensor, real_sizes: Mapping[int, int], rule: PadRule) -> PaddingParts:

@@ -22,8 +22,7 @@ from typing import SupportsFloat
 import numpy as np
 from numpy.typing import NDArray
 
-from graphpass.checks import positive
-from graphpass.errors import OptionError
+from graphpass.errors import OptionError, positive
 
 
 @dataclass(frozen=True, slots=True)

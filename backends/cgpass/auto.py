@@ -41,8 +41,7 @@ from graphpass.capture.scope import CaptureScope
 from graphpass.capture.staging import storage_id
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import memory
-from graphpass.dispatch.exact import RecurringSize
-from graphpass.dispatch.recurring import RecurringKey
+from graphpass.dispatch.recurring import RecurringKey, RecurringSize
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.paddedmemory import OutputCuts, PaddedArguments, PaddedInput, PaddedMemory

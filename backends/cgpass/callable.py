@@ -29,9 +29,8 @@ from graphpass.compile import CompiledRegion, RegionTrace, Tuner
 from graphpass.context import ForwardContext, current_context, entered, without_context
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.errors import CaptureError, ContextError, MismatchError, ShapeError, StaticInputError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.report.records import RegionId

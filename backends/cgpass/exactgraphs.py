@@ -13,11 +13,17 @@ from cgpass.keyrules import AutoRules
 from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.capture.replay import GraphEntry
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.dispatch.exact import ExactSizes, OwnGraphs, RecurringSize, Times, bytes_allowed
-from graphpass.dispatch.recurring import RecurringKey, RecurringKeys
-from graphpass.keys import BatchDescriptor
+from graphpass.dispatch.recurring import (
+    ExactSizes,
+    OwnGraphs,
+    RecurringKey,
+    RecurringKeys,
+    RecurringSize,
+    Times,
+    bytes_allowed,
+)
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
-from graphpass.modes import CUDAGraphMode
 
 _REPLAYS_A_CAPTURE = 16
 """On the CPU, where rows stand for time: a capture counts as so many replays of its size."""

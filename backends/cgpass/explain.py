@@ -12,8 +12,8 @@ import torch
 from cgpass.keyrules import AutoRules
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
+from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof
 from graphpass.regions.split import Partition

@@ -11,10 +11,10 @@ from cgpass.sizes import GraphSizes, Size, symbols_in
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import RecurringKeys
 from graphpass.errors import CaptureError
+from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
-from graphpass.padrules import PadRule
+from graphpass.paddedmemory import PadRule
 from graphpass.regions.padding import CHECK_IF_DECLARED, PaddingProof, Verdict, prove_partition
 from graphpass.regions.split import Partition
 

@@ -22,8 +22,8 @@ from graphpass.compat import dynamo, nnmodules
 from graphpass.compile import CompiledRegion, RegionCompiler, Tuner, Tuning, compile_training, traced_regions
 from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.errors import DeviceError, OptionError, compiles_late
+from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors

@@ -17,8 +17,7 @@ from graphpass.capture.wrapper import MAX_STATIC_SETS, CUDAGraphWrapper
 from graphpass.compat import nnmodules, operators
 from graphpass.compile import CompiledRegion
 from graphpass.context import current_context
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.regions.assign import Region
 from graphpass.regions.split import Partition
 from graphpass.regions.splitrules import reshapes_in_place

@@ -31,7 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import CUDAGraphMode
 from graphpass.text import CausalLM, Generation, Request
 
 MODELS = {

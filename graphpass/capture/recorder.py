@@ -39,8 +39,8 @@ from graphpass.capture.staging import AliasPattern, BufferArena, alias_pattern, 
 from graphpass.compat import dynamo, memory, nnmodules, operators, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
+from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Row
-from graphpass.modes import CUDAGraphMode
 from graphpass.report.records import RegionId
 
 _log = logging.getLogger("graphpass")

@@ -21,9 +21,8 @@ from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.settings import frozen_objects
 from graphpass.compat import dynamo
 from graphpass.errors import OptionError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Ledger, Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.report import Problem, Report
 from graphpass.report.figures import ReportFigures, runtime_figures
 from graphpass.report.records import TUNED, CallableRecord, Counts, RegionId, RegionUse, RuntimeStats

@@ -39,9 +39,8 @@ from graphpass.capture.scope import CapturePolicy
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError, StaticInputError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
-from graphpass.modes import CUDAGraphMode
 from graphpass.report.records import Counts, RegionId, RegionUse
 
 MAX_STATIC_SETS = 4

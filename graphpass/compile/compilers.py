@@ -15,9 +15,9 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.checks import one_of
 from graphpass.compat import dynamo, operators, symbolic, trees
 from graphpass.compile.structure import inputs_within, symbols_of
+from graphpass.errors import one_of
 
 
 @dataclass(frozen=True, slots=True)

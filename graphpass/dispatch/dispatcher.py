@@ -17,8 +17,7 @@ from typing import TypeAlias
 from graphpass.dispatch.keys import Dispatch, DispatchReason, Key, LoraKeys, keys_of
 from graphpass.dispatch.sizes import Extra, KeyLimits, SizeGrid
 from graphpass.errors import DispatchError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 # (mode, whether its keys are for uniform decode), in order of preference.
 _ROUTES = ((CUDAGraphMode.FULL, True), (CUDAGraphMode.FULL, False), (CUDAGraphMode.PIECEWISE, False))
@@ -77,39 +76,21 @@ class CudagraphDispatcher:
         lazy: bool = False,
     ) -> None:
         self._grid = SizeGrid.of(capture_sizes)
-        self._counts_tokens_only = tuple(self._grid.sizes) == ("num_tokens",)
+        self.capture_fields = tuple(self._grid.sizes)  #: fields of ``capture_sizes``; a list has ``num_tokens`` only
+        self._counts_tokens_only = self.capture_fields == ("num_tokens",)
         self._max_num_reqs = max_num_reqs
         self._max_num_tokens = max_num_tokens
         self._lora = lora
         self._key_adapters = (0,) if lora is None else lora.count_table()
-        self._lazy = lazy
-        self._revision = 0
+        self.is_lazy = lazy  #: whether decisions may name keys that are not captured yet
+        self.uniform_decode_query_len: int  #: tokens of one request in a uniform decode batch
+        self.revision = 0  #: increases with every change of the keys or of their captured marks
         self.initialize_keys(mode, uniform_decode_query_len)
 
     @property
     def mode(self) -> CUDAGraphMode:
-        """The mode that determines the keys."""
+        """The mode that determines the keys; :meth:`initialize_keys` changes it."""
         return self._mode
-
-    @property
-    def capture_fields(self) -> tuple[str, ...]:
-        """The fields of ``capture_sizes``; a list has ``num_tokens`` only."""
-        return tuple(self._grid.sizes)
-
-    @property
-    def uniform_decode_query_len(self) -> int:
-        """Tokens of one request in a uniform decode batch."""
-        return self._query_len
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether decisions may name keys that are not captured yet."""
-        return self._lazy
-
-    @property
-    def revision(self) -> int:
-        """A counter that increases with every change of the keys or of their captured marks."""
-        return self._revision
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +111,7 @@ class CudagraphDispatcher:
         limits = KeyLimits(self._max_num_reqs, uniform_decode_query_len, self._max_num_tokens)
         keys = {(key.mode, key.descriptor): key for key in keys_of(parsed, self._grid, limits, self._lora)}
         self._keys: dict[tuple[CUDAGraphMode, BatchDescriptor], Key] = keys
-        self._mode, self._query_len = parsed, uniform_decode_query_len
+        self._mode, self.uniform_decode_query_len = parsed, uniform_decode_query_len
         self._changed()
 
     def add_key(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
@@ -213,7 +194,7 @@ class CudagraphDispatcher:
         return self._grid.read(num_tokens, num_reqs, extra)
 
     def _changed(self) -> None:
-        self._revision += 1
+        self.revision += 1
         self._tables: dict[tuple[object, bool], _Table] = {}
 
     def _fault(self, mode: CUDAGraphMode, key: BatchDescriptor) -> tuple[str, str] | None:
@@ -224,9 +205,12 @@ class CudagraphDispatcher:
             return ("at least 1 token and 1 request", "pass the padded counts")
         if mode is CUDAGraphMode.PIECEWISE and (key.num_reqs is not None or key.uniform):
             return ("num_reqs=None, uniform=False: PIECEWISE keys serve any requests", "leave both fields out")
-        num_reqs, rest = divmod(key.num_tokens, self._query_len)
+        num_reqs, rest = divmod(key.num_tokens, self.uniform_decode_query_len)
         if key.uniform and (rest or key.num_reqs not in (None, num_reqs)):
-            return (f"{self._query_len} tokens a request in uniform keys", "set num_tokens and num_reqs accordingly")
+            return (
+                f"{self.uniform_decode_query_len} tokens a request in uniform keys",
+                "set num_tokens and num_reqs accordingly",
+            )
         if key.has_lora != (key.num_active_loras > 0) or key.num_active_loras not in self._key_adapters:
             counts = sorted(set(self._key_adapters))
             expected = f"num_active_loras one of {counts}, and has_lora only where it is not 0"
@@ -268,7 +252,12 @@ class CudagraphDispatcher:
                 no key fits and NONE is not allowed.
         """
         if (num_tokens is not None and num_tokens < 0) or (num_reqs is not None and num_reqs < 0):
-            raise _negative(num_tokens, num_reqs)
+            raise DispatchError(
+                "a batch has counts",
+                expected="num_tokens and num_reqs of at least 0",
+                found=f"num_tokens={num_tokens}, num_reqs={num_reqs}",
+                remedy="pass the real, unpadded counts",
+            )
         if self._counts_tokens_only and num_tokens is not None and not extra:
             sizes: tuple[int, ...] = (num_tokens,)
             rest: Extra = ()
@@ -320,7 +309,7 @@ class CudagraphDispatcher:
         Raises:
             DispatchError: as :meth:`dispatch`.
         """
-        query_len = self._query_len
+        query_len = self.uniform_decode_query_len
         uniform = max_query_len == query_len and num_tokens == num_reqs * query_len
         step = self.dispatch(num_tokens, num_reqs=num_reqs, uniform_decode=uniform)
         return step.mode, step.descriptor.num_tokens if step.mode else None
@@ -375,7 +364,7 @@ class CudagraphDispatcher:
             key = next((key for key in keys if key.holds(sizes, num_reqs)), None)
             if key is None:
                 missed = max(missed, DispatchReason.TOO_LARGE if keys else DispatchReason.NO_KEY, key=_CLOSENESS)
-            elif self._lazy or key.is_captured:
+            elif self.is_lazy or key.is_captured:
                 is_relaxed = uniform and not is_decode and self._mode.separate_routine()
                 reasons = (DispatchReason.RELAXED,) * 2 if is_relaxed else (DispatchReason.EXACT, DispatchReason.PADDED)
                 exact, padded = (Dispatch(mode, key.descriptor, reason) for reason in reasons)
@@ -402,13 +391,13 @@ class CudagraphDispatcher:
 
     def _holds_whole_requests(self, num_tokens: int) -> bool:
         """Whether the count is a multiple of the query length; if not, an error where the mode has decode keys."""
-        if num_tokens % self._query_len == 0:
+        if num_tokens % self.uniform_decode_query_len == 0:
             return True
         if not self._mode.separate_routine():
             return False
         raise DispatchError(
             "a uniform decode batch holds whole requests",
-            expected=f"a multiple of {self._query_len} tokens (uniform_decode_query_len)",
+            expected=f"a multiple of {self.uniform_decode_query_len} tokens (uniform_decode_query_len)",
             found=f"{num_tokens} tokens",
             remedy="pass uniform_decode=False, or the total number of tokens of all requests",
         )
@@ -423,15 +412,6 @@ class CudagraphDispatcher:
             found=str(num_active_loras),
             remedy="create the dispatcher with lora=LoraKeys(max_loras), where max_loras is at least the batch's count",
         )
-
-
-def _negative(num_tokens: int | None, num_reqs: int | None) -> DispatchError:
-    return DispatchError(
-        "a batch has counts",
-        expected="num_tokens and num_reqs of at least 0",
-        found=f"num_tokens={num_tokens}, num_reqs={num_reqs}",
-        remedy="pass the real, unpadded counts",
-    )
 
 
 def _runtime_modes(allowed_modes: Collection[CUDAGraphMode | str]) -> frozenset[CUDAGraphMode]:

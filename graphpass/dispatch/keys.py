@@ -9,11 +9,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphpass.checks import positive
 from graphpass.dispatch.sizes import Extra, KeyLimits, SizeGrid
-from graphpass.errors import DispatchError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.errors import DispatchError, positive
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 
 class DispatchReason(enum.Enum):
@@ -144,9 +142,10 @@ class Key:
 
 def keys_of(mode: CUDAGraphMode, grid: SizeGrid, limits: KeyLimits, lora: LoraKeys | None) -> Iterator[Key]:
     """The keys of a mode, with those for uniform decode batches where the mode treats these separately."""
+    kinds = [(mode.mixed_mode(), False)] if mode.mixed_mode() else []
+    kinds += [(CUDAGraphMode.FULL, True)] if mode.separate_routine() else []
     for adapters in (0,) if lora is None else lora.key_counts():
-        mixed = mode.mixed_mode()
-        for descriptor in grid.mixed_keys(mixed, limits, adapters) if mixed else ():
-            yield Key.of(mixed, descriptor, grid)
-        for descriptor in grid.decode_keys(limits, adapters) if mode.separate_routine() else ():
-            yield Key.of(CUDAGraphMode.FULL, descriptor, grid)
+        for kind, uniform in kinds:
+            is_full = kind is CUDAGraphMode.FULL
+            for descriptor in grid.descriptors(limits, is_full=is_full, uniform=uniform, adapters=adapters):
+                yield Key.of(kind, descriptor, grid)

@@ -15,10 +15,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from graphpass.checks import positive
-from graphpass.errors import DispatchError
+from graphpass.errors import DispatchError, positive
 from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
 
 Extra = tuple[tuple[str, Hashable], ...]
 
@@ -60,32 +58,19 @@ class SizeGrid:
             {name: _checked_sizes(ladder, f"a capture size of {name!r}") for name, ladder in capture_sizes.items()}
         )
 
-    def mixed_keys(self, mode: CUDAGraphMode, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
-        """The keys of batches that are not uniform decode, for one number of adapters."""
-        full = mode is CUDAGraphMode.FULL
-        return [
-            self.describe(
-                sizes,
-                num_reqs=sizes.get("num_reqs", min(num_tokens, limits.max_num_reqs)) if full else None,
-                adapters=adapters,
-            )
-            for sizes, num_tokens in self._combinations(limits, decode=False)
-        ]
+    def descriptors(
+        self, limits: KeyLimits, *, is_full: bool, uniform: bool, adapters: int
+    ) -> Iterator[BatchDescriptor]:
+        """The keys of uniform decode batches, which are FULL, or of all others, for one number of adapters.
 
-    def decode_keys(self, limits: KeyLimits, adapters: int) -> list[BatchDescriptor]:
-        """The FULL keys of uniform decode batches, for one number of adapters.
-
-        Token counts are from :func:`decode_sizes`. Without a ``num_tokens`` field, the keys are the combinations whose
-        token count is a multiple of the query length.
+        Token counts of uniform batches are from :func:`decode_sizes`; without a ``num_tokens`` field they are those of
+        the combinations that hold whole requests.
         """
-        keys = []
-        for sizes, num_tokens in self._combinations(limits, decode=True):
-            num_reqs = num_tokens // limits.query_len
-            if "num_tokens" not in self.sizes:
-                num_reqs = sizes.get("num_reqs", min(num_reqs, limits.max_num_reqs))
-            if num_tokens % limits.query_len == 0:
-                keys.append(self.describe(sizes, num_reqs=num_reqs, uniform=True, adapters=adapters))
-        return keys
+        query_len = limits.query_len if uniform else 1
+        for sizes, num_tokens in self._combinations(limits, decode=uniform):
+            if num_tokens % query_len == 0:
+                num_reqs = sizes.get("num_reqs", min(num_tokens // query_len, limits.max_num_reqs)) if is_full else None
+                yield self.describe(sizes, num_reqs=num_reqs, uniform=uniform, adapters=adapters)
 
     def _combinations(self, limits: KeyLimits, *, decode: bool) -> Iterator[tuple[dict[str, int], int]]:
         """Each combination of sizes within the limits, with its token count."""

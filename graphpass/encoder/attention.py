@@ -25,9 +25,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from graphpass.attentionlayers import by_token, kernel_fault, refuse_unserved, register_attention
 from graphpass.compat import nnmodules, operators
 from graphpass.errors import OptionError, ShapeError
+from graphpass.ops import by_token, kernel_fault, refuse_unserved, register_attention
 from graphpass.report import KernelUse
 
 PACKED_ATTENTION = "graphpass_flash_packed"

@@ -31,6 +31,7 @@ from graphpass.encoder.protocol import (
     grouped,
 )
 from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
+from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import (
     NOTHING_ESTIMATED,
     DeviceMemory,
@@ -44,7 +45,6 @@ from graphpass.ladder.estimate import (
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Reason, why_failed
-from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
 from graphpass.progress import capture_progress
 

@@ -33,9 +33,9 @@ from graphpass.encoder.protocol import (
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.encoder.stats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError
+from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
 from graphpass.ledger import Ledger
-from graphpass.modes import CUDAGraphMode
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphpass.checks import is_integer, is_seconds
 from graphpass.compile import COMPILERS
 from graphpass.encoder.planner import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
-from graphpass.errors import EncoderConfigError
-from graphpass.padrules import is_rule
+from graphpass.errors import EncoderConfigError, is_integer, is_seconds
+from graphpass.paddedmemory import is_rule
 
 _BITS_OF_ROUND_BUDGETS = 5
 _USUAL_ITEMS = 32

@@ -8,11 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from graphpass.checks import is_integer
-from graphpass.errors import OptionError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import AttentionSupport
-from graphpass.padrules import PadRule, checked_rule
+from graphpass.errors import OptionError, is_integer
+from graphpass.keys import AttentionSupport, BatchDescriptor
+from graphpass.paddedmemory import PadRule, checked_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class InputSpec:
     #: the dimension that has one entry per request; None for an input without one. A key without a request count uses
     #: the whole dimension.
     request_dim: int | None = None
-    padding: PadRule = 0  #: the values of padded entries, see :data:`graphpass.padrules.PadRule`
+    padding: PadRule = 0  #: the values of padded entries, see :data:`graphpass.paddedmemory.PadRule`
 
     def __post_init__(self) -> None:
         rule = checked_rule(self.name, self.padding)

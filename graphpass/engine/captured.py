@@ -22,11 +22,11 @@ from graphpass.engine.model import Model, nothing_reached
 from graphpass.engine.recipe import Recipe, leaf_sources
 from graphpass.engine.stats import keys_by_group
 from graphpass.errors import CaptureError, StaticInputError
+from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Row
-from graphpass.modes import CUDAGraphMode
 from graphpass.paddedmemory import by_tensor
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps

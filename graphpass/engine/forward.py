@@ -15,8 +15,7 @@ from graphpass.context import ForwardContext, entered
 from graphpass.engine.batch import AttentionMetadataBuilder
 from graphpass.engine.buffers import PaddedInputs
 from graphpass.errors import ContextError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 _NO_HOOKS = contextlib.nullcontext()
 

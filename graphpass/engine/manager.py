@@ -26,12 +26,11 @@ from graphpass.engine.forward import ForwardHooks, ForwardParts, fields_named
 from graphpass.engine.model import GraphChecks, Model
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
 from graphpass.ladder.estimate import Key, MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
 from graphpass.ladder.traffic import Traffic
 from graphpass.ledger import Ledger
-from graphpass.modes import CUDAGraphMode, resolve_mode
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.decision import AgreedStep
 from graphpass.ranks.group import DataParallelAgreement

@@ -35,7 +35,7 @@ from graphpass.engine.recipe import (
     symbols_of,
 )
 from graphpass.errors import CaptureError, OptionError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.modelstate import (
     ModelState,
     PythonState,
@@ -46,7 +46,6 @@ from graphpass.ladder.modelstate import (
     restoring_python_state,
 )
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.options import Fallbacks, Settings
 from graphpass.paddedmemory import by_tensor, versions_of, written_since
 

@@ -10,11 +10,10 @@ from typing import Any
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.keys import DispatchReason
 from graphpass.errors import OptionError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.estimate import Key
 from graphpass.ladder.traffic import Traffic, captured_group
 from graphpass.ledger import CountedReason, Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import text_of
 from graphpass.report.figures import captured_sizes, key_sizes

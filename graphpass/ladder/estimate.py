@@ -27,8 +27,7 @@ import torch
 
 from graphpass.capture.cuda import ExecutableCopies
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.report.drawing import Table, text_of
 from graphpass.report.records import MemoryGrowth
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.estimate import Key
 from graphpass.ledger import Row
-from graphpass.modes import CUDAGraphMode
 from graphpass.report import KeyUse
 from graphpass.report.figures import padding_share
 from graphpass.report.records import CapturedGroup, MemoryGrowth

@@ -17,8 +17,7 @@ from typing import Any
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.errors import AgreementError, OptionError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ranks.decision import BATCH_WIDTH, MAX_FIELDS, AgreedStep, RankBatch, agree, extras_of
 from graphpass.ranks.group import DataParallelAgreement, RankRows
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.dispatch.sizes import Extra
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 MAX_FIELDS = 8
 """All rows have the same length, for any number of fields, so that differently configured ranks can be reported."""

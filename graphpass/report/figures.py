@@ -8,9 +8,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import CountedReason, Ledger, Reason
-from graphpass.modes import CUDAGraphMode
 from graphpass.report.records import (
     TUNED,
     UNTUNED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import CUDAGraphMode
 from graphpass.report.drawing import counted
 from graphpass.report.figures import Problem, ReportFigures
 from graphpass.report.records import CallableRecord

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from graphpass.checks import is_integer
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import LoraKeys
 from graphpass.engine.batch import InputSpec
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import ManagerStats
-from graphpass.errors import OptionError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import AttentionSupport, CUDAGraphMode
+from graphpass.errors import OptionError, is_integer
+from graphpass.keys import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.report import Report
 from graphpass.text.drafting import Drafter
 from graphpass.text.experts import compute_experts_by_token

@@ -25,12 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass.checks import positive
 from graphpass.compat import nnmodules
 from graphpass.context import current_context
 from graphpass.dispatch.keys import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
-from graphpass.errors import OptionError, ShapeError, did_you_mean
+from graphpass.errors import OptionError, ShapeError, did_you_mean, positive
 from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
 
 if TYPE_CHECKING:

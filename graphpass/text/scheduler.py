@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphpass.checks import is_integer, positive
-from graphpass.errors import OptionError, OutOfPagesError, ShapeError
+from graphpass.errors import OptionError, OutOfPagesError, ShapeError, is_integer, positive
 from graphpass.text.paged import PageAllocator
 
 Ints = npt.NDArray[np.int64]

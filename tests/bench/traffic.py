@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from graphpass.dispatch.exact import ExactSizes, OwnGraphs, RecurringSize
-from graphpass.dispatch.recurring import step_above
+from graphpass.dispatch.recurring import ExactSizes, OwnGraphs, RecurringSize, step_above
 
 CALLS = (600, 10_000)
 CAPTURE_S = 0.05

@@ -16,7 +16,7 @@ from graphpass import DispatchReason
 from graphpass.engine.batch import Batch
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import CUDAGraphMode
 from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
 from graphpass.text.causallm import default_capture_sizes
 from tests.e2e.greedy import NEAR_TIE, Reference, References, continued

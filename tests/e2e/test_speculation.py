@@ -13,8 +13,7 @@ import torch
 
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
 from tests.e2e.greedy import Reference, References, continued

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
-from graphpass.dispatch.exact import OwnGraphs
+from graphpass.dispatch.recurring import OwnGraphs
 from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda

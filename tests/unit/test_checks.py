@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphpass.checks import is_integer, one_of, positive
-from graphpass.errors import DispatchError, OptionError
+from graphpass.errors import DispatchError, OptionError, is_integer, one_of, positive
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, "4", None, True, np.float64(4), np.True_])

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from graphpass.context import current_context, get_forward_context, is_forward_context_available, set_forward_context
 from graphpass.errors import ContextError, OptionError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 KEY = BatchDescriptor(8)

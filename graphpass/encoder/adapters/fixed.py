@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from graphpass.capture.settings import capture_settings
-from graphpass.checks import one_of
 from graphpass.encoder.adapters.tower import Blocks, checked_count, eagerly
 from graphpass.encoder.attention import EQUAL_ATTENTION
 from graphpass.encoder.protocol import (
@@ -19,7 +18,7 @@ from graphpass.encoder.protocol import (
     EncoderItemSpec,
     EncoderOutput,
 )
-from graphpass.errors import EncoderConfigError, ShapeError
+from graphpass.errors import EncoderConfigError, ShapeError, one_of
 from graphpass.report import KernelUse
 
 LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"

@@ -13,11 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.tape import call_compiled
-from graphpass.checks import positive
 from graphpass.compat import dynamo, nnmodules
 from graphpass.context import set_forward_context
 from graphpass.encoder.attention import kernel_of, use_attention
-from graphpass.errors import EncoderConfigError
+from graphpass.errors import EncoderConfigError, positive
 from graphpass.ladder.modelstate import ModelState, SharesWeights, with_own_code
 from graphpass.report import KernelUse
 

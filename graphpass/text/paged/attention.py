@@ -11,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.checks import positive
 from graphpass.dispatch.sizes import round_up
-from graphpass.errors import ShapeError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import AttentionSupport
+from graphpass.errors import ShapeError, positive
+from graphpass.keys import AttentionSupport, BatchDescriptor
 from graphpass.paddedmemory import PaddedMemory
 from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (

@@ -13,9 +13,8 @@ from itertools import accumulate
 
 import torch
 
-from graphpass.checks import is_integer, positive
 from graphpass.dispatch.sizes import round_up
-from graphpass.errors import OptionError, OutOfPagesError
+from graphpass.errors import OptionError, OutOfPagesError, is_integer, positive
 
 NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from graphpass.attentionlayers import by_token, refuse_unserved, register_attention
 from graphpass.context import get_forward_context, set_forward_context
 from graphpass.errors import GraphpassError, OptionError
+from graphpass.ops import by_token, refuse_unserved, register_attention
 from graphpass.text.model import restored_on_error
 from graphpass.text.paged.cache import LayerMask, PagedLayer, PositionScale
 from graphpass.text.paged.op import NO_WINDOW, AttentionCall, PagedStep

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from graphpass.attentionlayers import kernel_fault
 from graphpass.compat import operators
+from graphpass.ops import kernel_fault
 from graphpass.report import KernelUse
 from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
 from graphpass.text.paged.tables import TableLayout

@@ -10,8 +10,7 @@ import pytest
 from graphpass import CUDAGraphWrapper, GraphRuntime
 from graphpass.capture import CapturePolicy, Counts
 from graphpass.context import set_forward_context
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 
 class Counted:

@@ -14,8 +14,7 @@ from graphpass.capture import CapturePolicy, Counts
 from graphpass.compat import memory
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, StaticInputError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 X = torch.arange(8.0)
 

@@ -13,8 +13,7 @@ from graphpass.capture import Counts
 from graphpass.capture.tape import TapeDevice
 from graphpass.context import set_forward_context
 from graphpass.errors import StaticInputError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 X = torch.arange(8.0)
 

@@ -17,8 +17,7 @@ from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.compat import memory
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ShapeError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 X = torch.arange(8.0)
 KEY, FOUR = BatchDescriptor(8), BatchDescriptor(4)

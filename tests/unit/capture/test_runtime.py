@@ -17,9 +17,8 @@ from graphpass import CUDAGraphWrapper, GraphRuntime
 from graphpass.capture import CallableRecord, Counts, PaddingCause, RegionRecord, SizeRecord
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
-from graphpass.keys import BatchDescriptor
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.modes import CUDAGraphMode
 
 X = torch.arange(8.0)
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE

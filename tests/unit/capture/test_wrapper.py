@@ -13,8 +13,7 @@ from graphpass import CUDAGraphWrapper, GraphRuntime
 from graphpass.capture import Counts, recorder
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ContextError, GraphpassError, OptionError, PoolBusyError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 X = torch.arange(8.0)
 

@@ -17,7 +17,7 @@ import graphpass as gp
 from cgpass.exactgraphs import _with_launches
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.exact import CALLS_BETWEEN, OwnGraphs, RecurringSize, Times
+from graphpass.dispatch.recurring import CALLS_BETWEEN, OwnGraphs, RecurringSize, Times
 from tests.threads import in_threads
 
 # A size of 17 pads to 24: 7 rows a call, and a capture counts as 16 * 17 rows.

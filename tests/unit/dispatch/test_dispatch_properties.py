@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from itertools import product
 
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 
 from graphpass import CudagraphDispatcher, DispatchReason, LoraKeys
 from graphpass.errors import DispatchError
-from graphpass.keys import BatchDescriptor
-from graphpass.modes import CUDAGraphMode
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 RUNTIME_MODES = (NONE, PIECEWISE, FULL)
@@ -146,17 +146,11 @@ def test_fields_round_up_to_the_smallest_fitting_key(
     dispatcher = CudagraphDispatcher(mode, ladders, max_num_reqs=10**6, lazy=True)
     real = {name: data.draw(st.integers(1, 25), label=name) for name in ladders}
 
-    def product_of(sizes: Iterable[int]) -> int:
-        result = 1
-        for size in sizes:
-            result *= size
-        return result
-
     shapes = set(product(*ladders.values()))
     for sizes in added:
         values = tuple(sizes[name] for name in ladders)
         shapes.add(values)
-        num_tokens = product_of(values)
+        num_tokens = math.prod(values)
         num_reqs = sizes["num_reqs"] if "num_reqs" in ladders else num_tokens
         pairs = tuple((name, sizes[name]) for name in ladders if name != "num_reqs")
         dispatcher.add_key(mode, BatchDescriptor(num_tokens, num_reqs if mode is FULL else None, extra=pairs))
@@ -173,6 +167,6 @@ def test_fields_round_up_to_the_smallest_fitting_key(
         assert step.descriptor in dispatcher.keys[mode]
         padded = tuple(dispatcher.fields(step.descriptor).values())
         assert padded in fitting
-        assert product_of(padded) == step.descriptor.num_tokens == min(map(product_of, fitting))
+        assert math.prod(padded) == step.descriptor.num_tokens == min(map(math.prod, fitting))
         assert step.reason is (DispatchReason.EXACT if padded == wanted else DispatchReason.PADDED)
     assert ladders == untouched

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from graphpass.dispatch.exact import (
+from graphpass.dispatch.recurring import (
     CALLS_BETWEEN,
     LEAST_BYTES,
     LEAST_REPLAYS,
@@ -99,12 +99,7 @@ def test_captures_are_apart() -> None:
     traffic = Traffic()
     traffic.spent = 1e9
     sizes = [traffic.size(real, 8) for real in (5, 6, 7)]
-    captured = []
-    for number in range(200):
-        for size in sizes:
-            if traffic.call(size):
-                captured.append(traffic.calls)
-        assert number < 200
+    captured = [traffic.calls for _ in range(200) for size in sizes if traffic.call(size)]
     assert len(captured) == 3
     assert all(later - earlier >= CALLS_BETWEEN for earlier, later in itertools.pairwise(captured))
 
@@ -147,16 +142,11 @@ def test_a_verdict_waits_for_the_time() -> None:
 @pytest.mark.parametrize(("limit", "captured"), [(0, 0), (MIB, 1), (2 * MIB, 2), (3 * MIB, 3)])
 def test_bytes_bound_the_graphs_of_all_callables(limit: int, captured: int) -> None:
     shared = OwnGraphs()
-    for _ in range(3):  # equal callables: none saves more than another, so none makes room
-        traffic = Traffic(shared, limit)
+    callables = [Traffic(shared, limit) for _ in range(3)]
+    for traffic in callables:  # equal callables: none saves more than another, so none makes room
         traffic.spent = 1e9
         captured_after(traffic, traffic.size(6, 8), most=200)
-        keep.append(traffic)
     assert shared.num_bytes() == captured * MIB
-    keep.clear()
-
-
-keep: list[Traffic] = []
 
 
 def test_at_the_bound_the_graph_that_saves_least_makes_room() -> None:
