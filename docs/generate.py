@@ -1,7 +1,7 @@
 """Writes what the pages say from the code: ``python docs/generate.py``.
 
-Whole pages, and blocks between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->`` of pages that are written by hand.
-The API and the tree of files are not committed: they are written to ``docs/generated``, also by each build.
+The guarantees are a committed page. What only repeats the code is written to ``docs/generated``, by each build too: the
+API, the tree of files, and the options and commands, which pages include.
 """
 
 from __future__ import annotations
@@ -167,29 +167,18 @@ def _option(given: Any) -> tuple[str, str]:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {"guarantees.md": guarantees_page}
-NOT_COMMITTED: Mapping[str, Callable[[], str]] = {"generated/api.md": api_page, "generated/tree.md": tree_page}
-BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "options.md": {"options": options_block},
-    "command_line.md": {"commands": commands_block},
+NOT_COMMITTED: Mapping[str, Callable[[], str]] = {
+    "generated/api.md": api_page,
+    "generated/commands.txt": commands_block,
+    "generated/options.txt": options_block,
+    "generated/tree.md": tree_page,
 }
-
-
-def with_block(page: str, name: str, text: str) -> str:
-    """A page with another text between the markers of a block."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, after = page.partition(begin)[0], page.partition(end)[2]
-    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def committed() -> Iterator[tuple[Path, str]]:
     """Each page that is committed, as the code says it."""
     for name, page in PAGES.items():
         yield DOCS / name, page()
-    for name, blocks in BLOCKS.items():
-        text = (DOCS / name).read_text(encoding="utf-8")
-        for block, written in blocks.items():
-            text = with_block(text, block, written())
-        yield DOCS / name, text
 
 
 def write_not_committed() -> None:
