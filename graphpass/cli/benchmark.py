@@ -246,12 +246,9 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
         return float("inf")
     if one.numel() == 0 or torch.equal(one, other):
         return 0.0
-    tolerance = _TOLERANCES.get(one.dtype)
-    if tolerance is None:
+    tolerance, finite = _TOLERANCES.get(one.dtype), other.isfinite()
+    if tolerance is None or not torch.equal(one.isfinite(), finite):
         return float("inf")
-    if not torch.equal(one.isfinite(), other.isfinite()):
-        return float("inf")
-    finite = other.isfinite()
     gap = (one.double() - other.double())[finite].abs()
     scale = other.double()[finite].abs()
     return float(gap.max() / (scale.max().clamp(min=1e-30) * tolerance)) if gap.numel() else 0.0
@@ -262,22 +259,17 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _interleaved(program: Program, variants: list[_Variant], rounds: int, calls: int) -> dict[str, dict[str, Any]]:
     """{variant: its medians in µs}."""
-    steps: dict[str, Step] = {}
-    for variant in variants:
-        if variant.call is not None:
-            replay = getattr(variant.call, "replay", None)
-            steps[variant.name] = replay or _bound(variant.call, program)
+    steps: dict[str, Step] = {
+        variant.name: getattr(variant.call, "replay", None) or partial(variant.call, *program.args, **program.kwargs)
+        for variant in variants
+        if variant.call is not None
+    }
     figures: dict[str, Callable[[Step], float]] = {"host_us": partial(host_us, device=program.device, calls=calls)}
     if program.device.type == "cuda":
         figures["device_us"] = partial(_Busy(program.device).device_us, calls=calls)
     times = in_rounds(steps, figures, rounds)
     spread = {name: {figure: asdict(of) for figure, of in found.items()} for name, found in times.items()}
     return {name: {"device_us": None, **found} for name, found in spread.items()}
-
-
-def _bound(call: Callable[..., Any], program: Program) -> Step:
-    args, kwargs = program.args, program.kwargs
-    return lambda: call(*args, **kwargs)
 
 
 class _Busy:

@@ -17,7 +17,7 @@ from graphpass.report.drawing import Heading, Part, Table, Text, listed
 from graphpass.report.figures import graph_figures
 from graphpass.report.problems import cuts_of
 from graphpass.report.records import CallableRecord
-from graphpass.report.report import assumptions_table, not_proved_table, region_maps, regions_table, sizes_table
+from graphpass.report.report import proof_tables, region_maps, regions_table
 
 
 def explain(program: Program, options: Mapping[str, Any]) -> Result:
@@ -101,12 +101,10 @@ def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Ite
     yield from region_maps(records)
     yield regions_table(records, with_reasons=False)
     yield Heading("Padding")
-    sizes = sizes_table(records)
-    if not sizes.rows:
+    of_proof = proof_tables(records)
+    if not of_proof[0].rows:
         yield Text("No size is symbolic: every shape is captured as it is.")
-    yield sizes
-    yield not_proved_table(records)
-    yield assumptions_table(records)
+    yield from of_proof
     notes = tuple((str(note["times"]), note["what"], note["remedy"]) for note in figures["notes"])
     yield Table("Notes", ("times", "what", "what to do"), notes)
 

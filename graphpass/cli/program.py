@@ -342,27 +342,21 @@ def inputs_for_config(model: Any, device: torch.device) -> dict[str, torch.Tenso
         ids = _random((_BATCH, _LENGTH), torch.int64, min(text.vocab_size, 1000), device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    shape = {"pixel_values": _picture, "input_features": _spectrogram, "input_values": _sound}.get(name)
-    if shape is None:
+    shape: tuple[int, ...]
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", None) or 224
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (_BATCH, int(getattr(vision, "num_channels", 3)), int(height), int(width))
+    elif name == "input_features":
+        shape = (_BATCH, int(config.num_mel_bins), 2 * int(getattr(config, "max_source_positions", _FRAMES // 2)))
+    elif name == "input_values":
+        shape = (_BATCH, _SAMPLES)
+    else:
         raise CommandError(
             f"graphpass knows no small inputs for {type(model).__name__}",
             expected="a model whose main input is input_ids, pixel_values, input_features or input_values",
             found=name,
             remedy="write a factory that returns (model, inputs), and name it as module:factory",
         )
-    return {name: _random(shape(config), dtype, 2, device)}
-
-
-def _picture(config: Any) -> tuple[int, ...]:
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or 224
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return (_BATCH, int(getattr(vision, "num_channels", 3)), int(height), int(width))
-
-
-def _spectrogram(config: Any) -> tuple[int, ...]:
-    return (_BATCH, int(config.num_mel_bins), 2 * int(getattr(config, "max_source_positions", _FRAMES // 2)))
-
-
-def _sound(_: Any) -> tuple[int, ...]:
-    return (_BATCH, _SAMPLES)
+    return {name: _random(shape, dtype, 2, device)}

@@ -289,13 +289,10 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
     """The third question: which sizes are padded, what prevents it, and which sizes would pad less."""
     yield Heading(QUESTIONS[2])
     firsts = [group[0] for group in alike(figures.callables)]
-    sizes, traffic = sizes_table(firsts), _traffic_table(figures.traffic)
-    if not sizes.rows and not traffic.rows:
+    of_proof, traffic = proof_tables(firsts), _traffic_table(figures.traffic)
+    if not of_proof[0].rows and not traffic.rows:
         yield Text("No size varies, so nothing is padded.")
-    yield sizes
-    yield not_proved_table(firsts)
-    yield assumptions_table(firsts)
-    yield traffic
+    yield from (*of_proof, traffic)
     yield from _suggestions(figures.traffic)
     if not with_pictures:
         return
@@ -312,35 +309,26 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
     yield Bars("Share of padding by key", bars)
 
 
-def sizes_table(callables: Iterable[CallableRecord]) -> Table:
-    """A row for each size that distinguishes calls, with all symbols that stand for it."""
+def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, Table, Table]:
+    """The sizes that distinguish calls, the ops that show padding, and what the proof of the others assumes."""
     symbols: dict[tuple[str, ...], list[str]] = {}
+    reached: dict[tuple[str, str, str], dict[str, None]] = {}
     for record in callables:
         for size in record.sizes:
             bounds = f"{_bound(size.least)} to {_bound(size.greatest)}"
             is_padded = "yes" if size.is_padded else "no, captured exactly"
             row = (record.name, size.field, str(size.traced), bounds, size.verdict or "no candidate", is_padded)
             symbols.setdefault(row, []).append(size.symbol)
-    rows = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
-    return Table("Sizes", ("graph", "size", "symbol", "traced", "admitted", "padding", "padded"), rows)
-
-
-def not_proved_table(callables: Iterable[CallableRecord]) -> Table:
-    """A row for each op that shows padding, with all results that it reaches."""
-    reached: dict[tuple[str, str, str], dict[str, None]] = {}
-    for record in callables:
-        for size in record.sizes:
             for cause in size.causes:
-                row = (record.name, size.field, cause.through)
-                reached.setdefault(row, {})[cause.target or "a value"] = None
-    rows = tuple((*row, ", ".join(targets)) for row, targets in reached.items())
-    return Table("Where padding is not proved", ("graph", "size", "through", "reaches"), rows)
-
-
-def assumptions_table(callables: Iterable[CallableRecord]) -> Table:
-    """The conditions under which padding is harmless."""
-    rows = tuple((record.name, text) for record in callables for text in record.assumptions)
-    return Table("The proof assumes", ("graph", "what"), rows)
+                reached.setdefault((record.name, size.field, cause.through), {})[cause.target or "a value"] = None
+    sizes = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
+    not_proved = tuple((*row, ", ".join(targets)) for row, targets in reached.items())
+    assumed = tuple((record.name, text) for record in callables for text in record.assumptions)
+    return (
+        Table("Sizes", ("graph", "size", "symbol", "traced", "admitted", "padding", "padded"), sizes),
+        Table("Where padding is not proved", ("graph", "size", "through", "reaches"), not_proved),
+        Table("The proof assumes", ("graph", "what"), assumed),
+    )
 
 
 def _traffic_table(traffic: Iterable[SizeTraffic]) -> Table:

@@ -35,19 +35,12 @@ CONTROL = """<!doctype html><title>control</title><body>
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a browser made of a page.
+    """What a browser made of a page."""
 
-    Attributes:
-        dom: the document after it was loaded.
-        console: the lines of its console.
-        requests: what the page asked the network for; what the browser asks for itself is left out.
-        corner: the colour of the pixel in its upper left corner.
-    """
-
-    dom: Page
-    console: list[str]
-    requests: set[str]
-    corner: tuple[int, ...]
+    dom: Page  #: the document after it was loaded
+    console: list[str]  #: the lines of its console
+    requests: set[str]  #: what the page asked the network for, without what the browser asks for itself
+    corner: tuple[int, ...]  #: the colour of the pixel in its upper left corner
 
 
 def visited(page: str, folder: Path, *, is_dark: bool) -> Visit:

@@ -19,7 +19,7 @@ from graphpass.report.drawing import Bar, Bars, Cell, Columns, Heading, Strip, T
 from graphpass.report.figures import saved_s
 from graphpass.report.report import QUESTIONS
 from tests.pages import Page
-from tests.unit.report.models import ATTENTION, call, encoder
+from tests.unit.report.models import ATTENTION, HOSTILE, call, encoder
 
 MOST_LINES = 70
 Deep = tuple[Report, RuntimeStats]
@@ -243,7 +243,6 @@ def test_the_time_saved_is_the_host_time_of_a_run_less_that_of_a_replay() -> Non
 # The pages: every part is drawn, every name is text, and nothing refers to anything outside.
 
 
-HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
 EVERY_PART = (
     Heading(HOSTILE),
     Text(HOSTILE),
@@ -256,8 +255,11 @@ EVERY_PART = (
 )
 
 
-def test_hostile_names_are_text_in_every_part() -> None:
+def test_hostile_names_are_text_in_every_part_and_regions_link_to_their_rows() -> None:
     page = Page(html_page(HOSTILE, EVERY_PART, failure=HOSTILE))
+    targets = [reference.removeprefix("#") for reference in page.references if reference.startswith("#")]
+    assert targets == ["region-g0.r0", f"region-{HOSTILE}"]
+    assert set(targets) <= set(page.ids)
     assert "script" not in page.tags
     assert page.handlers == []
     assert page.text.count(HOSTILE) >= 12
@@ -274,13 +276,6 @@ def test_a_page_refers_to_nothing_outside() -> None:
     assert "url(" not in style
     assert "@import" not in style
     assert "prefers-color-scheme: dark" in style
-
-
-def test_regions_link_to_their_rows() -> None:
-    page = Page(html_page(HOSTILE, EVERY_PART, failure=HOSTILE))
-    targets = [reference.removeprefix("#") for reference in page.references if reference.startswith("#")]
-    assert targets == ["region-g0.r0", f"region-{HOSTILE}"]
-    assert set(targets) <= set(page.ids)
 
 
 def test_text_shows_every_name_as_it_is() -> None:
