@@ -1,7 +1,7 @@
 """Writes what the pages say from the code: ``python docs/generate.py``.
 
 The guarantees are a committed page. What only repeats the code is written to ``docs/generated``, by each build too: the
-API, the tree of files, and the options and commands, which pages include.
+API, the tree of files, and the options, commands and reasons, which pages include.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
 
 import typer  # noqa: E402
 
+from graphpass import DispatchReason  # noqa: E402
 from graphpass.capture import CapturePolicy  # noqa: E402
 from graphpass.cli.app import app  # noqa: E402
 from graphpass.options import Settings  # noqa: E402
@@ -166,11 +167,18 @@ def _option(given: Any) -> tuple[str, str]:
     return usage + value, given.help + (f" By default {default}." if default is not None else "")
 
 
+def reasons_block() -> str:
+    """Each reason of a dispatcher's decision."""
+    rows = [f"| `{reason.name}` | {reason.explanation} |" for reason in DispatchReason]
+    return "\n".join(["| reason | meaning |", "|---|---|", *rows])
+
+
 PAGES: Mapping[str, Callable[[], str]] = {"guarantees.md": guarantees_page}
 NOT_COMMITTED: Mapping[str, Callable[[], str]] = {
     "generated/api.md": api_page,
     "generated/commands.txt": commands_block,
     "generated/options.txt": options_block,
+    "generated/reasons.txt": reasons_block,
     "generated/tree.md": tree_page,
 }
 

@@ -88,14 +88,10 @@ class LoraKeys:
     def __post_init__(self) -> None:
         positive(self.max_loras, "max_loras", error=DispatchError)
 
-    def adapter_counts(self) -> tuple[int, ...]:
-        """Captured counts above zero, ascending."""
-        powers = (1 << exponent for exponent in range(self.max_loras.bit_length())) if self.per_count else ()
-        return (*(count for count in powers if count <= self.max_loras), self.max_loras + 1)
-
     def key_counts(self) -> tuple[int, ...]:
         """All counts in keys, ascending; 0 means no adapter."""
-        return (0, *self.adapter_counts()) if self.without else self.adapter_counts()
+        powers = [1 << exponent for exponent in range(self.max_loras.bit_length())] if self.per_count else []
+        return (*([0] if self.without else []), *powers, self.max_loras + 1)
 
     def count_table(self) -> tuple[int, ...]:
         """Number of adapters in a batch (index, 0 to ``max_loras + 1``) -> count of its key."""
