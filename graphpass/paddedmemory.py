@@ -254,11 +254,6 @@ class PaddedBuffer:
             fill_by_function(self.tensor, self.real(sizes), self.rule, name=f"input {self.name!r}")
 
 
-def by_tensor(buffers: Mapping[str, PaddedBuffer]) -> dict[int, PaddedBuffer]:
-    """{id of a buffer's tensor: the buffer}."""
-    return {id(buffer.tensor): buffer for buffer in buffers.values()}
-
-
 def versions_of(buffers: Mapping[str, PaddedBuffer]) -> dict[str, int | None]:
     """{name: version counter of the buffer's tensor}. Every in-place write increments the counter."""
     return {name: memory.version_of(buffer.tensor) for name, buffer in buffers.items()}

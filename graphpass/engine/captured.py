@@ -17,8 +17,7 @@ from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
-from graphpass.engine.forward import fields_named
-from graphpass.engine.model import Model, nothing_reached
+from graphpass.engine.model import Model, fields_named, nothing_reached
 from graphpass.engine.recipe import Recipe, leaf_sources
 from graphpass.engine.stats import keys_by_group
 from graphpass.errors import CaptureError, StaticInputError
@@ -27,7 +26,6 @@ from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Row
-from graphpass.paddedmemory import by_tensor
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 
@@ -247,14 +245,14 @@ class CapturedKeys:
     def _captured(self, key: Key) -> CapturedKey:
         """Capture one key inside an open capture scope."""
         mode, descriptor = key
-        model, parts, recipe = self._model, self._model.parts, self._model.recipe()
+        model, recipe = self._model, self._model.recipe()
         inputs = self._inputs.at(model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
         with self._scope_of(key, recipe, inputs) as scope:
             assert scope.prepare is not None
             metadata = scope.prepare()
-            context = parts.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
-            with context, parts.hooked(mode), fields_named(parts.attention, metadata):
+            context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
+            with context, model.hooked(mode), fields_named(model.attention, metadata):
                 result = model.compiled(**inputs.arguments)
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
@@ -272,7 +270,7 @@ class CapturedKeys:
     @contextlib.contextmanager
     def _scope_of(self, key: Key, recipe: Recipe, inputs: PaddedInputs) -> Iterator[CaptureScope]:
         """The open capture scope, whose FULL captures prepare inputs and keep results for this key."""
-        scope, hooks = self._runtime.scopes.current(), self._model.parts.hooks
+        scope, hooks = self._runtime.scopes.current(), self._model.hooks
         assert scope is not None, "a capture outside of a capture scope"
         is_direct = recipe.why_through_dynamo is None
 
@@ -294,7 +292,7 @@ class CapturedKeys:
     ) -> dict[str, Any]:
         """The fields of a captured key whose steps do not go through Dynamo."""
         leaves, spec = trees.flatten(result)
-        if spec != recipe.spec or recipe.sources != leaf_sources(leaves, scope.reached, by_tensor(inputs.buffers)):
+        if spec != recipe.spec or recipe.sources != leaf_sources(leaves, scope.reached, inputs):
             raise recipe.other_structure(str(spec))
         self._model.find_modules()
         call = scope.reached[0]
@@ -303,7 +301,7 @@ class CapturedKeys:
             state = self._model.state_of(call.args)
             assert state is not None, "a tensor that the first run has found in the model"
             self._states[call.callable] = state
-        plan, has_context = call.plan, self._model.parts.attention is not None
+        plan, has_context = call.plan, self._model.attention is not None
         if plan is not None and (plan.reads.numbers or plan.reads.paths):
             has_context = True  # guard: steps_that_read_the_context
         return {

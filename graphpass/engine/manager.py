@@ -19,11 +19,10 @@ from graphpass.capture.settings import replay_settings
 from graphpass.compat import operators, trees
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
-from graphpass.engine.batch import AttentionMetadataBuilder, Batch, InputSpec
+from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec
 from graphpass.engine.buffers import InputBuffers, RealInputs, Sizes
 from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, KnownStep
-from graphpass.engine.forward import ForwardHooks, ForwardParts, fields_named
-from graphpass.engine.model import GraphChecks, Model
+from graphpass.engine.model import GraphChecks, Model, fields_named
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
@@ -102,8 +101,8 @@ class CudaGraphManager:
         if offloader is not None:
             offloader.check_model(modules, self._inputs.device)
         self._lower_mode()
-        parts = ForwardParts(attention, offloader, None if agreement is None else agreement.num_ranks)
-        self._model = Model(model, dispatcher, self._inputs, parts, self.runtime, options)
+        num_ranks = None if agreement is None else agreement.num_ranks
+        self._model = Model(model, dispatcher, self._inputs, self.runtime, options, attention, offloader, num_ranks)
         self._ranks = None
         if agreement is not None:
             configuration = {
@@ -329,7 +328,7 @@ class CudaGraphManager:
         if step.is_dummy:
             model = self._model
             model.runtime.lease.order_after_last_forward()
-            attention = model.parts.example(decision.descriptor, self.dispatcher.uniform_decode_query_len)
+            attention = model.example(decision.descriptor)
             with replay_settings(), model.restoring_state(is_step=True):  # guard: ranks_idle_state
                 return self._run(step._replace(is_dummy=False), Batch(0, attention=attention), checked)
         if not decision.mode:
@@ -390,15 +389,15 @@ class CudaGraphManager:
             text = f"the batch runs compiled, without a graph: {cause.explanation}"
             model.fallbacks.report(text, error, at=at, is_recorded=True)
         with replay_settings():
-            if decision.reason is DispatchReason.EMPTY:
-                return model.recipe().result(model.recipe().views(step.sizes))
             recipe = model.recipe()
-            num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras
-            key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
-            # Inputs with a request dimension have all their rows, so that regions are not compiled for each count.
-            inputs = self._inputs.real(step.sizes, self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens}))
-            self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {})
-            inputs.copy_back(batch.inputs, recipe.mutated)
+            if decision.reason is not DispatchReason.EMPTY:
+                num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras
+                key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
+                # Inputs with a request dimension have all their rows: regions are not compiled for each count.
+                padded = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
+                inputs = self._inputs.real(step.sizes, padded)
+                self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {})
+                inputs.copy_back(batch.inputs, recipe.mutated)
             return recipe.result(recipe.views(step.sizes))
 
     def _forward(
@@ -412,16 +411,16 @@ class CudaGraphManager:
     ) -> None:
         """Fill the buffers, and replay the key's graph or run the compiled model in a forward context."""
         (mode, descriptor), inputs, model = key, real.padded, self._model
-        parts, lease = model.parts, model.runtime.lease
+        lease = model.runtime.lease
         plan, recipe = (None, model.recipe()) if captured is None else (captured.plan, captured.recipe)
         # A replay on another stream may still be reading the buffers.
         lease.order_after_last_forward()
         self._inputs.fill(batch.inputs, real)
-        metadata = parts.metadata(batch.attention, descriptor, mode)
+        metadata = model.metadata(batch.attention, descriptor, mode)
         observer = GraphChecks(model, inputs) if plan is None else None  # guard: manager_mixing_in_steps
         across_dp = None if step.agreed is None else step.agreed.num_tokens_across_dp
-        entered = parts.context(metadata, inputs, mode, descriptor, batch.num_tokens, across_dp, observer=observer)
-        with entered as context, parts.hooked(mode), fields_named(parts.attention, metadata):
+        entered = model.context(metadata, inputs, mode, descriptor, batch.num_tokens, across_dp, observer=observer)
+        with entered as context, model.hooked(mode), fields_named(model.attention, metadata):
             if plan is None or captured is None:
                 with replay_settings():
                     recipe.store(model.compiled(**inputs.arguments), inputs.sizes)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CallObserver, CaptureScope, EnteredCallable, ReachedCall, ReachedCallable
 from graphpass.capture.settings import restoring
 from graphpass.capture.staging import storage_id
-from graphpass.compat import trees
+from graphpass.compat import nnmodules, trees
+from graphpass.context import ForwardContext, entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
+from graphpass.engine.batch import AttentionMetadataBuilder, ForwardHooks
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, Sizes
-from graphpass.engine.forward import ForwardParts, fields_named
 from graphpass.engine.recipe import (
+    FollowedSizes,
     LeafSources,
     Reached,
     Recipe,
@@ -32,9 +34,8 @@ from graphpass.engine.recipe import (
     refuse_mixing,
     refuse_tensors_between,
     result_buffers,
-    symbols_of,
 )
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import CaptureError, ContextError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.modelstate import (
     ModelState,
@@ -47,9 +48,10 @@ from graphpass.ladder.modelstate import (
 )
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
-from graphpass.paddedmemory import by_tensor, versions_of, written_since
+from graphpass.paddedmemory import versions_of, written_since
 
 _LEAST_SYMBOLIC = 2
+_NO_HOOKS = contextlib.nullcontext()
 
 
 class Model:
@@ -60,27 +62,33 @@ class Model:
         model: Any,
         dispatcher: CudagraphDispatcher,
         inputs: InputBuffers,
-        parts: ForwardParts,
         runtime: GraphRuntime,
         options: Mapping[str, Any],
+        attention: AttentionMetadataBuilder | None,
+        hooks: ForwardHooks | None,
+        num_ranks: int | None,
     ) -> None:
-        self.dispatcher, self.inputs, self.parts, self.runtime = dispatcher, inputs, parts, runtime
+        self.dispatcher, self.inputs, self.runtime = dispatcher, inputs, runtime
+        self.attention = attention  #: None for a model without attention metadata
+        self.hooks = hooks  #: move weights around each forward; None if all weights are on the device
+        self._num_ranks = num_ranks  # data-parallel ranks that run the same steps; None without an agreement
+        eager_ops = [op for part in (attention, hooks) if part is not None for op in part.splitting_ops]
         # If an op cannot be captured, the model runs with the PIECEWISE graphs of its regions.
         has_full = dispatcher.mode.has_mode(CUDAGraphMode.FULL)
         self._model = model
         self._options = {
             **options,
             "mode": CUDAGraphMode.FULL_AND_PIECEWISE if has_full else dispatcher.mode,
-            "splitting_ops": [*parts.splitting_ops(), *options.get("splitting_ops", ())],
+            "splitting_ops": [*eager_ops, *options.get("splitting_ops", ())],
             "outputs": "view",
             "runtime": runtime,
             # A step through Dynamo may reach code that was not captured. A rank that captured it during the step would
             # keep the other ranks waiting.
-            "lazy_capture": parts.num_ranks is None and options.get("on_moved_input") != "error",
+            "lazy_capture": num_ranks is None and options.get("on_moved_input") != "error",
         }
         self.settings = Settings.of(self._options)  #: the validated options
         self.fallbacks = Fallbacks(runtime, self.settings.on_fallback)  #: reports batches without a graph
-        if parts.hooks is not None and self.settings.policy.compare:
+        if hooks is not None and self.settings.policy.compare:
             raise _not_with_offloading("compare=True", "debug=True, which runs the same steps eagerly")
         self.modules = modules_of(model)  #: all modules of the model, as of the last capture
         self.recompile()
@@ -117,9 +125,68 @@ class Model:
         """Reset inputs and synchronize hooks for a capture or a first run; returns metadata of example requests."""
         self.inputs.blank()  # guard: manager_blank_capture
         self.inputs.fill(None, self.inputs.real(inputs.sizes, inputs))
-        if self.parts.hooks is not None:
-            self.parts.hooks.sync_prev_onload()
-        return self.parts.metadata(self.parts.example(key, self.dispatcher.uniform_decode_query_len), key, mode)
+        if self.hooks is not None:
+            self.hooks.sync_prev_onload()
+        return self.metadata(self.example(key), key, mode)
+
+    # -- one forward --------------------------------------------------------------------------------------------------
+
+    def example(self, key: BatchDescriptor) -> Any:
+        """Example requests on scratch pages, in place of :attr:`Batch.attention`; None without attention."""
+        if self.attention is None:
+            return None
+        query_len = self.dispatcher.uniform_decode_query_len if key.uniform else None
+        return self.attention.example(key, query_len=query_len)
+
+    def metadata(self, attention: Any, key: BatchDescriptor | None, mode: CUDAGraphMode) -> Any:
+        """The attention metadata of one forward; in FULL mode the object that the key's graph reads."""
+        if self.attention is None:
+            return None
+        return self.attention.build(attention, key if mode is CUDAGraphMode.FULL else None)
+
+    def context(
+        self,
+        metadata: Any,
+        inputs: PaddedInputs,
+        mode: CUDAGraphMode,
+        key: BatchDescriptor | None,
+        num_tokens: int,
+        num_tokens_across_dp: tuple[int, ...] | None = None,
+        *,
+        observer: CallObserver | None = None,
+    ) -> entered:
+        """The forward context of one forward, which has no ``key`` in a first run.
+
+        ``num_tokens`` are the real tokens of this rank. Without ``num_tokens_across_dp`` every rank has as many.
+        """
+        alike = None if self._num_ranks is None else (num_tokens,) * self._num_ranks
+        return entered(
+            ForwardContext(
+                attn_metadata=metadata,
+                runtime_mode=mode,
+                batch_descriptor=key,
+                num_tokens=num_tokens,
+                num_tokens_across_dp=alike if num_tokens_across_dp is None else num_tokens_across_dp,
+                slot_mapping=self._slot_mapping_of(metadata),
+                is_padding=inputs.is_padding,
+                extra=None if self.hooks is None else self.hooks.context,
+                observer=observer,
+            )
+        )
+
+    def _slot_mapping_of(self, metadata: Any) -> Any:
+        """The metadata's ``slot_mapping``, an attribute or the key of a dict; None without metadata."""
+        if metadata is None:
+            return None
+        try:
+            return metadata["slot_mapping"] if isinstance(metadata, Mapping) else metadata.slot_mapping
+        except (AttributeError, KeyError) as error:
+            place = "the manager reads it for the forward context"
+            raise _missing(self.attention, metadata, "slot_mapping", place) from error
+
+    def hooked(self, mode: CUDAGraphMode) -> contextlib.AbstractContextManager[None]:
+        """The hooks' context manager for one forward in this mode; does nothing without hooks."""
+        return _NO_HOOKS if self.hooks is None else self.hooks.forward(replays=mode is CUDAGraphMode.FULL)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -151,13 +218,15 @@ class Model:
             return
         called = self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
         unpassed = inspect.signature(called).parameters.keys() - self.inputs.tensors.keys()
-        graphs = symbols_of(reached, by_tensor(inputs.buffers), inputs.sizes)
-        for number, (callable_, symbols) in enumerate(graphs):
-            if callable_ not in self._checked:  # guard: manager_mixing_later_graphs
+        declared = () if self.attention is None else self.attention.splitting_ops
+        followed = FollowedSizes(inputs)
+        for number, call in enumerate(reached):
+            symbols = followed.symbols_of(call)
+            if call.callable not in self._checked:  # guard: manager_mixing_later_graphs
                 if number:  # guard: manager_mixing_between_graphs
-                    refuse_tensors_between(callable_, symbols, PythonState.of(self.modules))
-                refuse_mixing(callable_, symbols, self.parts.mixing_ops(), unpassed)
-                self._checked.add(callable_)
+                    refuse_tensors_between(call.callable, symbols, PythonState.of(self.modules))
+                refuse_mixing(call.callable, symbols, declared, unpassed)
+                self._checked.add(call.callable)
 
     # -- the first run ------------------------------------------------------------------------------------------------
 
@@ -187,29 +256,31 @@ class Model:
         if num_tokens == self.inputs.largest.get("num_reqs"):
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         sizes = {**self.inputs.largest, "num_tokens": num_tokens}
-        with self._run_once(sizes) as run:
-            if len(run.reached) == 1:
-                return self._recipe_of(run)
-        # Inputs of the second graph get symbolic sizes only after Dynamo has seen a second size.
-        with self._run_once({field: size + (-1 if size > _LEAST_SYMBOLIC else 1) for field, size in sizes.items()}):
-            pass
-        with self._run_once(sizes) as run:
-            return self._recipe_of(run)
+        learned = self._run_once(sizes, most_graphs=1)
+        if learned is None:
+            # Inputs of the second graph get symbolic sizes only after Dynamo has seen a second size.
+            others = {field: size + (-1 if size > _LEAST_SYMBOLIC else 1) for field, size in sizes.items()}
+            self._run_once(others, most_graphs=0)
+            learned = self._run_once(sizes)
+        assert learned is not None, "a run of however many graphs has a recipe"
+        return learned
 
-    @contextlib.contextmanager
-    def _run_once(self, sizes: Sizes) -> Iterator[_FirstRun]:
-        """Run the model at these sizes over example inputs, without a graph; the effects are undone after the body."""
-        parts, inputs, none = self.parts, self.inputs.at(sizes), CUDAGraphMode.NONE
+    def _run_once(self, sizes: Sizes, *, most_graphs: float = math.inf) -> tuple[Recipe, Reason | None] | None:
+        """Run the model at these sizes over example inputs, without a graph, and undo the effects.
+
+        Returns what :meth:`_learned` does, or None if the model is more than ``most_graphs`` graphs.
+        """
+        inputs, none = self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
-        context = parts.context(metadata, inputs, none, None, sizes["num_tokens"])
-        with self.runtime.scopes.opened() as scope, context, fields_named(parts.attention, metadata):
+        context = self.context(metadata, inputs, none, None, sizes["num_tokens"])
+        with self.runtime.scopes.opened() as scope, context, fields_named(self.attention, metadata):
             first = self._first_entry(scope, inputs)
             is_split = any(call.callable.ends_early is not None for call in first)
             changed = self._changed_by(first, inputs, is_split=is_split)
             with restoring(*changed, self.inputs.device), restoring_python_state(self.modules) as state:
                 for call in first:
                     refuse_side_effects(call.callable.side_effects, state)
-                with parts.hooked(none):
+                with self.hooked(none):
                     versions = versions_of(inputs.buffers)
                     result = self.compiled(**inputs.arguments)
                     written = written_since(inputs.buffers, versions)
@@ -219,10 +290,12 @@ class Model:
                         refuse_side_effects(call.callable.side_effects, state)
                     # guard: manager_kept_between_graphs
                     refuse_stored_tensors(state, {id(tensor) for tensor in self._buffers()})
-                    if parts.hooks is not None and len(scope.reached) != 1:
+                    if self.hooks is not None and len(scope.reached) != 1:
                         found = f"a model of {len(scope.reached)} graphs"
                         raise _not_with_offloading(found, "a model without graph breaks")
-                    yield _FirstRun(inputs, result, scope.reached, frozenset(written))
+                    if len(scope.reached) > most_graphs:
+                        return None
+                    return self._recipe_of(inputs, result, scope.reached, written)
 
     def _first_entry(self, scope: CaptureScope, inputs: PaddedInputs) -> Reached:
         """Call the model up to the entry of its first graph, the only call; empty if it enters no graph."""
@@ -242,9 +315,8 @@ class Model:
 
         If the model is split into several graphs, Python code between them may change any of its buffers.
         """
-        own = by_tensor(inputs.buffers)
-        written = [call.args[position] for call in calls for position in call.callable.partition.mutated_inputs]
-        state = {id(tensor): tensor for tensor in written if id(tensor) not in own}
+        own = {id(tensor) for tensor in inputs.arguments.values()}
+        state = {id(tensor): tensor for call in calls for tensor in _written_by(call) if id(tensor) not in own}
         drawn = [value for call in calls for value in call.args if isinstance(value, torch.Generator)]
         if is_split:
             state |= {id(tensor): tensor for tensor in self._buffers()}
@@ -255,16 +327,17 @@ class Model:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
 
-    def _recipe_of(self, run: _FirstRun) -> tuple[Recipe, Reason | None]:
-        reached, of_tensor = run.reached, by_tensor(run.inputs.buffers)
-        self.check_graphs(reached, run.inputs)
-        leaves, spec = trees.flatten(run.result)
-        cuts = cuts_of(leaves, reached, of_tensor, run.inputs.sizes)
-        sources = leaf_sources(leaves, reached, of_tensor)
-        written = [call.args[position] for call in reached for position in call.callable.partition.mutated_inputs]
-        mutated = run.written.union(of_tensor[id(value)].name for value in written if id(value) in of_tensor)
+    def _recipe_of(
+        self, inputs: PaddedInputs, result: Any, reached: Reached, written: Collection[str]
+    ) -> tuple[Recipe, Reason | None]:
+        """The recipe of a run that wrote to the inputs in ``written``, also between its graphs."""
+        self.check_graphs(reached, inputs)
+        leaves, spec = trees.flatten(result)
+        cuts, sources = cuts_of(leaves, reached, inputs), leaf_sources(leaves, reached, inputs)
+        by_graphs = {id(value) for call in reached for value in _written_by(call)}
+        mutated = frozenset(written).union(name for name, own in inputs.arguments.items() if id(own) in by_graphs)
         is_split = len(reached) > 1  # guard: manager_several_graphs_state
-        state, generators = self._changed_by(reached, run.inputs, is_split=is_split)
+        state, generators = self._changed_by(reached, inputs, is_split=is_split)
         self.inputs.pad_always(mutated)
         recipe = Recipe(
             spec=spec,
@@ -293,16 +366,6 @@ class Model:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstRun:
-    """One run of a model without a graph."""
-
-    inputs: PaddedInputs
-    result: Any  #: what the model returned
-    reached: Reached  #: the calls of graphs, in order
-    written: frozenset[str]  #: names of the inputs that the run wrote to, also between graphs
-
-
 class GraphChecks:
     """Observes one step through Dynamo, and checks each graph before it runs.
 
@@ -320,6 +383,59 @@ class GraphChecks:
     def returned(self, call: ReachedCall) -> None:
         """Keep a call whose outputs a later graph may read."""
         self._reached.append(call)
+
+
+class fields_named:  # noqa: N801 - a context manager, named like one
+    """Translate the error of an op that reads a missing field of ``metadata`` into a ContextError with the builder."""
+
+    __slots__ = ("_builder", "_metadata")
+
+    def __init__(self, builder: AttentionMetadataBuilder | None, metadata: Any) -> None:
+        self._builder, self._metadata = builder, metadata
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or self._metadata is None:
+            return
+        for cause in _chain(error):
+            field = _field_of(cause, self._metadata)
+            if field is not None:
+                place = nnmodules.place_of_failure(cause) or "read while the model runs"
+                raise _missing(self._builder, self._metadata, field, place) from error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes, the latest first."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _field_of(error: BaseException, metadata: Any) -> str | None:
+    """The missing field of ``metadata`` that ``error`` names; None if the error has another reason."""
+    if isinstance(error, AttributeError) and error.obj is metadata:  # guard: manager_metadata_fields
+        return str(error.name)
+    is_key = isinstance(error, KeyError) and isinstance(metadata, Mapping) and len(error.args) == 1
+    return str(error.args[0]) if is_key and error.args[0] not in metadata else None
+
+
+def _missing(builder: object, metadata: Any, field: str, place: str) -> ContextError:
+    return ContextError(
+        f"attention metadata has no field {field!r}",
+        expected=f"{type(builder).__name__}.build() to return every field that the model's attention reads",
+        found=f"a {type(metadata).__name__} without it; {place}",
+        remedy=f"add {field!r} to {type(metadata).__name__}, for steps with a key and without",
+    )
+
+
+def _written_by(call: ReachedCall) -> list[Any]:
+    """The arguments that a graph writes to."""
+    return [call.args[position] for position in call.callable.partition.mutated_inputs]
 
 
 def nothing_reached(what: str) -> CaptureError:

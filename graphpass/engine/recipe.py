@@ -26,7 +26,6 @@ from graphpass.engine.buffers import PaddedInputs, Sizes
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.ladder.modelstate import PythonState
 from graphpass.ledger import Reason
-from graphpass.paddedmemory import PaddedBuffer
 from graphpass.regions.padding import PaddingFinding, mixing_of
 from graphpass.regions.split import Partition
 
@@ -141,15 +140,12 @@ def result_buffers(leaves: Sequence[Any], cuts: Sequence[Dims], largest: Sizes) 
     return tuple(buffers)
 
 
-def leaf_sources(leaves: Sequence[Any], reached: Reached, inputs: Mapping[int, PaddedBuffer]) -> LeafSources | str:
-    """The source of each leaf of a result, or the reason why the graph's outputs do not determine the result.
-
-    ``inputs`` has the buffer of each input by the id of its tensor.
-    """
+def leaf_sources(leaves: Sequence[Any], reached: Reached, inputs: PaddedInputs) -> LeafSources | str:
+    """The source of each leaf of a result, or the reason why the graph's outputs do not determine the result."""
     if len(reached) > 1:
         return f"the model is {len(reached)} graphs, with Python between them"
     outputs = reached[0].outputs
-    known: dict[int, int | str] = {key: buffer.name for key, buffer in inputs.items()}
+    known: dict[int, int | str] = {id(tensor): name for name, tensor in inputs.arguments.items()}
     known |= {id(output): position for position, output in enumerate(outputs)}
     if any(leaf is not None and id(leaf) not in known for leaf in leaves):
         return "its result contains more than the graph's outputs"
@@ -162,34 +158,30 @@ def leaf_sources(leaves: Sequence[Any], reached: Reached, inputs: Mapping[int, P
 # -- how a result is cut ----------------------------------------------------------------------------------------------
 
 
-def cuts_of(
-    leaves: Sequence[Any], reached: Reached, inputs: Mapping[int, PaddedBuffer], padded: Mapping[str, int]
-) -> tuple[Dims, ...]:
-    """For each leaf of the result of a run, {dimension: key field} of the dimensions to cut to the real size.
-
-    ``inputs`` has the buffer of each input by the id of its tensor, ``padded`` the padded size of each key field.
-    """
-    followed = _Followed(inputs, padded)
+def cuts_of(leaves: Sequence[Any], reached: Reached, inputs: PaddedInputs) -> tuple[Dims, ...]:
+    """For each leaf of the result of a run, {dimension: key field} of the dimensions to cut to the real size."""
+    followed = FollowedSizes(inputs)
     for call in reached:
-        followed.follow(call)
-    numbers: list[Any] = []  # the padded sizes, and the numbers that the graphs compute from them
-    if any(size > 1 for size in padded.values()):  # otherwise no smaller batch could be padded
+        followed.symbols_of(call)
+    numbers: list[Any] = [size for size in inputs.sizes.values() if size > 1]
+    if numbers:  # otherwise no smaller batch could be padded
         numbers += [call.outputs[position] for call in reached for position in call.callable.partition.symbolic_numbers]
-        numbers += [size for size in padded.values() if size > 1]
     cuts: list[Dims] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             _check_plain(index, leaf, numbers)
-        elif id(leaf) not in followed.dims:
-            problem = followed.unclear.get(id(leaf), "it is computed outside of the captured graphs")
+            cuts.append({})
+            continue
+        dims = followed.dims.get(id(leaf), "it is computed outside of the captured graphs")
+        if isinstance(dims, str):
             raise ShapeError(
                 f"output {index} cannot be cut to the real size",
                 expected="a dimension whose size is the symbol of one key field",
-                found=f"shape {tuple(leaf.shape)}: {problem}",
+                found=f"shape {tuple(leaf.shape)}: {dims}",
                 remedy="return the tensor before it is reshaped, with a separate dimension for tokens or requests, or "
                 "leave it out of the result",
             )
-        cuts.append(followed.dims[id(leaf)] if isinstance(leaf, torch.Tensor) else {})
+        cuts.append(dims)
     return tuple(cuts)
 
 
@@ -227,17 +219,16 @@ class GraphSymbols:
     unknown: tuple[tuple[str, torch.Tensor], ...]
 
 
-class _Followed:
+class FollowedSizes:
     """Key fields, followed by their symbols from the inputs through the graphs of a run."""
 
-    def __init__(self, inputs: Mapping[int, PaddedBuffer], padded: Mapping[str, int]) -> None:
-        self._padded = padded
-        #: {id of a tensor: {dimension: key field}}
-        self.dims: dict[int, Dims] = {key: dict(buffer.dims) for key, buffer in inputs.items()}
-        self.unclear: dict[int, str] = {}  #: {id of an output that is not in ``dims``: the reason}
+    def __init__(self, inputs: PaddedInputs) -> None:
+        self._padded = inputs.sizes
+        #: {id of a tensor: {dimension: key field}, or why an output has dimensions of unknown meaning}
+        self.dims: dict[int, Dims | str] = {id(buffer.tensor): buffer.dims for buffer in inputs.buffers.values()}
 
-    def follow(self, call: ReachedCall) -> GraphSymbols:
-        """The symbols of the next graph; its outputs are known afterwards."""
+    def symbols_of(self, call: ReachedCall) -> GraphSymbols:
+        """The symbols of the next graph, which may not have returned; its outputs are known afterwards."""
         # Parameters and buffers are never padded; a model may return them.
         static = {id(call.args[position]) for position in call.callable.static}
         self.dims.update({key: {} for key in static - self.dims.keys()})
@@ -245,11 +236,7 @@ class _Followed:
         shapes = call.callable.partition.output_shapes if call.outputs else ()  # none before the call has returned
         for output, shape in zip(call.outputs, shapes, strict=True):
             if isinstance(output, torch.Tensor) and id(output) not in self.dims:
-                dims, problem = _dims_by_symbol(shape or (), symbols)
-                if problem is None:
-                    self.dims[id(output)] = dims
-                else:
-                    self.unclear[id(output)] = problem
+                self.dims[id(output)] = _dims_by_symbol(shape or (), symbols)
         return symbols
 
     def _symbols(self, call: ReachedCall) -> GraphSymbols:
@@ -259,8 +246,9 @@ class _Followed:
         known: list[tuple[Dims, Sequence[Any]]] = []
         unknown: list[tuple[str, torch.Tensor]] = []
         for graph_input, value in zip(call.callable.partition.inputs, call.args, strict=True):
-            if id(value) in self.dims:
-                known.append((self.dims[id(value)], list(map(symbolic.expression_of, graph_input.value.shape))))
+            dims_of_value = self.dims.get(id(value), "")
+            if not isinstance(dims_of_value, str):
+                known.append((dims_of_value, list(map(symbolic.expression_of, graph_input.value.shape))))
             elif isinstance(value, torch.Tensor):
                 unknown.append((graph_input.shown, value))
         for dims, shape in known:
@@ -278,28 +266,20 @@ class _Followed:
         return GraphSymbols(fields, tuple(sorted(fixed)), frozenset(others), tuple(unknown))
 
 
-def _dims_by_symbol(shape: Sequence[Any], symbols: GraphSymbols) -> tuple[Dims, str | None]:
+def _dims_by_symbol(shape: Sequence[Any], symbols: GraphSymbols) -> Dims | str:
+    """{dimension: key field} of an output, or why a dimension may have the size of a key field."""
     dims = {}
     for dim, size in enumerate(shape):
         if size in symbols.fields:
             dims[dim] = symbols.fields[size]
         elif isinstance(size, sympy.Expr) and size.free_symbols - symbols.others:
-            return {}, f"dimension {dim} has size {size}, which is not the symbol of one key field"
+            return f"dimension {dim} has size {size}, which is not the symbol of one key field"
     if symbols.fixed and shape:
-        fixed = ", ".join(symbols.fixed)
-        return {}, f"the model fixes {fixed}, so no symbol tells which dimension has this size"
-    return dims, None
+        return f"the model fixes {', '.join(symbols.fixed)}, so no symbol tells which dimension has this size"
+    return dims
 
 
 # -- tokens and requests stay apart -----------------------------------------------------------------------------------
-
-
-def symbols_of(
-    reached: Reached, inputs: Mapping[int, PaddedBuffer], padded: Mapping[str, int]
-) -> list[tuple[ReachedCallable, GraphSymbols]]:
-    """The symbols of each graph of a run, whose last call may not have returned; arguments as in :func:`cuts_of`."""
-    followed = _Followed(inputs, padded)
-    return [(call.callable, followed.follow(call)) for call in reached]
 
 
 def refuse_mixing(
