@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,49 +41,38 @@ def by_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "time", CLOCK)
 
 
-class SlowEagerCall(toy.WithExamples):
-    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+#: an encoder of which one method is slow. Without examples the forward itself is timed, which replays do not run. What
+#: a replay needs from the host is part of it.
+SLOW: Mapping[str, tuple[type[toy.ToyEncoder], str]] = {
+    "eager call": (toy.WithExamples, "encoder_eager_forward"),
+    "forward": (toy.ToyEncoder, "encoder_cudagraph_forward"),
+    "replay": (toy.WithExamples, "prepare_encoder_cudagraph_replay_buffers"),
+}
+
+
+def slow(name: str) -> toy.ToyEncoder:
+    kind, method = SLOW[name]
+
+    def late(call: Callable[..., Any], *given: Any) -> Any:
         CLOCK.sleep(PAUSE_S)
-        return super().encoder_eager_forward(items)
+        return call(*given)
 
-
-class SlowForward(toy.ToyEncoder):
-    """Its forward is slow from Python, which replays do not run. It has no examples: the forward itself is timed."""
-
-    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
-        CLOCK.sleep(PAUSE_S)
-        return super().encoder_cudagraph_forward(buffers, key)
-
-
-class SlowReplay(toy.WithExamples):
-    """What a replay needs from the host is part of it."""
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, items: EncoderItems, key: EncoderGraphKey
-    ) -> Mapping[str, torch.Tensor | None]:
-        CLOCK.sleep(PAUSE_S)
-        return super().prepare_encoder_cudagraph_replay_buffers(items, key)
+    return toy.changed(kind(), method, late)
 
 
 @pytest.mark.usefixtures("by_clock")
-@pytest.mark.parametrize(("kind", "replays"), [(SlowEagerCall, True), (SlowForward, True), (SlowReplay, False)])
-def test_the_quicker_of_the_two_runs(kind: type[toy.ToyEncoder], replays: bool) -> None:
-    encoder = kind()
-    manager = made(encoder, costs="measured")
-    items = toy.images([8, 8, 8])
-    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
-    stats = manager.get_cumulative_stats()
-    assert (stats.hits, stats.misses) == ((3, 0) if replays else (0, 3))
-
-
-@pytest.mark.usefixtures("by_clock")
-def test_one_call_is_joined_where_replays_are_slow() -> None:
-    """Three images in one eager call, not in three."""
-    encoder = SlowReplay()
+@pytest.mark.parametrize(("name", "replays"), [("eager call", True), ("forward", True), ("replay", False)])
+def test_the_quicker_of_the_two_runs(name: str, replays: bool) -> None:
+    """Where replays are slow, three images are one eager call, not three."""
+    encoder = slow(name)
     manager = made(encoder, costs="measured")
     encoder.eager_calls.clear()
-    manager.execute(toy.images([8, 8, 8]))
-    assert encoder.eager_calls == [3]
+    items = toy.images([8, 8, 8])
+    found = manager.execute(items)
+    assert encoder.eager_calls == ([] if replays else [3])
+    assert_same(found, toy.one_by_one(encoder, items))
+    stats = manager.get_cumulative_stats()
+    assert (stats.hits, stats.misses) == ((3, 0) if replays else (0, 3))
 
 
 def keys_of(tokens: range, longest: int) -> list[EncoderGraphKey]:
@@ -199,28 +187,17 @@ def test_more_items_that_take_less_time_add_nothing() -> None:
     assert found.eager["a"](np.array([8])).tolist() == [4.9]
 
 
-class Clock:
-    """Time that passes when the encoder says so."""
-
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 class Timed(toy.WithExamples):
     """A replay takes a constant more than an eager call, but less for large images."""
-
-    clock = Clock()
 
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> Mapping[str, torch.Tensor | None]:
-        self.clock.now += replay_s(key.tokens, items["sizes"])
+        CLOCK.sleep(replay_s(key.tokens, items["sizes"]))
         return super().prepare_encoder_cudagraph_replay_buffers(items, key)
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        self.clock.now += eager_s(items["sizes"])
+        CLOCK.sleep(eager_s(items["sizes"]))
         return super().encoder_eager_forward(items)
 
 
@@ -244,14 +221,10 @@ def least_s(sizes: Sequence[int]) -> float:
         replays = [replay_s(budget, batch) for budget in BUDGETS if tokens <= budget]
         return min([*replays, *([eager_s(batch)] if tokens <= max(BUDGETS) else [])], default=math.inf)
 
-    ordered = sorted(sizes)
-    return min(
-        sum(of_batch(ordered[a:b]) for a, b in itertools.pairwise((0, *cut, len(ordered))))
-        for count in range(len(ordered))
-        for cut in itertools.combinations(range(1, len(ordered)), count)
-    )
+    return toy.least_of_cuts(sorted(sizes), of_batch)
 
 
+@pytest.mark.usefixtures("by_clock")
 @pytest.mark.parametrize(
     ("sizes", "replayed"),
     [
@@ -265,16 +238,13 @@ def least_s(sizes: Sequence[int]) -> float:
     ],
     ids=str,
 )
-def test_the_cheaper_call_of_these_very_images_runs(
-    sizes: list[int], replayed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cheaper_call_of_these_very_images_runs(sizes: list[int], replayed: int) -> None:
     """Images that no example had: neither one of all tokens nor many of equal size."""
     encoder = Timed()
-    monkeypatch.setattr(costs, "time", encoder.clock)
     manager = made(encoder, costs="measured")
     items = toy.images(sizes)
-    started = encoder.clock.now
+    started = CLOCK.now_s
     results = manager.execute(items)
-    assert encoder.clock.now - started == pytest.approx(least_s(sizes))
+    assert CLOCK.now_s - started == pytest.approx(least_s(sizes))
     assert manager.get_cumulative_stats().hits == replayed
     assert_same(results, toy.one_by_one(encoder, items))

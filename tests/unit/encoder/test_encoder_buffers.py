@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from graphpass import EncoderCudaGraphManager, EncoderOptions
-from graphpass.encoder import EncoderGraphKey, EncoderItemSpec
-from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from graphpass import EncoderCudaGraphManager
+from graphpass.encoder import EncoderItemSpec
 from graphpass.errors import EncoderConfigError, ShapeError
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import assert_same
@@ -18,47 +17,23 @@ from tests.unit.encoder.toy import assert_same
 Values = dict[str, Any]
 
 
-class Spoilt(toy.ToyEncoder):
-    """One method returns something else than it should."""
+METHODS = {
+    "specs": "get_encoder_cudagraph_item_specs",
+    "capture": "prepare_encoder_cudagraph_capture_inputs",
+    "replay": "prepare_encoder_cudagraph_replay_buffers",
+    "forward": "encoder_cudagraph_forward",
+    "eager": "encoder_eager_forward",
+    "postprocess": "postprocess_encoder_output",
+}
 
-    def __init__(self, method: str, spoil: Callable[[Any], Any], **config: Any) -> None:
-        super().__init__(**config)
-        self.method, self.spoil = method, spoil
 
-    def spoilt(self, method: str, result: Any) -> Any:
-        return self.spoil(result) if method == self.method else result
-
-    def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        return self.spoilt("specs", super().get_encoder_cudagraph_item_specs(items))
-
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, torch.Tensor]:
-        return self.spoilt("capture", dict(super().prepare_encoder_cudagraph_capture_inputs(key, device, dtype)))
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, items: EncoderItems, key: EncoderGraphKey
-    ) -> Mapping[str, torch.Tensor | None]:
-        return self.spoilt("replay", dict(super().prepare_encoder_cudagraph_replay_buffers(items, key)))
-
-    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
-        return self.spoilt("forward", super().encoder_cudagraph_forward(buffers, key))
-
-    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        return self.spoilt("eager", super().encoder_eager_forward(items))
-
-    def postprocess_encoder_output(
-        self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
-    ) -> Sequence[EncoderOutput]:
-        return self.spoilt("postprocess", super().postprocess_encoder_output(output, specs))
+def spoilt(method: str, spoil: Callable[[Any], Any], **config: Any) -> toy.ToyEncoder:
+    """An encoder of which one method returns something else than it should."""
+    return toy.changed(toy.ToyEncoder(**config), METHODS[method], lambda call, *given: spoil(call(*given)))
 
 
 def made(encoder: toy.ToyEncoder, budgets: Sequence[int] = (4, 8)) -> EncoderCudaGraphManager:
-    manager = EncoderCudaGraphManager(
-        encoder, options=EncoderOptions(token_budgets=budgets, costs=None), device="cpu", dtype=torch.float32
-    )
-    manager.capture()
-    return manager
+    return toy.made(encoder, token_budgets=budgets)
 
 
 def without(name: str) -> Callable[[Values], Values]:
@@ -102,7 +77,7 @@ def specs_of(**change: Any) -> Callable[[Any], list[EncoderItemSpec]]:
 def test_what_a_model_returns_for_a_request_is_refused_where_it_does_not_fit(
     method: str, sizes: list[int], spoil: Callable[[Any], Any], error: type[Exception], text: str
 ) -> None:
-    manager = made(Spoilt(method, spoil))
+    manager = made(spoilt(method, spoil))
     with pytest.raises(error, match=text):
         manager.execute(toy.images(sizes))
 
@@ -121,11 +96,11 @@ def test_a_capture_that_breaks_the_configuration_is_refused(
     method: str, spoil: Callable[[Any], Any], text: str
 ) -> None:
     with pytest.raises(EncoderConfigError, match=text):
-        made(Spoilt(method, spoil))
+        made(spoilt(method, spoil))
 
 
 def test_a_buffer_that_shrinks_is_refused() -> None:
-    encoder = Spoilt(
+    encoder = spoilt(
         "capture", lambda values: {**values, "positions": torch.zeros(20 - len(values["positions"])).long()}
     )
     with pytest.raises(EncoderConfigError, match=r"at most 4 elements.*found \(12,\)"):
@@ -142,7 +117,7 @@ def test_other_values_on_a_rounding_axis_are_refused() -> None:
     ("rule", "behind"), [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("repeat", [3.0, 3.0])]
 )
 def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
-    encoder = Spoilt("replay", with_("patches", lambda _: torch.full((6, toy.PATCH), 3.0)), padding={"patches": rule})
+    encoder = spoilt("replay", with_("patches", lambda _: torch.full((6, toy.PATCH), 3.0)), padding={"patches": rule})
     encoder.config.padding["lengths"] = "repeat"  # type: ignore[index]
     manager = made(encoder, [4])
     manager.buffers["patches"].fill_(7)
@@ -152,7 +127,7 @@ def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
 
 def test_the_last_of_no_rows_is_zero() -> None:
     no_rows = with_("patches", lambda patches: patches[:0])
-    manager = made(Spoilt("replay", no_rows, padding={"patches": "repeat", "lengths": "repeat"}), [4])
+    manager = made(spoilt("replay", no_rows, padding={"patches": "repeat", "lengths": "repeat"}), [4])
     manager.buffers["patches"].fill_(torch.nan)
     manager.execute(toy.images([6]))
     assert manager.buffers["patches"].unique().tolist() == [0]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from graphpass import GraphRuntime
-from graphpass.encoder import EncoderGraphKey, graphs
+from graphpass.encoder import graphs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.test_manager import exchanged, moved, replaced
-from tests.unit.encoder.toy import MIXED, assert_same, made
+from tests.unit.encoder.toy import MIXED, assert_right, assert_same, made
 from tests.unit.engine.ambient import AMBIENT_CHANGES, autocast
 
 
@@ -55,38 +55,16 @@ def test_weights_of_an_encoder_within_another_are_noticed(change: Callable[[toy.
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
 
 
-class FailsOnce(toy.ToyEncoder):
-    """One request finds it out of memory, when its buffers are prepared or in an eager call."""
-
-    fails_in: str | None = None
-
-    def fail(self, method: str) -> None:
-        if self.fails_in == method:
-            self.fails_in = None
-            raise torch.OutOfMemoryError("no memory")
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, items: EncoderItems, key: EncoderGraphKey
-    ) -> Mapping[str, torch.Tensor | None]:
-        self.fail("prepare")
-        return super().prepare_encoder_cudagraph_replay_buffers(items, key)
-
-    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        self.fail("eager")
-        return super().encoder_eager_forward(items)
-
-
-@pytest.mark.parametrize("method", ["prepare", "eager"])
+@pytest.mark.parametrize("method", ["prepare_encoder_cudagraph_replay_buffers", "encoder_eager_forward"])
 def test_a_request_that_fails_leaves_the_next_ones(method: str) -> None:
-    encoder = FailsOnce()
+    """It finds the device out of memory, when its buffers are prepared or in an eager call."""
+    encoder = toy.ToyEncoder()
     manager = made(encoder)
-    items = toy.images(MIXED)
-    expected = toy.one_by_one(encoder, items)
-    encoder.fails_in = method
-    with pytest.raises(torch.OutOfMemoryError):
-        manager.execute(items)
+    error = torch.OutOfMemoryError("no memory")
+    with patch.object(encoder, method, side_effect=error), pytest.raises(torch.OutOfMemoryError):
+        manager.execute(toy.images(MIXED))
     before = manager.get_cumulative_stats()
-    assert_same(manager.execute(items), expected)
+    assert_right(manager, encoder)
     stats = manager.get_cumulative_stats()
     assert (stats.hits - before.hits, stats.misses - before.misses) == (toy.NUM_WITH_TOKENS - 1, 1)
 
@@ -138,29 +116,21 @@ def test_a_capture_of_new_weights_that_fails_is_tried_again(error: BaseException
     encoder = toy.ToyEncoder()
     manager, items = made(encoder), toy.images([4, 8])
     replaced(encoder.tower)
-    prepare, encoder.prepare_encoder_cudagraph_capture_inputs = (  # type: ignore[method-assign]
-        encoder.prepare_encoder_cudagraph_capture_inputs,
-        Mock(side_effect=error),
-    )
-    with pytest.raises(type(error)):
+    prepare = "prepare_encoder_cudagraph_capture_inputs"
+    with patch.object(encoder, prepare, side_effect=error), pytest.raises(type(error)):
         manager.execute(items)
     assert not manager.is_captured()
-    encoder.prepare_encoder_cudagraph_capture_inputs = prepare  # type: ignore[method-assign]
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     assert manager.get_cumulative_stats().hits == 2
 
 
-class NoMemoryBesideGraphs(toy.WithExamples):
-    """Its eager calls of many patches find no memory."""
-
-    def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
+def test_eager_calls_that_find_no_memory_cost_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+    def eager(call: Callable[..., EncoderOutput], items: EncoderItems) -> EncoderOutput:
         if len(items["patches"]) >= 32:
             raise torch.OutOfMemoryError("no memory")
-        return super().encoder_eager_forward(items)
+        return call(items)
 
-
-def test_eager_calls_that_find_no_memory_cost_no_graph(caplog: pytest.LogCaptureFixture) -> None:
-    encoder = NoMemoryBesideGraphs()
+    encoder = toy.changed(toy.WithExamples(), "encoder_eager_forward", eager)
     manager = made(encoder, costs="measured", token_budgets=[4, 8, 16, 32])
     assert manager.get_cumulative_stats().failed == ()
     assert "no memory for an eager call beside the graphs" in caplog.text

@@ -26,7 +26,10 @@ from graphpass.encoder import (
 from graphpass.encoder.costs import EncoderCosts
 from graphpass.encoder.planner import BatchPlanner, Rung, RungTable, plan_cheaply, plan_eagerly, plan_greedily
 from graphpass.errors import EncoderConfigError
+from tests.unit.encoder.toy import least_of_cuts
 
+Problem = tuple[list[int], list[int], int, PackingCosts]
+Vectors = tuple[np.ndarray, np.ndarray, list[Rung]]
 TOKENS = st.lists(st.integers(0, 40), max_size=40)
 BUDGETS = st.lists(st.integers(1, 64), min_size=1, max_size=6, unique=True)
 MAX_ITEMS = st.integers(1, 12)
@@ -41,7 +44,7 @@ def costs_of(draw: st.DrawFn, budgets: Sequence[int]) -> PackingCosts:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[int], list[int], int, PackingCosts]:
+def problems(draw: st.DrawFn) -> Problem:
     budgets = draw(BUDGETS)
     return draw(TOKENS), budgets, draw(MAX_ITEMS), draw(costs_of(budgets))
 
@@ -77,9 +80,7 @@ def test_without_costs_it_is_the_greedy(tokens: list[int], budgets: list[int], m
 
 
 @given(problems(), st.booleans())
-def test_everything_is_served_once_and_within_the_limits(
-    problem: tuple[list[int], list[int], int, PackingCosts], has_costs: bool
-) -> None:
+def test_everything_is_served_once_and_within_the_limits(problem: Problem, has_costs: bool) -> None:
     tokens, budgets, max_items, cost = problem
     batches = pack_items(tokens, budgets, max_items, cost=cost if has_costs else None)
     assert sorted(item for batch in batches for item in batch.items) == [n for n, count in enumerate(tokens) if count]
@@ -95,7 +96,7 @@ def test_everything_is_served_once_and_within_the_limits(
 
 
 @given(problems())
-def test_with_costs_no_simple_plan_is_cheaper(problem: tuple[list[int], list[int], int, PackingCosts]) -> None:
+def test_with_costs_no_simple_plan_is_cheaper(problem: Problem) -> None:
     tokens, budgets, max_items, cost = problem
     found = price(pack_items(tokens, budgets, max_items, cost=cost), cost)
     one_by_one = [
@@ -112,7 +113,7 @@ def test_with_costs_no_simple_plan_is_cheaper(problem: tuple[list[int], list[int
 
 
 @given(problems())
-def test_it_is_deterministic(problem: tuple[list[int], list[int], int, PackingCosts]) -> None:
+def test_it_is_deterministic(problem: Problem) -> None:
     tokens, budgets, max_items, cost = problem
     assert pack_items(tokens, budgets[::-1], max_items, cost=cost) == pack_items(tokens, budgets, max_items, cost=cost)
 
@@ -127,12 +128,8 @@ def test_consecutive_batches_are_cut_at_the_least_cost(tokens: list[int], max_it
         fitting = [cost.replay[budget] for budget in budgets if sum(items) <= budget and len(items) <= max_items]
         return min(fitting, default=float("inf"))
 
-    plans = (
-        sum(cost_of(ordered[a:b]) for a, b in itertools.pairwise((0, *cut, len(ordered))))
-        for count in range(len(ordered))
-        for cut in itertools.combinations(range(1, len(ordered)), count)
-    )
-    assert price(pack_items(tokens, budgets, max_items, cost=cost), cost) == pytest.approx(min(plans, default=0))
+    found = price(pack_items(tokens, budgets, max_items, cost=cost), cost)
+    assert found == pytest.approx(least_of_cuts(ordered, cost_of))
 
 
 def by_tokens(fixed: float, each: float) -> Callable[[int], float]:
@@ -250,7 +247,7 @@ LIMITS = st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 6))
 
 
 @st.composite
-def vector_problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[Rung]]:
+def vector_problems(draw: st.DrawFn) -> Vectors:
     """Sizes in three dimensions, and one bound of the largest item, on ladders that ascend in every dimension."""
     count = draw(st.integers(0, 20))
     sizes = [draw(st.lists(st.integers(0, most), min_size=count, max_size=count)) for most in (20, 40, 3)]
@@ -263,93 +260,67 @@ def vector_problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[Rung]
     return np.array(sizes, dtype=np.int64).reshape(3, count), np.array([peaks], dtype=np.int64), rungs
 
 
+def fitting(problem: Vectors, items: Sequence[int]) -> list[Rung]:
+    """The rungs that hold a batch of these items."""
+    sizes, peaks, rungs = problem
+    of_all, highest = sizes[:, list(items)].sum(axis=1), peaks[0, list(items)].max()
+    return [rung for rung in rungs if (of_all <= np.array(rung.limits)).all() and highest <= rung.bounds[0]]
+
+
+def eager_cost(problem: Vectors, items: Sequence[int]) -> float:
+    return float(5.0 + problem[0][0, list(items)].sum())
+
+
+def least(problem: Vectors, items: Sequence[int], surcharge: float = 0.0) -> float:
+    """The cost of a batch that replays the cheapest rung, or is an eager call of at most 30 tokens."""
+    eager = eager_cost(problem, items)
+    eagerly = [eager + surcharge] if len(items) == 1 or eager <= 35 else []
+    return min([*(rung.cost for rung in fitting(problem, items)), *eagerly], default=float("inf"))
+
+
 @given(vector_problems(), st.booleans())
-def test_no_limit_is_exceeded(problem: tuple[np.ndarray, np.ndarray, list[Rung]], has_costs: bool) -> None:
+def test_no_limit_is_exceeded(problem: Vectors, has_costs: bool) -> None:
     sizes, peaks, rungs = problem
     if has_costs:
         batches = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
     else:
         batches = plan_greedily(sizes, RungTable(rungs), peaks)
     assert sorted(item for items, _ in batches for item in items) == list(range(sizes.shape[1]))
-    for places, key in batches:
-        items = list(places)
-        if key is not None:
-            rung = rungs[key]
-            assert (sizes[:, items].sum(axis=1) <= np.array(rung.limits)).all()
-            assert peaks[0, items].max() <= rung.bounds[0]
-        elif not has_costs:
-            assert not any(
-                (sizes[:, items[0]] <= np.array(rung.limits)).all() and peaks[0, items[0]] <= rung.bounds[0]
-                for rung in rungs
-            )
+    for items, key in batches:
+        fits = fitting(problem, items)
+        assert (not fits or has_costs) if key is None else rungs[key] in fits
 
 
 @given(vector_problems())
-def test_with_several_limits_no_simple_plan_is_cheaper(problem: tuple[np.ndarray, np.ndarray, list[Rung]]) -> None:
+def test_with_several_limits_no_simple_plan_is_cheaper(problem: Vectors) -> None:
     """As for tokens alone: not one image a replay, not the greedy."""
     sizes, peaks, rungs = problem
-    table = RungTable(rungs)
-
-    def eager(tokens: np.ndarray) -> np.ndarray:
-        return 5.0 + tokens
-
-    def least(items: Sequence[int]) -> float:
-        of_all, highest = sizes[:, items].sum(axis=1), peaks[0, items].max()
-        replays = [rung.cost for rung in rungs if (of_all <= np.array(rung.limits)).all() and highest <= rung.bounds[0]]
-        return min([*replays, *([5.0 + of_all[0]] if len(items) == 1 or of_all[0] <= 30 else [])])
-
-    found = sum(
-        rungs[key].cost if key is not None else 5.0 + sizes[0, list(items)].sum()
-        for items, key in plan_cheaply(sizes, table, eager, 30, peaks)
-    )
-    one_by_one = sum(least([item]) for item in range(sizes.shape[1]))
-    greedy = sum(least(list(items)) for items, _ in plan_greedily(sizes, table, peaks))
-    assert found <= one_by_one * (1 + 1e-9)
-    assert found <= greedy * (1 + 1e-9)
+    planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
+    found = sum(eager_cost(problem, items) if key is None else rungs[key].cost for items, key in planned)
+    one_by_one = sum(least(problem, [item]) for item in range(sizes.shape[1]))
+    greedy = sum(least(problem, items) for items, _ in plan_greedily(sizes, RungTable(rungs), peaks))
+    assert found <= min(one_by_one, greedy) * (1 + 1e-9)
 
 
 @given(vector_problems(), st.lists(st.floats(-2, 20), min_size=7, max_size=7))
-def test_surcharges_of_eager_calls_are_part_of_the_plan(
-    problem: tuple[np.ndarray, np.ndarray, list[Rung]], surcharges: list[float]
-) -> None:
+def test_surcharges_of_eager_calls_are_part_of_the_plan(problem: Vectors, surcharges: list[float]) -> None:
     """No cut of the sorted items is cheaper."""
     sizes, peaks, rungs = problem
-    sizes, peaks = sizes[:, :7], peaks[:, :7]
+    problem = sizes, peaks, rungs = sizes[:, :7], peaks[:, :7], rungs
     of_items = np.array(surcharges[: sizes.shape[1]])
 
-    def cost(items: Sequence[int], rung: int | None) -> float:
-        if rung is not None:
-            return rungs[rung].cost
-        return 5.0 + sizes[0, items].sum() + of_items[items].sum()
+    def surcharge(items: Sequence[int]) -> float:
+        return float(of_items[list(items)].sum())
 
-    def least(items: list[int]) -> float:
-        of_all, highest = sizes[:, items].sum(axis=1), peaks[0, items].max()
-        fitting = [
-            index
-            for index, rung in enumerate(rungs)
-            if (of_all <= np.array(rung.limits)).all() and highest <= rung.bounds[0]
-        ]
-        eager = [None] if len(items) == 1 or of_all[0] <= 30 else []
-        return min((cost(items, rung) for rung in (*fitting, *eager)), default=float("inf"))
+    def eagerly(items: Sequence[int]) -> float:
+        return eager_cost(problem, items) + surcharge(items)
 
     planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks, of_items)
-    found = sum(cost(list(items), key) for items, key in planned)
-    fits = [
-        item
-        for item in range(sizes.shape[1])
-        if any((sizes[:, item] <= np.array(rung.limits)).all() and peaks[0, item] <= rung.bounds[0] for rung in rungs)
-    ]
-    order = sorted(fits, key=lambda item: sizes[0, item])
-    apart = sum(cost([item], None) for item in range(sizes.shape[1]) if item not in fits)
-    cheapest = min(
-        (
-            sum(least(order[a:b]) for a, b in itertools.pairwise((0, *cut, len(order))))
-            for count in range(len(order))
-            for cut in itertools.combinations(range(1, len(order)), count)
-        ),
-        default=0.0,
-    )
-    assert found <= cheapest + apart + 1e-6
+    found = sum(eagerly(items) if key is None else rungs[key].cost for items, key in planned)
+    alone = [item for item in range(sizes.shape[1]) if not fitting(problem, [item])]
+    order = sorted(set(range(sizes.shape[1])) - set(alone), key=lambda item: sizes[0, item])
+    cheapest = least_of_cuts(order, lambda items: least(problem, items, surcharge(items)))
+    assert found <= cheapest + sum(eagerly([item]) for item in alone) + 1e-6
 
 
 def test_an_eager_call_of_one_item_has_no_maximum() -> None:
@@ -359,9 +330,7 @@ def test_an_eager_call_of_one_item_has_no_maximum() -> None:
 
 
 @given(problems(), st.integers(130, 700), st.integers(0, 1000))
-def test_with_many_items_no_simple_plan_is_cheaper(
-    problem: tuple[list[int], list[int], int, PackingCosts], count: int, seed: int
-) -> None:
+def test_with_many_items_no_simple_plan_is_cheaper(problem: Problem, count: int, seed: int) -> None:
     """More than may share a batch: the plan is no longer the best, but as good as the simple ones."""
     _, budgets, max_items, cost = problem
     tokens = np.random.default_rng(seed).integers(0, 41, count).tolist()
@@ -376,7 +345,7 @@ def test_with_many_items_no_simple_plan_is_cheaper(
 
 
 @given(problems())
-def test_no_batch_is_dearer_than_its_two_parts(problem: tuple[list[int], list[int], int, PackingCosts]) -> None:
+def test_no_batch_is_dearer_than_its_two_parts(problem: Problem) -> None:
     """Smaller and larger items of a batch, in any such two replays."""
     tokens, budgets, max_items, cost = problem
 

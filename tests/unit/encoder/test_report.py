@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import EncoderCudaGraphManager, EncoderOptions, plan_sizes
+from graphpass import plan_sizes
 from graphpass.encoder import EncoderItemSpec, EncoderStats, ItemShares, balance_items, sharding
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.errors import EncoderConfigError
@@ -22,16 +22,11 @@ from tests.unit.encoder import toy
 
 
 def test_an_encoders_numbers_are_those_of_its_statistics() -> None:
-    options = EncoderOptions(token_budgets=[4, 8, 16, 32], costs=None)
-    manager = EncoderCudaGraphManager(toy.ToyEncoder(), options=options, device="cpu", dtype=torch.float32)
+    manager = toy.made(toy.ToyEncoder(), capture=False, token_budgets=[4, 8, 16, 32])
     manager.execute(toy.images([8]))
     (early,) = manager.report().problems
-    assert (early.kind, early.what, early.times, early.remedy) == (
-        "no graph",
-        "nothing is captured",
-        1,
-        "call capture()",
-    )
+    said = (early.kind, early.what, early.times, early.remedy)
+    assert said == ("no graph", "nothing is captured", 1, "call capture()")
     manager.capture()
     for patches in ([6], [10], [6, 6], [6], [22], [70]):
         manager.execute(toy.images(patches))
@@ -64,9 +59,7 @@ def test_an_encoders_numbers_are_those_of_its_statistics() -> None:
 
 
 def test_a_request_under_another_setting_is_a_problem() -> None:
-    options = EncoderOptions(token_budgets=[4], costs=None)
-    manager = EncoderCudaGraphManager(toy.ToyEncoder(), options=options, device="cpu", dtype=torch.float32)
-    manager.capture()
+    manager = toy.made(toy.ToyEncoder(), token_budgets=[4])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         manager.execute(toy.images([6]))
     ((setting, requests),) = manager.get_cumulative_stats().other_settings.items()
@@ -87,8 +80,7 @@ REQUESTS = ([6], [10], [6, 6], [6], [22], [10], [0], [6], [70])
 
 def stats_over(budgets: list[int]) -> EncoderStats:
     """What a manager with these budgets counts over :data:`REQUESTS`, one of them before the capture."""
-    options = EncoderOptions(token_budgets=budgets, costs=None)
-    manager = EncoderCudaGraphManager(toy.ToyEncoder(), options=options, device="cpu", dtype=torch.float32)
+    manager = toy.made(toy.ToyEncoder(), capture=False, token_budgets=budgets)
     manager.execute(toy.images([8]))
     manager.capture()
     for sizes in REQUESTS:
@@ -114,9 +106,7 @@ def test_planned_budgets_fit_what_came() -> None:
 
 
 def test_the_snapshot_is_the_callers() -> None:
-    options = EncoderOptions(token_budgets=[4], costs=None)
-    manager = EncoderCudaGraphManager(toy.ToyEncoder(), options=options, device="cpu", dtype=torch.float32)
-    manager.capture()
+    manager = toy.made(toy.ToyEncoder(), token_budgets=[4])
     empty = manager.get_cumulative_stats()
     manager.execute(toy.images([6]))
     assert (empty.histogram, manager.get_cumulative_stats().histogram) == ({}, {3: 1})

@@ -6,8 +6,10 @@ output, count frames, have a path of their own for clips, or an axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -218,6 +220,15 @@ class Compiled(ToyEncoder):
             block.compile(backend="cgpass", dynamic=True, options=options)
 
 
+Encoder = TypeVar("Encoder", bound=ToyEncoder)
+
+
+def changed(encoder: Encoder, method: str, change: Callable[..., Any]) -> Encoder:
+    """The encoder; a call of ``method`` is ``change(method, *arguments)``."""
+    setattr(encoder, method, functools.partial(change, getattr(encoder, method)))
+    return encoder
+
+
 def made(encoder: ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
     given = {"token_budgets": BUDGETS, "costs": None, **options}
     manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
@@ -230,3 +241,18 @@ def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def assert_right(
+    manager: EncoderCudaGraphManager, encoder: ToyEncoder, sizes: Sequence[int] = MIXED, **lists: Any
+) -> None:
+    """Items of these sizes have the results that the tower has for each alone."""
+    items = images(sizes, **lists)
+    assert_same(manager.execute(items), one_by_one(encoder, items))
+
+
+def least_of_cuts(ordered: Sequence[int], cost_of: Callable[[Sequence[int]], float]) -> float:
+    """The least cost of consecutive batches of all items, with each cut tried; 0 without items."""
+    cuts = (cut for count in range(len(ordered)) for cut in itertools.combinations(range(1, len(ordered)), count))
+    bounds = (itertools.pairwise((0, *cut, len(ordered))) for cut in cuts)
+    return min((sum(cost_of(ordered[a:b]) for a, b in of_cut) for of_cut in bounds), default=0.0)
