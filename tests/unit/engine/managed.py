@@ -271,3 +271,8 @@ class Requests:
         with torch.no_grad():
             self.sums[list(slots)] += self.model.before(x)
             return self.model.after(self.sums[list(slots)]).relu() + x
+
+    def agree(self, manager: CudaGraphManager, slots: Sequence[int], **given: Any) -> None:
+        """A batch with a token in each slot is right."""
+        x = rows(len(slots))
+        torch.testing.assert_close(run(manager, x, attention=slots, **given), self.step(x, slots))

@@ -257,44 +257,30 @@ def test_a_key_that_cannot_be_captured_is_named_and_the_others_stay(mode: str) -
     assert_right(manager, model=lambda x: x + 1)
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        return nn.functional.dropout(x, 0.5) + self.steps
+
+
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_capture_leaves_the_state_of_the_model_as_it_was(mode: str) -> None:
-    """Captures run over made-up rows: they never enter statistics (or count as steps)."""
-
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.steps.add_(1)
-            return x + self.steps
-
-    model = Counts()
-    manager = captured(model, mode)
-    assert model.steps.tolist() == [0]
-    for step in range(1, 4):
-        torch.testing.assert_close(run(manager, rows(3)), rows(3) + step)
-        assert model.steps.tolist() == [step]
-
-
-def test_capture_leaves_the_random_numbers_of_the_program_as_they_were() -> None:
-    class Drops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.drop(x)
-
-    model = Drops()
-    torch.manual_seed(3)
-    manager = captured(model)
-    found = torch.rand(4)
-    x = torch.ones(8, WIDTH)
+    """Captures run over made-up rows: they never enter statistics, count as steps or draw the program's numbers."""
+    model, eager, x = Counts(), Counts(), torch.ones(8, WIDTH)
+    manager = made(model, mode)
+    for look in (manager.estimate, manager.capture):
+        torch.manual_seed(3)
+        look()
+        found = torch.rand(4)
+        torch.manual_seed(3)
+        torch.testing.assert_close(found, torch.rand(4))
+        assert model.steps.tolist() == [0]
     torch.manual_seed(1)
-    got = [run(manager, x).clone() for _ in range(2)]
+    got = [run(manager, x).clone() for _ in range(3)]
     torch.manual_seed(1)
-    torch.testing.assert_close(got, [model(x), model(x)])
-    torch.manual_seed(3)
-    torch.testing.assert_close(found, torch.rand(4))
+    torch.testing.assert_close(got, [eager(x) for _ in range(3)])
+    assert model.steps.tolist() == [3]

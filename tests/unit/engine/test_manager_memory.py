@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from graphpass import Batch, BatchDescriptor, CudaGraphManager, DispatchReason, GraphRuntime
 from graphpass.errors import CaptureError, OptionError, ShapeError
@@ -114,26 +113,6 @@ def test_an_estimate_keeps_what_an_engine_wrote_to_the_buffers() -> None:
     torch.testing.assert_close(manager.buffers["x"], rows(LARGEST) + 1)
 
 
-def test_an_estimate_leaves_state_and_random_numbers() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("steps", torch.zeros(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.steps.add_(1)
-            return nn.functional.dropout(x, 0.5) + self.steps
-
-    model = Counts()
-    manager = made(model)
-    torch.manual_seed(3)
-    manager.estimate()
-    found = torch.rand(4)
-    torch.manual_seed(3)
-    torch.testing.assert_close(found, torch.rand(4))
-    assert model.steps.tolist() == [0]
-
-
 def test_an_estimate_is_made_once_for_a_ladder() -> None:
     builder = SlotBuilder()
     manager = made(Attends().eval(), "FULL", attention=builder)
@@ -190,14 +169,6 @@ def test_stats_have_a_line_for_each_group() -> None:
     assert cells == [(("mixed PIECEWISE", "3"), ("300", "0", "0")), (("decode FULL", "3"), ("300", "0", "0"))]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("prometheus_client") is None, reason="prometheus-client is not here")
-def test_prometheus_has_the_groups() -> None:
-    lines = captured(Rows().eval(), runtime=CountingRuntime()).stats().prometheus().splitlines()
-    assert 'graphpass_group_bytes{group="mixed FULL",kind="pool"} 300.0' in lines
-    assert 'graphpass_group_bytes{group="mixed FULL",kind="driver"} 0.0' in lines
-    assert any(line.startswith('graphpass_group_seconds{group="mixed FULL"}') for line in lines)
-
-
 # -- within a limit ---------------------------------------------------------------------------------------------------
 
 
@@ -231,17 +202,6 @@ def test_a_pool_that_cannot_be_foretold_ends_below_the_limit(growths: tuple[int,
     graphs = manager.runtime.stats().captured
     assert_right(manager, range(1, LARGEST + 1))
     assert manager.runtime.stats().captured == graphs, "keys left out stay left out"
-
-
-def test_where_nothing_fits_every_batch_runs_without_a_graph() -> None:
-    manager = made(Rows().eval(), runtime=CountingRuntime())
-    manager.capture(max_bytes=99)
-    assert manager.stats().pool_bytes == 0
-    assert_right(manager, range(1, LARGEST + 1))
-    assert manager.stats().replays == 0
-    manager.close()
-    with pytest.raises(CaptureError, match="nothing has been captured"):
-        run(manager, rows(3))
 
 
 def test_recapture_within_a_limit() -> None:
@@ -292,17 +252,24 @@ def test_a_batch_that_is_refused_is_not_counted() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("prometheus_client") is None, reason="prometheus-client is not here")
 def test_prometheus_text() -> None:
-    manager = captured(Rows().eval())
+    manager = captured(Rows().eval(), runtime=CountingRuntime())
     for num_tokens in (3, 3, 8, 9):
         run(manager, rows(num_tokens))
     lines = manager.stats().prometheus().splitlines()
+    assert 'graphpass_group_bytes{group="mixed FULL",kind="pool"} 300.0' in lines
+    assert 'graphpass_group_bytes{group="mixed FULL",kind="driver"} 0.0' in lines
     assert 'graphpass_replays_total{key="4 tokens num_reqs=4",mode="FULL"} 2.0' in lines
     assert 'graphpass_real_tokens_total{key="4 tokens num_reqs=4",mode="FULL"} 6.0' in lines
     assert 'graphpass_padded_tokens_total{key="4 tokens num_reqs=4",mode="FULL"} 8.0' in lines
     assert 'graphpass_fallbacks_total{reason="too_large"} 1.0' in lines
-    assert any(line.startswith('graphpass_capture_seconds{key="8 tokens') for line in lines)
-    assert any(line.startswith("graphpass_pool_bytes ") for line in lines)
-    assert any(line.startswith("graphpass_buffer_bytes ") for line in lines)
+    of_group = 'graphpass_group_seconds{group="mixed FULL"}'
+    for start in (
+        of_group,
+        'graphpass_capture_seconds{key="8 tokens',
+        "graphpass_pool_bytes ",
+        "graphpass_buffer_bytes ",
+    ):
+        assert any(line.startswith(start) for line in lines)
 
 
 def test_prometheus_text_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

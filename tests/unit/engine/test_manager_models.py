@@ -171,9 +171,8 @@ def test_attention_keeps_what_it_keeps_without_graphs_and_padding(
     manager = captured(model, mode, attention=builder, compiler=compiler)
     requests = Requests(model)
     for step, num_tokens in enumerate((3, 8, 1, 9, 10, 2, 5, 4)):
-        x, slots = rows(num_tokens), [(5 * n + step) % 16 for n in range(num_tokens)]
-        got = run(manager, x, attention=slots, uniform_decode=bool(step % 2))
-        torch.testing.assert_close(got, requests.step(x, slots))
+        slots = [(5 * n + step) % 16 for n in range(num_tokens)]
+        requests.agree(manager, slots, uniform_decode=bool(step % 2))
         torch.testing.assert_close(builder.sums[:16], requests.sums)
 
 
@@ -185,8 +184,7 @@ def test_the_metadata_of_a_full_key_is_one_object_refilled_in_every_step() -> No
     builder.built_for.clear()
     EVENTS.clear()
     for slots in ([1, 2, 3], [4, 5], [6, 7, 8, 9]):
-        x = rows(len(slots))
-        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+        requests.agree(manager, slots)
     assert [key.num_tokens for key in builder.built_for if key] == [4, 2, 4]
     assert EVENTS == ["build"] * 3, "the op is in the graph"
     torch.testing.assert_close(builder.sums[:16], requests.sums)
@@ -223,9 +221,7 @@ def test_a_bounded_manager_runs_every_batch() -> None:
     manager = captured(model, "FULL", attention=builder)
     requests = Requests(model)
     for uniform in (False, True):
-        x = rows(3)
-        got = run(manager, x, attention=[1, 2, 3], uniform_decode=uniform)
-        torch.testing.assert_close(got, requests.step(x, [1, 2, 3]))
+        requests.agree(manager, [1, 2, 3], uniform_decode=uniform)
     assert hits(manager) == {(PIECEWISE, 4): 1, (FULL, 4): 1}
 
 
@@ -244,8 +240,7 @@ def test_a_key_field_of_attention_chooses_the_key() -> None:
     assert len(manager.stats().keys) == 4
     requests = Requests(model)
     for slots in ([1, 2], [9, 3], [7] + [1] * 0, list(range(8)), [15, 0, 1, 2, 3]):
-        x = rows(len(slots))
-        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+        requests.agree(manager, slots)
     used = [
         (key.captured.descriptor.num_tokens, dict(key.captured.descriptor.extra)["max_seq_len"], key.replays)
         for key in manager.stats().keys
@@ -268,26 +263,34 @@ def test_metadata_that_does_not_fit_is_refused_and_the_next_batch_is_right(mode:
         run(manager, rows(3), attention=["no slot"] * 3)
     assert not builder.sums[:16].any()
     for slots in ([1, 2, 3], [3, 4]):
-        x = rows(len(slots))
-        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+        requests.agree(manager, slots)
     torch.testing.assert_close(builder.sums[:16], requests.sums)
 
 
 # Several managers of a runtime, a model or a dispatcher; several threads.
 
 
-def test_two_managers_in_one_runtime_keep_apart() -> None:
-    runtime = GraphRuntime()
-    one, two = Rows().eval(), Doubled()
-    first, second = captured(one, runtime=runtime), captured(two, "PIECEWISE", runtime=runtime)
+@pytest.mark.parametrize("shares", ["a runtime", "a class", "a model"])
+def test_two_managers_keep_apart(shares: str) -> None:
+    one = Rows().eval()
+    two = {"a runtime": Doubled(), "a class": Rows().eval(), "a model": one}[shares]
+    if shares == "a class":
+        nn.init.ones_(two.inner.weight)
+    runtime = GraphRuntime() if shares == "a runtime" else None
+    first, smaller = captured(one, runtime=runtime), InputSpec("x", (6, WIDTH), torch.float32)
+    second, sizes = captured(two, "PIECEWISE", (3, 6), [smaller], runtime=runtime), [1, 3, 5]
     for _ in range(2):
         assert_right(first)
-        assert_right(second)
+        assert_right(second, sizes)
+    one.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
+    assert_right(second, sizes)
+    assert_right(first)
     first.close()
     assert first.needs_capture()
+    assert_right(second, sizes)
     first.capture()
-    assert_right(second)
     assert_right(first)
+    assert_right(second, sizes)
 
 
 def test_closing_one_manager_of_a_runtime_leaves_the_other_right() -> None:
@@ -300,29 +303,6 @@ def test_closing_one_manager_of_a_runtime_leaves_the_other_right() -> None:
     before = runtime.stats().captured
     assert_right(second)
     assert runtime.stats().captured == before
-
-
-def test_one_model_in_two_managers() -> None:
-    model = Rows().eval()
-    first = captured(model)
-    second = captured(model, "PIECEWISE", (3, 6), [InputSpec("x", (6, WIDTH), torch.float32)])
-    for _ in range(2):
-        assert_right(first)
-        assert_right(second, [1, 3, 5])
-    model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
-    assert_right(second, [1, 3, 5])
-    assert_right(first)
-    first.close()
-    assert_right(second, [1, 3, 5])
-
-
-def test_two_models_of_one_class() -> None:
-    one, two = Rows().eval(), Rows().eval()
-    nn.init.ones_(two.inner.weight)
-    first, second = captured(one), captured(two)
-    for _ in range(2):
-        assert_right(first)
-        assert_right(second)
 
 
 def test_one_dispatcher_in_two_managers_gives_right_results() -> None:

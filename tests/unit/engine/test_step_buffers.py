@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,19 +75,11 @@ def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(pad
     expected = torch.full((LARGEST, WIDTH), float(padding))
     assert torch.equal(buffers.tensors["x"], expected)
     poison = torch.full((LARGEST, WIDTH), math.nan)
-    for real in (9, 3, 5, 1, 10, 0, 2, 2):
-        given = filled(buffers, {"x": poison[:real]}, real, LARGEST)
+    for real, is_in_place in itertools.product((9, 3, 5, 1, 10, 0, 2, 2), (False, True)):
+        buffers.tensors["x"][:real] = math.nan if is_in_place else 0
+        given = filled(buffers, None if is_in_place else {"x": poison[:real]}, real, LARGEST)
         assert given["x"][:real].isnan().all()
         assert torch.equal(given["x"][real:], expected[real:])
-
-
-def test_padding_is_there_for_batches_in_place() -> None:
-    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=2)], CPU)
-    for real in (9, 3, 5, 1, 10, 2):
-        buffers.tensors["x"][:real] = math.nan
-        given = filled(buffers, None, real, LARGEST)
-        assert given["x"][:real].isnan().all()
-        assert given["x"][real:].eq(2).all()
 
 
 def test_repeated_rows_follow_the_last_real_one() -> None:
