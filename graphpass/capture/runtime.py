@@ -34,6 +34,8 @@ SEE_WHAT_DIFFERS = (
     "see what differs (TORCH_LOGS=recompiles): name a dimension that varies in dynamic_dims, and keep a Python number "
     "that changes in a buffer, or pass it as a tensor"
 )
+#: what a wrapper counts for its region, in the ledger
+WRAPPER_EVENTS = ("warmed", "captured", "replayed")
 _ATTRIBUTE = "graphpass_runtime"
 _MANY = 8  # compilations of one function: the default of torch._dynamo.config.recompile_limit
 
@@ -237,13 +239,19 @@ class GraphRuntime:
     # -- what wrappers and compilers call --------------------------------------------------------------------------
 
     def adopt(self, wrapper: CUDAGraphWrapper, *, shows_stale: bool = False) -> None:
-        """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference.
+        """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference, and forget those that died.
 
         Args:
             wrapper: the wrapper.
             shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
         """
-        self._wrappers.append(weakref.ref(wrapper))
+        alive = self._alive()
+        if len(alive) < len(self._wrappers):
+            regions = {of.region for of in alive}
+            for subject, event in list(self.ledger.tables):
+                if event in WRAPPER_EVENTS and isinstance(subject, RegionId) and subject not in regions:
+                    del self.ledger.tables[subject, event]
+        self._wrappers = [weakref.ref(of) for of in (*alive, wrapper)]
         self.lease.shows_stale |= shows_stale
 
     def adopt_dispatcher(self, dispatcher: _OwnsBuffers) -> None:

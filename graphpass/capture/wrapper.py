@@ -34,7 +34,7 @@ from graphpass.capture.replay import (
     refuse_transforms,
     without_grad,
 )
-from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.runtime import WRAPPER_EVENTS, GraphRuntime
 from graphpass.capture.scope import CapturePolicy
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
@@ -419,7 +419,7 @@ class CUDAGraphWrapper:
     def uses(self) -> Iterator[RegionUse]:
         """Counts and costs so far, for each key."""
         warmed, captured, replayed = (
-            self._runtime.ledger.rows(self.region, event) for event in ("warmed", "captured", "replayed")
+            self._runtime.ledger.rows(self.region, event) for event in WRAPPER_EVENTS
         )
         for (mode, key), row in warmed.items():
             if mode is self._mode:

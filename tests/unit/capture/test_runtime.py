@@ -255,6 +255,18 @@ def test_the_runtime_does_not_keep_wrappers_alive(rig: Any) -> None:
     rig.runtime.close()
 
 
+def test_the_counts_of_a_dead_wrapper_go(rig: Any) -> None:
+    kept = rig.captured(rig.wrap(plus_one, name="kept"), X)
+    for name in ("first", "first", "second"):  # the second one of a name starts to count anew
+        wrapper = rig.captured(rig.wrap(plus_one, name=name), X)
+        assert rig.counts(wrapper).captured == 1
+        del wrapper
+        gc.collect()
+    rig.wrap(plus_one, name="last")
+    assert {str(region) for region, _ in rig.runtime.ledger.tables} == {"kept"}
+    assert rig.counts(kept).captured == 1
+
+
 def test_a_parameter_that_outlives_its_wrapper(rig: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(8))
     wrapper = rig.wrap(lambda x, w: x * w)
