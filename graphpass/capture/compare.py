@@ -20,7 +20,7 @@ import torch
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.replay import GraphEntry
 from graphpass.capture.settings import default_random_state, restoring
-from graphpass.capture.staging import distinct_elements, storage_id
+from graphpass.capture.staging import distinct_elements, storage_id, storage_ids
 from graphpass.compat import trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import CaptureError, MismatchError
@@ -107,7 +107,7 @@ class EagerGraph:
         self._body: Callable[[], Sequence[Any]] | None = body
         self._inside = inside
         self._inference = torch.is_inference_mode_enabled()
-        self._inputs = frozenset(storage_id(leaf) for leaf in graph_inputs if isinstance(leaf, torch.Tensor)) - {0}
+        self._inputs = storage_ids(graph_inputs)
         self.outputs = tuple(body())
 
     def replay(self) -> None:
@@ -149,13 +149,11 @@ class EagerGraph:
 class EagerRun:
     """Results and effects of one call without a graph."""
 
-    name: str  #: the region
+    entry: GraphEntry  #: the graph of the same call
     key: str  #: mode and padded shape, as errors show them
-    observed: tuple[Observed, ...]  #: tensors that the regions inside returned, in order
-    outputs: tuple[Any, ...]  #: flat outputs
-    leaves: tuple[Any, ...]  #: the arguments after the call; copies of those that the call may write to
-    names: Mapping[int, str]  #: a name for each argument
-    written: tuple[int, ...]  #: positions of the arguments that the call may write to
+    observed: Sequence[Observed]  #: tensors that the regions inside returned, in order
+    outputs: Sequence[Any]  #: flat outputs
+    leaves: Sequence[Any]  #: the arguments after the call; copies of those that the call may write to
 
     @classmethod
     def of(
@@ -167,29 +165,29 @@ class EagerRun:
         device: torch.device,
     ) -> EagerRun:
         """Run the region of ``entry`` on copies of ``leaves``, and leave the random number generators as they are."""
-        name, key, written = str(entry.region), f"{context.runtime_mode} {context.batch_descriptor}", entry.written
-        touched = {storage_id(leaves[position]) for position in written}
-        copies = clone_pool_tensors(leaves, touched - {0})
-        inside = RegionCalls(_plainly, observed=[], before=_CompilerCheck(key, device))
+        key = f"{context.runtime_mode} {context.batch_descriptor}"
+        copies = clone_pool_tensors(leaves, storage_ids(leaves[position] for position in entry.written))
+        observed: list[Observed] = []
+        inside = RegionCalls(_plainly, observed, before=partial(_compiler_check, key, device))
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         with restoring([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
             args, kwargs = trees.unflatten(copies, entry.plan.statics.spec)
-            outputs = trees.flatten(inside.call(name, runnable, args, kwargs))[0]
-        assert inside.observed is not None
-        return cls(name, key, tuple(inside.observed), tuple(outputs), tuple(copies), entry.plan.inputs.names, written)
+            outputs = trees.flatten(inside.call(str(entry.region), runnable, args, kwargs))[0]
+        return cls(entry, key, observed, outputs, copies)
 
-    def compare(self, outputs: Sequence[Any], leaves: Sequence[Any], observed: Sequence[Observed]) -> None:
+    def compare(self, outputs: Sequence[Any], leaves: Sequence[Any]) -> None:
         """Compare with what a replay returned and left."""
-        for found, expected in zip(observed, self.observed, strict=True):
+        name = str(self.entry.region)
+        for found, expected in zip(self.entry.observed, self.observed, strict=True):
             self._refuse(found.region, f"output {found.index}", found.tensor, expected.tensor)
         for index, (result, reference) in enumerate(zip(outputs, self.outputs, strict=True)):
             if isinstance(reference, torch.Tensor):
-                self._refuse(self.name, f"output {index}", result, reference)
+                self._refuse(name, f"output {index}", result, reference)
             elif result != reference:
-                raise _mismatch(self.name, self.key, f"output {index}", "a replay", repr(result), repr(reference))
-        for position in self.written:
-            what = f"input {self.names[position]!r} after the call"
-            self._refuse(self.name, what, leaves[position], self.leaves[position])
+                raise _mismatch(name, self.key, f"output {index}", "a replay", repr(result), repr(reference))
+        for position in self.entry.written:
+            what = f"input {self.entry.plan.inputs.names[position]!r} after the call"
+            self._refuse(name, what, leaves[position], self.leaves[position])
 
     def _refuse(self, region: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -204,25 +202,20 @@ def _plainly(runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return runnable(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class _CompilerCheck:
-    """Checks that each compiled region returns what its traced graph returns for the same inputs."""
+def _compiler_check(
+    key: str, device: torch.device, region: str, runnable: Any, args: Sequence[Any]
+) -> Callable[[Any], None] | None:
+    """What checks that a compiled region has returned what its traced graph returns for the same inputs."""
+    traced = getattr(runnable, "uncompiled", None)
+    if traced is None:
+        return None
+    copies = clone_pool_tensors(args, storage_ids(args))
 
-    key: str
-    device: torch.device
-
-    def __call__(self, region: str, runnable: Any, args: Sequence[Any]) -> Callable[[Any], None] | None:
-        traced = getattr(runnable, "uncompiled", None)
-        if traced is None:
-            return None
-        everything = {storage_id(arg) for arg in args if isinstance(arg, torch.Tensor)} - {0}
-        return partial(self._refuse, region, traced, clone_pool_tensors(args, everything))
-
-    def _refuse(self, region: str, traced: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        with restoring([], [], self.device):
-            before = default_random_state(self.device)
-            expected = trees.flatten(traced(*args))[0]
-            draws = not torch.equal(before, default_random_state(self.device))
+    def refuse(result: Any) -> None:
+        with restoring([], [], device):
+            before = default_random_state(device)
+            expected = trees.flatten(traced(*copies))[0]
+            draws = not torch.equal(before, default_random_state(device))
         if draws:
             return  # compiled code draws other random numbers than traced code
         for index, (found, reference) in enumerate(zip(trees.flatten(result)[0], expected, strict=True)):
@@ -230,7 +223,9 @@ class _CompilerCheck:
                 difference = _compiled_difference(found, reference)
                 if difference is not None:
                     as_traced = "what the region returns as it was traced"
-                    raise _mismatch(region, self.key, f"output {index}", "compiled code", str(difference), as_traced)
+                    raise _mismatch(region, key, f"output {index}", "compiled code", str(difference), as_traced)
+
+    return refuse
 
 
 def _mismatch(region: str, key: str, what: str, who: str, found: str, expected: str) -> MismatchError:

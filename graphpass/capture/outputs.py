@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id
+from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id, storage_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class OutputPlan:
                 parts.append(output)
             else:
                 parts.append(in_pool.setdefault(id(output), without_ownership(output)))
-        pool = tuple(in_pool.values())
+        storages = storage_ids(in_pool.values())
         return cls(
-            pool_outputs=pool,
-            pool_storages=frozenset(map(storage_id, pool)) - {0},
+            pool_outputs=tuple(in_pool.values()),
+            pool_storages=storages,
             viewed_positions=frozenset(part.position for part in parts if isinstance(part, _ViewOfInput)),
             _parts=tuple(parts),
-            _clone_groups=_groups_by_storage(parts, frozenset(map(storage_id, pool)) - {0}),
+            _clone_groups=_groups_by_storage(parts, storages),
         )
 
     def build(self, leaves: Sequence[Any]) -> list[Any]:
@@ -135,11 +135,6 @@ def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[
 def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
     """``outputs`` with tensors in pool memory cloned: each storage once, with its views rebuilt on the clone."""
     return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages))
-
-
-def rehoused(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-    """``outputs`` with tensors in pool memory over new storage objects on the same memory; nothing is copied."""
-    return _clone_groups(list(outputs), _groups_by_storage(outputs, pool_storages), copy=from_dlpack)
 
 
 def _groups_by_storage(outputs: Sequence[Any], storages: Collection[int]) -> tuple[tuple[int, ...], ...]:
@@ -205,7 +200,8 @@ class HandedViews:
 
     def hand_out(self, outputs: Sequence[Any], pool_storages: Collection[int], region: str) -> list[Any]:
         """``outputs`` with those in pool memory over new storage objects, whose lifetime shows whether a view lives."""
-        handed = rehoused(outputs, pool_storages)
+        groups = _groups_by_storage(outputs, pool_storages)
+        handed = _clone_groups(list(outputs), groups, copy=from_dlpack)  # on the same memory: nothing is copied
         for index, (view, output) in enumerate(zip(handed, outputs, strict=True)):
             if view is not output:
                 name = f"output {index} of {region}"

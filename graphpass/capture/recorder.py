@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.compare import EagerGraph, RegionCalls
-from graphpass.capture.measuring import measurement_on
+from graphpass.capture.cuda import measurement_on
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import GraphDevice
 from graphpass.capture.replay import (
@@ -35,7 +35,14 @@ from graphpass.capture.replay import (
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CapturePolicy
 from graphpass.capture.settings import restoring, without_cached_casts, without_collections
-from graphpass.capture.staging import AliasPattern, BufferArena, alias_pattern, distinct_elements, storage_id
+from graphpass.capture.staging import (
+    AliasPattern,
+    BufferArena,
+    alias_pattern,
+    distinct_elements,
+    storage_id,
+    storage_ids,
+)
 from graphpass.compat import dynamo, memory, nnmodules, operators, trees
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
@@ -114,7 +121,7 @@ class Call:
 
     def sharing(self, positions: Collection[int]) -> frozenset[int]:
         """Positions of all tensors that share a storage with one of those at ``positions``, these included."""
-        storages = {storage_id(self.leaves[position]) for position in positions} - {0}
+        storages = storage_ids(self.leaves[position] for position in positions)
         tensors = ((position, leaf) for position, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
         return frozenset(positions).union(position for position, leaf in tensors if storage_id(leaf) in storages)
 
@@ -186,7 +193,7 @@ class Recorder:
                 inside.measurement = None
                 self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
-                existed = _storages(body.returned)  # guard: memory_reached_by_itself
+                existed = storage_ids(body.returned)  # guard: memory_reached_by_itself
             if inside.tuning_s:  # that run does not tell how long one takes
                 with restoring(mutated, generators, device.device):
                     run_seconds = device.warm_up(body)
@@ -194,16 +201,15 @@ class Recorder:
                 scope.prepare()
             with restoring(mutated, generators, device.device):
                 log.is_open = not self.policy.debug
-                made: tuple[Graph, Sequence[Any], GraphCost] = (
-                    (*_eager(self.name, body, surroundings), _NOT_MEASURED)
+                graph, recorded, cost = (
+                    _eager(self.name, body, surroundings)
                     if self.policy.debug  # guard: debug_runs_eagerly
                     else self._measured(device, body, generators, context, run_seconds)
                 )
-                graph, recorded, cost = made
                 log.is_open = False
             returned = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
-            outputs = OutputPlan.of(returned, body.inputs, device.without_ownership, existed & _storages(returned))
+            outputs = OutputPlan.of(returned, body.inputs, device.without_ownership, existed & storage_ids(returned))
             if not self.policy.debug:  # guard: tape_frozen_results
                 device.refuse_frozen(outputs.pool_outputs)
             observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
@@ -212,14 +218,8 @@ class Recorder:
         row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - inside.tuning_s
         row.least_s = min(row.least_s, body.launch_s)
         self._trace(context, inputs, outputs)
-        inputs = replace(
-            inputs,
-            viewed_strides=tuple(
-                (s.position, leaves[s.position].stride())
-                for s in inputs.staged
-                if s.position in outputs.viewed_positions
-            ),
-        )
+        viewed = (s.position for s in inputs.staged if s.position in outputs.viewed_positions)
+        inputs = replace(inputs, viewed_strides=tuple((position, leaves[position].stride()) for position in viewed))
         plan = self._plan(context, graph, static, inputs, pattern, outputs, log)
         build_result, written = trees.builder_of(body.returned_spec), tuple(sorted(self.call.mutated))
         return GraphEntry(self.region, build_result, graph, plan, outputs, observed, written, cost), returned
@@ -250,7 +250,7 @@ class Recorder:
         Returns the positions of the first, the plan of the others, and how those with a buffer share memory.
         """
         leaves, names = self.call.leaves, self.call.names
-        baked_storages = {storage_id(leaves[p]) for p in self.baked} - {0}
+        baked_storages = storage_ids(leaves[p] for p in self.baked)
         pool_storages = self.runtime.lease.forward_storages
         static, pool, staged, constants = set(self.baked), [], [], []
         for position, leaf in enumerate(leaves):
@@ -468,7 +468,7 @@ def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, contex
 
 def _eager(
     name: str, body: _Body, surroundings: Callable[[ForwardContext], contextlib.AbstractContextManager[None]]
-) -> tuple[EagerGraph, Sequence[Any]]:
+) -> tuple[Graph, Sequence[Any], GraphCost]:
     """An :class:`EagerGraph` over ``body``, and its flat outputs; ``debug`` uses it in place of a recording."""
 
     def surrounded() -> contextlib.AbstractContextManager[None]:
@@ -477,19 +477,10 @@ def _eager(
         return surroundings(context)
 
     graph = EagerGraph(name, body, surrounded, body.inputs)
-    return graph, graph.outputs
+    return graph, graph.outputs, _NOT_MEASURED
 
 
-def _untimed() -> None:
-    return None
-
-
-_NOT_MEASURED = GraphCost(_untimed, _untimed, 0, 0)
-
-
-def _storages(values: Sequence[Any]) -> set[int]:
-    """Addresses of the storages that the tensors among ``values`` lie in."""
-    return {storage_id(value) for value in values if isinstance(value, torch.Tensor)} - {0}
+_NOT_MEASURED = GraphCost(lambda: None, lambda: None, 0, 0)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -212,9 +212,7 @@ class EntryTable:
 
     def take(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
         """Remove all entries of a key, and return them for their graphs to be dropped."""
-        entries = self.at(descriptor)
-        self.keys.pop(descriptor, None)
-        return entries
+        return tuple(self.keys.pop(descriptor, ()))
 
     def clear(self) -> None:
         """Drop all graphs and buffers."""
@@ -261,7 +259,9 @@ class ReplayPlan:
         return (
             memory.data_ptrs_equal(args, statics.addresses, statics.positions)  # guard: static_addresses
             and (not dynamic or alias_pattern(args, dynamic) == self.pattern)  # guard: alias_pattern
-            and not (dynamic and _are_inside(statics.storages, args, dynamic))  # guard: staged_inside_static
+            # A copy would hide that an input shares memory with a static one.
+            # guard: staged_inside_static
+            and not (statics.storages and any(storage_id(args[p]) in statics.storages for p in dynamic))
         )
 
     def check(self, args: Sequence[Any], context: ForwardContext) -> None:
@@ -279,11 +279,6 @@ class ReplayPlan:
             row.n += 1
             row.items += num_copied
         return self.ranged()(args) if operators.is_profiled() else self.launch(args)
-
-
-def _are_inside(storages: frozenset[int], args: Sequence[Any], positions: Sequence[int]) -> bool:
-    """Whether one of the tensors at ``positions`` shares memory with a static input: a copy would hide that."""
-    return bool(storages) and any(storage_id(args[p]) in storages for p in positions)
 
 
 def launch_of(graph: Graph, inputs: InputPlan, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:
@@ -318,11 +313,6 @@ class StagedInput:
     buffer: torch.Tensor  #: what the graph reads, with the shape and strides of the capture
     target: torch.Tensor  #: the buffer with each element once
     is_written: bool
-
-    @property
-    def is_expanded(self) -> bool:
-        """Whether some elements of the input are one in memory."""
-        return self.target.shape != self.buffer.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +349,8 @@ class InputPlan:
             "mutates": any(staged.is_written for staged in self.staged),
             "_positions": tuple(staged.position for staged in self.staged),
             "_fits": tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged),
-            "_expanded": tuple(index for index, staged in enumerate(self.staged) if staged.is_expanded),
+            # some elements of these are one in memory
+            "_expanded": tuple(i for i, staged in enumerate(self.staged) if staged.target.shape != staged.buffer.shape),
             "_copies": GroupedCopies(targets, targets),
             "_same_layouts": [],
         }
@@ -379,11 +370,7 @@ class InputPlan:
             self.owner,
             self.key,
             {place: self.names[position] for position, place in places.items()},
-            tuple(
-                StagedInput(places[s.position], s.buffer, s.target, s.is_written)
-                for s in self.staged
-                if s.position in places
-            ),
+            tuple(replace(s, position=places[s.position]) for s in self.staged if s.position in places),
             moved(self.constants),
             moved(self.layouts),
             moved(self.viewed_strides),

@@ -241,9 +241,7 @@ class GraphRuntime:
     def adopt(self, wrapper: CUDAGraphWrapper, *, shows_stale: bool = False) -> None:
         """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference, and forget those that died.
 
-        Args:
-            wrapper: the wrapper.
-            shows_stale: overwrite stale outputs with NaN on every device; ``debug`` sets this.
+        ``shows_stale`` makes every device overwrite stale outputs with NaN; ``debug`` sets this.
         """
         alive = self._alive()
         if len(alive) < len(self._wrappers):
@@ -360,24 +358,15 @@ class GraphRuntime:
             self.note(text, at=name)
 
     def note(self, text: str, *, at: str = "") -> None:
-        """Record an event that makes nothing slow; it is logged at INFO the first time for each place.
-
-        Args:
-            text: what happened, without regions, keys and sizes.
-            at: the region, key or sizes that it happened to.
-        """
+        """:meth:`warn` of an event that makes nothing slow: logged at INFO the first time for each place."""
         self.ledger.note(Reason(text), at=at)
 
     def warn(self, text: str, remedy: str, *, at: str = "", is_silent: bool = False, is_recorded: bool = False) -> None:
         """Add to the report that something has no graph, is not padded or not checked; the first time is a WARNING.
 
-        Args:
-            text: what happened, and why, without regions, keys and sizes: one WARNING and one line of the report for
-                all places that have it. The first time at each further place is INFO.
-            remedy: what works against it in this situation; empty if ``text`` says it.
-            at: the region, key or sizes that it happened to.
-            is_silent: log at INFO the first time, too; ``on_fallback="silent"`` sets it.
-            is_recorded: whether counts or records of the report say it, too.
+        ``text`` says what happened, and why; the region, key or sizes are ``at``: one WARNING and one line of the
+        report stand for all places, and each further place is INFO. ``is_silent`` (``on_fallback="silent"``) logs the
+        first one at INFO, too. With ``is_recorded``, counts or records of the report say it already.
         """
         level = logging.INFO if is_silent else logging.WARNING
         self.ledger.note(Reason(text, remedy), at=at, level=level, is_problem=not is_recorded)

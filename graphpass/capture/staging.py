@@ -7,7 +7,7 @@ and copies in few kernel launches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,11 @@ def storage_id(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return 0
+
+
+def storage_ids(values: Iterable[Any]) -> frozenset[int]:
+    """Addresses of the storages that the tensors among ``values`` lie in, without empty ones."""
+    return frozenset(storage_id(value) for value in values if isinstance(value, torch.Tensor)) - {0}
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

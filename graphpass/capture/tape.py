@@ -80,7 +80,7 @@ class _Tape(operators.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
         self.made: set[int] = set()  # addresses of the storages that its ops allocated
-        self._paused = False
+        self._is_inside_opaque = False
         self._reads: list[_HostReads] = []
         self._announced: list[list[torch.Tensor]] | None = None
 
@@ -88,7 +88,7 @@ class _Tape(operators.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._is_inside_opaque:
             return func(*args, **kwargs)
         if operators.is_higher_order(func):
             return self._through_implementation(func, args, kwargs)
@@ -102,7 +102,7 @@ class _Tape(operators.TorchDispatchMode):
         if name == _LIFT and args[0].untyped_storage().resizable():  # torch's own memory, not that of a NumPy array
             # Eager code makes the tensor anew in every call, so each replay fills a tensor of the tape with its data.
             func = torch.ops.aten.clone.default  # guard: tape_lifted_data
-        frozen_args, frozen_kwargs = _freeze_metadata((args, kwargs))
+        frozen_args, frozen_kwargs = trees.map_tensors(_alias_of, (args, kwargs))
         before = _storages((args, kwargs))
         result = func(*args, **kwargs)
         self.made |= _storages((result, args, kwargs)) - before  # ``out=`` may have given an argument new memory
@@ -126,9 +126,12 @@ class _Tape(operators.TorchDispatchMode):
         """Record a region: its ops, or one call of a compiled artifact whose kernels no dispatch mode sees."""
         if not getattr(runnable, "opaque", False):
             return runnable(*args, **kwargs)
-        with self._pause():
-            frozen_args, frozen_kwargs = _freeze_metadata((args, dict(kwargs)))
+        self._is_inside_opaque = True
+        try:
+            frozen_args, frozen_kwargs = trees.map_tensors(_alias_of, (args, dict(kwargs)))
             result = runnable(*args, **kwargs)
+        finally:
+            self._is_inside_opaque = False
         targets = _fresh_results(result, (args, kwargs))
         self.made |= _storages(result) - _storages((args, kwargs))
         self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, targets))
@@ -180,14 +183,6 @@ class _Tape(operators.TorchDispatchMode):
     def is_paused(self) -> bool:
         """Whether compiled code runs outside of the tape at present."""
         return self._announced is not None
-
-    @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
 
 class _HostReads(TorchFunctionMode):
@@ -319,14 +314,9 @@ class TapeDevice:
         """Do nothing: the tapes own their tensors."""
 
 
-def _freeze_metadata(values: Any) -> Any:
-    """Replace each tensor of ``values`` by an alias, so that a later ``t_()`` does not change the tape's arguments.
-
-    An alias references memory, not the tensor object: a parameter can die while a tape reads its memory.
-    """
-    leaves, spec = trees.flatten(values)
-    aliases = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return trees.unflatten(aliases, spec)
+_alias_of = torch.Tensor.detach
+"""An alias, so that a later ``t_()`` does not change the tape's arguments. It references memory, not the tensor object:
+a parameter can die while a tape reads its memory."""
 
 
 def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:

@@ -92,8 +92,9 @@ class CUDAGraphWrapper:
         input_names: Sequence[str] = (),
         policy: CapturePolicy | None = None,
     ) -> None:
-        self._mode = CUDAGraphMode.parse(mode)
-        if self._mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+        #: the runtime mode at which this wrapper captures and replays
+        self.mode = CUDAGraphMode.parse(mode)
+        if self.mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise OptionError(
                 f"wrapper {name} captures at one runtime mode",
                 expected="PIECEWISE or FULL",
@@ -116,11 +117,6 @@ class CUDAGraphWrapper:
         self._entries = EntryTable()
         self._flat_spec: Any = None
         runtime.adopt(self, shows_stale=self._policy.debug)
-
-    @property
-    def mode(self) -> CUDAGraphMode:
-        """The runtime mode at which this wrapper captures and replays."""
-        return self._mode
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost runnable, where wrappers are nested."""
@@ -148,7 +144,7 @@ class CUDAGraphWrapper:
             return self._runnable(*args, **kwargs)
         if context.capture is not None:
             return context.capture.call(self.name, self._runnable, args, kwargs)
-        if context.runtime_mode is not self._mode:
+        if context.runtime_mode is not self.mode:
             return self._runnable(*args, **kwargs)
         if len(kwargs) > 1:  # calls that differ only in keyword order share a graph
             kwargs = dict(sorted(kwargs.items()))
@@ -165,12 +161,8 @@ class CUDAGraphWrapper:
     ) -> Any:
         """Capture or replay with flat positional arguments; faster than a call, which has to flatten them.
 
-        Args:
-            context: the forward context to use; its runtime mode must be this wrapper's.
-            args: tensors and numbers, not nested.
-            clone: copy outputs out of the pool; None follows the policy.
-            is_outermost: None to acquire the pool lease. Otherwise the caller holds it, and this is what its
-                ``PoolLease.acquire`` returned.
+        The context's runtime mode must be this wrapper's. ``clone`` copies outputs out of the pool; None follows the
+        policy. ``is_outermost`` is what ``PoolLease.acquire`` returned to a caller that holds the lease, else None.
         """
         return self._under_graph(context, list(args), self._spec_of(args), clone, is_outermost)
 
@@ -205,13 +197,15 @@ class CUDAGraphWrapper:
             clones = self._clones if clone is None else clone
             if plan.inputs.mutates or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
                 leaves = lease.without_stale(leaves, plan.dynamic_positions)
-            expected = self._run_eagerly(context, entry, leaves) if self._policy.compare else None
+            expected = None
+            if self._policy.compare:
+                expected = EagerRun.of(entry, self._runnable, leaves, context, lease.device_for(leaves).device)
             lease.forward_entries.append(entry)
             with without_grad():
                 replayed = plan.run(leaves, lease) if recorded is None else self._first_replay(plan, leaves, descriptor)
                 results = outputs.for_caller(replayed, clone=clones)
             if expected is not None:
-                expected.compare(results, leaves, entry.observed)
+                expected.compare(results, leaves)
             if recorded is not None and not clones:
                 results = outputs.owning(results, recorded)
             if is_outermost and self._policy.debug and not clones:
@@ -228,10 +222,6 @@ class CUDAGraphWrapper:
         row = self._replays(descriptor)
         row.least_s = min(row.least_s, time.perf_counter() - start_s)
         return replayed
-
-    def _run_eagerly(self, context: ForwardContext, entry: GraphEntry, leaves: Sequence[Any]) -> EagerRun:
-        device = self._runtime.lease.device_for(leaves).device
-        return EagerRun.of(entry, self._runnable, leaves, context, device)
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):
@@ -261,7 +251,7 @@ class CUDAGraphWrapper:
         try:
             return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
         except Exception as error:
-            if scope is None or not scope.is_automatic or self._mode is CUDAGraphMode.FULL:
+            if scope is None or not scope.is_automatic or self.mode is CUDAGraphMode.FULL:
                 raise
             # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
             scope.failures.append(error)
@@ -276,7 +266,7 @@ class CUDAGraphWrapper:
         table.keys[descriptor] = key
         entry, recorded = Recorder(
             region=self.region,
-            mode=self._mode,
+            mode=self.mode,
             runnable=self._runnable,
             runtime=self._runtime,
             arena=table.arena,
@@ -401,14 +391,14 @@ class CUDAGraphWrapper:
 
     def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
         captured = ", ".join(sorted(str(key) for key in self._entries.descriptors())) or "nothing"
-        found = f"captured at {self._mode}: {captured}"
+        found = f"captured at {self.mode}: {captured}"
         if self._entries.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
-        older = self._runtime.recompiled_from(self.region, self._mode, descriptor)
+        older = self._runtime.recompiled_from(self.region, self.mode, descriptor)
         if older is not None:
             found += f"; {older} has this key, but torch.compile has compiled the function again since"
         return CaptureError(
-            f"{self.region} has no graph for {self._mode} {descriptor}, and capture is closed",
+            f"{self.region} has no graph for {self.mode} {descriptor}, and capture is closed",
             expected="a key that was captured",
             found=found,
             remedy="dispatch among captured keys, capture inside `with runtime.capturing():`, or set lazy_capture=True",
@@ -418,11 +408,9 @@ class CUDAGraphWrapper:
 
     def uses(self) -> Iterator[RegionUse]:
         """Counts and costs so far, for each key."""
-        warmed, captured, replayed = (
-            self._runtime.ledger.rows(self.region, event) for event in WRAPPER_EVENTS
-        )
+        warmed, captured, replayed = (self._runtime.ledger.rows(self.region, event) for event in WRAPPER_EVENTS)
         for (mode, key), row in warmed.items():
-            if mode is self._mode:
+            if mode is self.mode:
                 made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
                 static_sets = len({tuple(entry.plan.statics.addresses) for entry in self._entries.at(key)})
                 counts = Counts(row.n, made.n, run.n, run.items, static_sets)
@@ -444,7 +432,7 @@ class CUDAGraphWrapper:
             row.n, row.items = before
 
     def _replays(self, descriptor: BatchDescriptor) -> Row:
-        return self._runtime.ledger.rows(self.region, "replayed")[self._mode, descriptor]
+        return self._runtime.ledger.rows(self.region, "replayed")[self.mode, descriptor]
 
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""

@@ -31,18 +31,25 @@ def frame_id() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
+def _translator() -> Any | None:
+    """Dynamo's state of the frame that it is compiling in this thread; None outside of a compilation."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+
+
 def argument_aliases() -> dict[str, str]:
     """{another name of a positional argument of the frame being compiled: its name in Dynamo's sources}.
 
     An argument may be named by its position, ``0`` or ``args[0]``. A module of torch.nn is called through a function
     with ``*args``, so Dynamo names the argument ``args[0]``, and the parameter of ``forward`` has the other name.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        code, closure = (frame := InstructionTranslator.current_tx()).f_code, getattr(frame, "closure", None)
-    except AttributeError:
+    if (frame := _translator()) is None:
         return {}
+    code, closure = frame.f_code, getattr(frame, "closure", None)
     names = [name for name in code.co_varnames[: code.co_argcount] if name != "self"]
     if names or not code.co_flags & inspect.CO_VARARGS:
         return {alias: name for p, name in enumerate(names) for alias in (str(p), f"args[{p}]")}
@@ -93,13 +100,9 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
 def calling_compiler() -> Any | None:
     """The object through which Dynamo is calling a backend, one per ``torch.compile``; None outside compilation."""
     from torch._dynamo.eval_frame import innermost_backend
-    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    try:
-        translator = InstructionTranslator.current_tx()
-    except AttributeError:
-        return None
-    compiler = translator.output.compiler_fn
+    translator = _translator()
+    compiler = None if translator is None else translator.output.compiler_fn
     return None if compiler is None else innermost_backend(compiler)
 
 
@@ -265,9 +268,14 @@ def source_text(node: fx.Node) -> str | None:
 
 
 def _text_of(source: Any) -> str | None:
-    name = getattr(source, "name", None)
+    text = _name_of(source)
+    return None if text is None else _DICT_ENTRY.sub(_entry_by_key, text)
+
+
+def _name_of(source: Any) -> str | None:
+    name = getattr(source, "name", None)  # a method or an attribute, by release
     text = name() if callable(name) else name
-    return _DICT_ENTRY.sub(_entry_by_key, text) if isinstance(text, str) else None
+    return text if isinstance(text, str) else None
 
 
 _DICT_ENTRY = re.compile(r"dict\.__getitem__\(([^()]+), (list\(dict\.keys\(\1\)\)\[\d+\])\)")
@@ -275,10 +283,8 @@ _DICT_ENTRY = re.compile(r"dict\.__getitem__\(([^()]+), (list\(dict\.keys\(\1\)\
 
 def _entry_by_key(match: re.Match[str]) -> str:
     """``L['outputs'].hidden`` for Dynamo's text of an entry of a dict of another class, which has the key's number."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
-        scope = {"L": InstructionTranslator.current_tx().output.local_scope}
+        scope = {"L": _translator().output.local_scope}  # type: ignore[union-attr]
         of, key = (eval(text, scope) for text in match.groups())
     except Exception:  # outside of a compilation, or of another notation
         return match[0]
@@ -373,15 +379,13 @@ def side_effects_of_compilation() -> tuple[SideEffect, ...]:
     It leaves out changes of objects that the code creates (its result), and attributes that already have the constant
     that the code assigns.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
-        output = InstructionTranslator.current_tx().output
+        output = _translator().output  # type: ignore[union-attr]
         effects = output.side_effects
         objects = {id(item): item for item in effects.keepalive}
         owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
         # guard: side_effects_of_own_objects
-        changed = [v for v, item in owners.items() if effects.is_modified(v) and not _is_made_here(v)]
+        changed = [v for v in owners if effects.is_modified(v) and not _is_made_here(v)]
         found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
     except AttributeError:  # another torch release, whose record has another structure
         return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
@@ -449,11 +453,9 @@ def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
 def _source_name(variable: Any) -> str:
     """The source of a value in Dynamo's notation (``L['self'].layers[0]``); empty for values that the code computes."""
     try:
-        name = getattr(variable.source, "name", "")
-        text = name() if callable(name) else name
+        return _name_of(variable.source) or ""
     except NotImplementedError:
         return ""
-    return text if isinstance(text, str) else ""
 
 
 AtenHook = Callable[[fx.GraphModule], None]

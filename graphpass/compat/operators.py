@@ -23,9 +23,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 
 def is_higher_order(target: Any) -> bool:
     """Whether ``target`` is a higher-order operator: it takes subgraphs (``torch.cond``) or wraps a Triton kernel."""
-    from torch._ops import HigherOrderOperator
-
-    return isinstance(target, HigherOrderOperator)
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:
@@ -36,8 +34,6 @@ def composite_kernel(operator: Any) -> Callable[..., Any] | None:
 
 def operator_packet(namespace: str, name: str) -> Any | None:
     """``torch.ops.<namespace>.<name>``, or None when no such operator is registered."""
-    from torch._ops import OpOverloadPacket
-
     try:
         packet = getattr(getattr(torch.ops, namespace), name)
     except (AttributeError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,15 +25,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
     """A function from a list of leaves to a container of structure ``spec``; flat tuples and lists take a fast path."""
     if spec.is_leaf():
-        return _only
+        return operator.itemgetter(0)
     if spec.type in (tuple, list) and spec == pytree.tree_flatten(spec.type([0] * spec.num_leaves))[1]:
         return tuple if spec.type is tuple else list
-    return partial(_build_tree, spec)
-
-
-def _only(leaves: list[Any]) -> Any:
-    return leaves[0]
-
-
-def _build_tree(spec: Any, leaves: list[Any]) -> Any:
-    return pytree.tree_unflatten(leaves, spec)
+    return partial(pytree.tree_unflatten, treespec=spec)

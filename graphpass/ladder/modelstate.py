@@ -17,7 +17,6 @@ import random
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -140,13 +139,6 @@ class Layouts:
         return None
 
 
-def _has_extent(
-    children: Sequence[dict[str, Any]], count: int, tensors: list[Any], addresses: list[int | None], all_: list[int]
-) -> bool:
-    """Whether modules have ``count`` submodules, and tensors these addresses."""
-    return sum(map(len, children)) == count and memory.data_ptrs_equal(tensors, addresses, all_)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelState:
     """The state of a model at capture.
@@ -198,8 +190,11 @@ class ModelState:
         tensors = list({id(value): value for value in slots.values if isinstance(value, torch.Tensor)}.values())
         children = tuple(map(nnmodules.child_dict, modules))
         addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
-        count = sum(map(len, children))
-        has_extent = partial(_has_extent, children, count, tensors, addresses, list(range(len(tensors))))
+        count, everywhere = sum(map(len, children)), list(range(len(tensors)))
+
+        def has_extent() -> bool:
+            return sum(map(len, children)) == count and memory.data_ptrs_equal(tensors, addresses, everywhere)
+
         return cls(AmbientState.now(modules), modules, slots, Layouts(tensors), has_extent)
 
     def has_weights(self) -> bool:
