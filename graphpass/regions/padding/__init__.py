@@ -40,17 +40,15 @@ A softmax over a padded dimension
     Without the bias, the softmax meets an unknown pad and is refused: a finding for ``s`` reaches the output, with the
     operator, the line, and a remedy. Padded queries are garbage in rows that are cut off.
 
-Files, each above those that it uses: ``compose`` (a partition, region by region), ``proof`` (verdicts), ``interpreter``
-(one graph), ``program`` (a graph as a record), ``table`` (what each operator does) with its relations ``rearranging``,
-``indexing``, ``combining`` and ``pointwise``, ``contents`` (signs and indices), ``calls`` (what a rule sees), ``sizes``
-and ``values``.
+Files, each above those that it uses: ``proof`` (verdicts), ``interpreter`` (one graph), ``program`` (a graph as a
+record), ``table`` (what each operator does) with its relations ``rearranging``, ``indexing``, ``combining`` and
+``pointwise``, ``calls`` (what a rule sees), ``sizes`` and ``values``.
 """
 
 from graphpass.regions.padding.calls import CHECK_IF_DECLARED, DECLARE_MASK, OpCall, PaddingReason, PaddingRule
-from graphpass.regions.padding.compose import mixing_of, prove_partition
 from graphpass.regions.padding.interpreter import Interpretation, interpret
 from graphpass.regions.padding.program import AtenGraph
-from graphpass.regions.padding.proof import PaddingProof, padding_of
+from graphpass.regions.padding.proof import PaddingProof, mixing_of, padding_of, prove_partition
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.table import register_padding_rule
 from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Verdict

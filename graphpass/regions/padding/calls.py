@@ -130,6 +130,10 @@ class OpCall:
             return tuple(make(shape) if isinstance(shape, TensorShape) else None for shape in self.result)
         return make(self.shape)
 
+    def sides(self, make: Callable[[TensorShape], PaddedValue | None]) -> Iterator[PaddedValue | None]:
+        """``make`` of each result after the first; None for one that is no tensor."""
+        return (make(shape) if isinstance(shape, TensorShape) else None for shape in self.results[1:])
+
     def fresh(self, shape: TensorShape | None = None) -> PaddedValue:
         """A value of the result's shape with no findings, one factor for each dimension, and unknown padding."""
         shape = shape or self.shape
@@ -172,7 +176,7 @@ class OpCall:
         """``dims`` as non-negative dimensions; all dimensions if there are none."""
         if dims is None or dims == ():
             return list(range(rank))
-        return sorted({self.dim(dim, rank) for dim in (dims if isinstance(dims, tuple) else (dims,))})
+        return sorted({self.dim(dim, rank) for dim in (dims if isinstance(dims, tuple) else (dims,))} if rank else ())
 
     def refuse(self, why: str, size: object = None, remedy: str = "") -> Unknown:
         """The exception to raise because the results depend on padding, for the reason ``why``."""
@@ -241,18 +245,22 @@ class OpCall:
 
     def findings_for(self, reason: PaddingReason) -> frozenset[PaddingFinding]:
         """One finding for each key field whose padding ``reason`` is about."""
-        fields = self.sizes.fields_of(reason.size) or self._fields_at_hand()
+        fields = self.sizes.fields_of(reason.size) or {
+            field for size in self.sizes_at_hand() for field in self.sizes.fields_of(size)
+        }
         return frozenset(
             PaddingFinding(field, self.op, reason.why, self.where, "", reason.verdict, reason.remedy)
-            for field in fields
+            for field in fields or self.sizes.fields.values()
         )
 
-    def _fields_at_hand(self) -> tuple[str, ...]:
-        sizes = [size for value in tensors_of(self.arguments.values()) for of_dim in value.factors for size in of_dim]
-        sizes += [size for argument in self.arguments.values() for size in padded_sizes_in(argument, self.sizes)]
-        sizes += [size for shape in self.shapes for size in shape.sizes]
-        fields = {field for size in sizes for field in self.sizes.fields_of(size)}
-        return tuple(sorted(fields or set(self.sizes.fields.values())))
+    def sizes_at_hand(self) -> Iterator[Size]:
+        """The sizes of its tensors and results, and the padded ones among its numbers."""
+        for value in tensors_of(self.arguments.values()):
+            yield from (size for of_dim in value.factors for size in of_dim)
+        for shape in self.shapes:
+            yield from shape.sizes
+        for argument in self.arguments.values():
+            yield from padded_sizes_in(argument, self.sizes)
 
     def reached(self, value: PaddedValue, *reasons: PaddingReason) -> PaddedValue:
         """``value`` with findings for ``reasons``: its clean entries depend on padding."""
@@ -280,6 +288,21 @@ def tensors_of(arguments: Iterable[Any]) -> Iterator[PaddedValue]:
             yield argument
         elif isinstance(argument, tuple):
             yield from tensors_of(argument)
+
+
+def words(*lines: str) -> frozenset[str]:
+    """The words of some lines of text."""
+    return frozenset(" ".join(lines).split())
+
+
+MOVES = words(
+    "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to convert_element_type copy fill",
+    "view reshape _unsafe_view _reshape_alias view_copy flatten unflatten squeeze unsqueeze permute transpose t",
+    "expand broadcast_in_dim repeat select slice narrow split split_with_sizes unbind chunk cat stack flip roll",
+    "index _unsafe_index index_select gather take embedding diagonal constant_pad_nd scatter index_put",
+    "_unsafe_index_put amax amin max min sort topk kthvalue cummax cummin",
+)
+"""Operators whose results hold entries of their arguments, perhaps beside numbers."""
 
 
 def padded_sizes_in(argument: Any, sizes: Sizes) -> Iterator[sympy.Basic]:

@@ -10,8 +10,18 @@ from dataclasses import replace
 
 import torch
 
-from graphpass.regions.padding.calls import DECLARE_MASK, HIDE_PADDING, OpCall, PaddingReason, PaddingRule, Returned
-from graphpass.regions.padding.pointwise import broadcast, draws, entry_by_entry
+from graphpass.regions.padding.calls import (
+    DECLARE_MASK,
+    HIDE_PADDING,
+    MOVES,
+    OpCall,
+    PaddingReason,
+    PaddingRule,
+    Returned,
+    tensors_of,
+    words,
+)
+from graphpass.regions.padding.pointwise import broadcast, draws, entry_by_entry, real_entries
 from graphpass.regions.padding.sizes import product
 from graphpass.regions.padding.values import (
     ALL_FINITE,
@@ -26,7 +36,9 @@ from graphpass.regions.padding.values import (
     TensorShape,
     blurred,
     by_data,
+    cast_pad,
     is_finite,
+    is_infinite,
     is_low,
     is_number,
     is_zero,
@@ -40,12 +52,11 @@ Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
 WEIGHTS = ("weight", "bias", "running_mean", "running_var")
 
 
-def mixes(over: Dims, what: str = "", weights: Sequence[str] = (), may_count: Sequence[str] = ()) -> PaddingRule:
+def mixes(over: Dims, what: str = "", weights: Sequence[str] = ()) -> PaddingRule:
     """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize."""
 
     def rule(call: OpCall) -> Returned:
         value = call.tensor("self", "input", "a")
-        call.no_padded_numbers(*may_count)
         dims = list(over(call, value))
         call.unpadded(value, dims, what or f"{call.name.strip('_')} over")  # guard: proof_mixed_padding
         call.unpadded_weights(*weights)
@@ -71,24 +82,14 @@ def _normalised(call: OpCall, pads: dict[Place, Pad | None]) -> dict[Place, Pad 
     return {at: Approximate.NOT_FINITE if without_epsilon and pad is not None else pad for at, pad in pads.items()}
 
 
-def last_dim(call: OpCall, value: PaddedValue) -> list[int]:
-    """The last dimension."""
-    return [value.rank - 1] if value.rank else []
+def last(count: int) -> Dims:
+    """The last ``count`` dimensions."""
+    return lambda call, value: range(max(value.rank - count, 0), value.rank)
 
 
 def named_dims(call: OpCall, value: PaddedValue) -> list[int]:
     """The dimensions that the call names; all if it names none."""
     return call.dims(call.argument("dim", "dims", "axis", "dimension"), value.rank)
-
-
-def dim_or_last(call: OpCall, value: PaddedValue) -> list[int]:
-    """The dimension that the call names, or the last one."""
-    return [call.dim(call.argument("dim", default=-1), value.rank)] if value.rank else []
-
-
-def no_dims(call: OpCall, value: PaddedValue) -> tuple[int, ...]:
-    """None: the operator works entry by entry, and its result has one more dimension."""
-    return ()
 
 
 def features(call: OpCall, value: PaddedValue) -> range:
@@ -115,16 +116,9 @@ def positions(call: OpCall, value: PaddedValue) -> range:
     return range(value.rank - count, value.rank)
 
 
-def within_rows(call: OpCall, value: PaddedValue) -> range:
-    """All dimensions of one image or sequence, behind those of the batch."""
-    count = {"col2im": 2, "channel_shuffle": value.rank - 1}.get(call.name, 3)
-    return range(max(value.rank - count, 0), value.rank)
-
-
 def batch_norm(call: OpCall) -> Returned:
     """Rows are independent with running statistics; in training, all rows of a channel are combined."""
     value = call.tensor("input")
-    call.no_padded_numbers()
     channels = value.factors[1]
     for name in WEIGHTS:
         weight = call.argument(name)
@@ -137,14 +131,11 @@ def batch_norm(call: OpCall) -> Returned:
             reasons.append(PaddingReason(why, size=value.factors[dim][at]))
     normalised = call.carried(PaddedValue(value.factors), value)
     normalised = normalised.with_pads(_normalised(call, dict(normalised.pads)))
-    values: list[PaddedValue | None] = [call.reached(normalised, *reasons)]
-    for shape in call.results[1:]:
-        if isinstance(shape, TensorShape):
-            own = call.fresh(shape)
-            values.append(call.reached(own if own.factors == ((0,),) else PaddedValue((channels,)), *reasons))
-        else:
-            values.append(None)
-    return tuple(values) if isinstance(call.result, tuple) else values[0]  # type: ignore[return-value]
+    result, statistics = (call.reached(value, *reasons) for value in (normalised, PaddedValue((channels,))))
+    if not isinstance(call.result, tuple):
+        return result
+    empty = call.reached(PaddedValue(((0,),)), *reasons)
+    return (result, *call.sides(lambda shape: empty if shape.sizes == (0,) else statistics))
 
 
 def _trains(call: OpCall) -> bool:
@@ -159,7 +150,6 @@ def _trains(call: OpCall) -> bool:
 def grid_sample(call: OpCall) -> PaddedValue:
     """Samples of each image of a batch at the places of its own grid."""
     value, grid = call.tensor("input", "a"), call.tensor("grid")
-    call.no_padded_numbers()
     call.unpadded(value, range(1, value.rank), "samples")
     call.unpadded(grid, range(1, grid.rank), "samples at")
     batch = call.unify(value.factors[0], grid.factors[0])
@@ -200,7 +190,6 @@ def reduces(neutral: Neutral | None) -> PaddingRule:
 
     def rule(call: OpCall) -> Returned:
         value = call.tensor("self", "inp", "x", "a", "input")
-        call.no_padded_numbers()
         dims = named_dims(call, value)
         places = _require_neutral(call, value, dims, neutral)
         if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
@@ -271,7 +260,6 @@ def norm(call: OpCall) -> Returned | PaddingReason:
 def softmax(call: OpCall) -> PaddedValue:
     """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
     value = call.tensor("self")
-    call.no_padded_numbers()
     places = _require_neutral(call, value, named_dims(call, value), is_low)
     pads = {at: weight_of(call.name, value.pad_at(at), is_along=at in places) for at in call.places(value)}
     return PaddedValue(value.factors).with_pads(pads)
@@ -294,7 +282,6 @@ def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | 
 def scan(call: OpCall) -> Returned:
     """Forward scans: an entry depends on earlier entries only, which are real if it is real."""
     value = call.tensor("self")
-    call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
     if value.rank and not call.sizes.starts_clean(value.factors[dim]):  # guard: proof_scan_inside
         of_dim = value.factors[dim]
@@ -320,7 +307,6 @@ def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> Pa
     """The relation of a matrix product of the arguments ``first`` and ``second``, plus ``bias``."""
 
     def rule(call: OpCall) -> PaddedValue:
-        call.no_padded_numbers()
         matrix = _product_of(call, call.tensor(*first), call.tensor(*second))
         return _with_bias(call, matrix, call.argument(bias))
 
@@ -329,7 +315,6 @@ def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> Pa
 
 def linear(call: OpCall) -> PaddedValue:
     """A product with the transpose of an unpadded weight, plus a bias."""
-    call.no_padded_numbers()
     call.unpadded_weights("weight")
     value, weight = call.tensor("input"), call.tensor("weight")
     call.unpadded(value, [value.rank - 1], "sums products over")
@@ -347,7 +332,6 @@ def outer(call: OpCall) -> PaddedValue:
 def scaled_product(call: OpCall) -> PaddedValue:
     """Products of 8-bit operands, with one scale for each operand or for each row."""
     first, second = call.tensor("self"), call.tensor("mat2")
-    call.no_padded_numbers()
     call.unpadded(first, [1], "sums products over")
     call.unpadded(second, [0, 1], "has a weight with")
     for name, value in call.arguments.items():
@@ -359,12 +343,13 @@ def scaled_product(call: OpCall) -> PaddedValue:
     return _with_bias(call, matrix, call.argument("bias"))
 
 
-def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedValue, second_dim: int) -> bool:
-    """Check the summed dimensions of two operands. Returns whether they are padded."""
-    ours, theirs = first.factors[first_dim], second.factors[second_dim]
+def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
+    """Check the dimensions of two operands that are summed. Returns whether they are padded."""
+    dims = first.rank - 1, max(second.rank - 2, 0)
+    ours, theirs = first.factors[dims[0]], second.factors[dims[1]]
     if not call.sizes.any_padded((*ours, *theirs)):
         return False
-    places = call.places(first, [first_dim]), call.places(second, [second_dim])
+    places = call.places(first, dims[:1]), call.places(second, dims[1:])
     if ours != theirs or len(places[0]) != 1:  # guard: proof_contracted_factors
         why = f"sums products over dimensions of factors {list(ours)} and {list(theirs)}"
         raise call.refuse(why, call.sizes.first_padded(ours, theirs))
@@ -377,24 +362,15 @@ def _contract(call: OpCall, first: PaddedValue, first_dim: int, second: PaddedVa
     raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
 
 
-def _product_pad(call: OpCall, *factors: Pad | None) -> Pad | None:
-    """The padding of a product whose factors hold ``factors`` there: zero if one is zero and all are finite."""
-    if all(map(is_finite, factors)) and any(map(is_zero, factors)):
-        call.assumptions.add(ALL_FINITE)
-        return 0
-    return blurred(*factors)
-
-
 def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedValue:
     """The matrix product of two operands with at least one dimension each; batch dimensions are broadcast."""
-    summed_padding = _contract(call, first, first.rank - 1, second, max(second.rank - 2, 0))
+    summed_padding = _contract(call, first, second)
     depth = max(first.rank - 2, second.rank - 2, 0)
     sources = [(at - depth + first.rank - 2, at - depth + second.rank - 2) for at in range(depth)]
-    factors: list[Factors] = []
-    for ours, theirs in sources:
-        factors.append(
-            call.unify(first.factors[ours] if ours >= 0 else (), second.factors[theirs] if theirs >= 0 else ())
-        )
+    factors = [
+        call.unify(first.factors[ours] if ours >= 0 else (), second.factors[theirs] if theirs >= 0 else ())
+        for ours, theirs in sources
+    ]
     if first.rank > 1:
         factors.append(first.factors[-2])
         sources.append((first.rank - 2, -1))
@@ -408,8 +384,11 @@ def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> Padded
             for value, own in zip((first, second), sources[dim], strict=True)
             if value.real is not None or (own >= 0 and value.factors[own] == factors[dim])
         ]
+        pads[dim, at] = blurred(*held)
         # guard: proof_rows_of_a_product
-        pads[dim, at] = blurred(*held) if summed_padding else _product_pad(call, *held)
+        if not summed_padding and all(map(is_finite, held)) and any(map(is_zero, held)):
+            call.assumptions.add(ALL_FINITE)
+            pads[dim, at] = 0
     return PaddedValue(tuple(factors)).with_pads(pads)
 
 
@@ -434,7 +413,6 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: object) -> PaddedValue:
 
 def attention(call: OpCall) -> Returned:
     """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
-    call.no_padded_numbers()
     if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
         draws(call)
     query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
@@ -465,8 +443,7 @@ def attention(call: OpCall) -> Returned:
     if not isinstance(call.result, tuple):
         return result
     reason = PaddingReason("the outputs for its backward are not followed")
-    sides = (call.reached(call.fresh(of), reason) if isinstance(of, TensorShape) else None for of in call.result[1:])
-    return (result, *sides)
+    return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
 
 
 def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:
@@ -519,7 +496,7 @@ def multi_head_attention(call: OpCall) -> Returned:
         pads: dict[Place, Pad | None] = {(to[dim], at): pad for (dim, at), pad in attended.padding}
         return value.with_pads(pads | dict.fromkeys(call.places(value, [value.rank - 1]), 0.0))
 
-    return (attended, *(weights(of) if isinstance(of, TensorShape) else None for of in call.results[1:]))
+    return (attended, *call.sides(weights))
 
 
 def _shown(call: OpCall) -> PaddedValue | None:
@@ -534,3 +511,32 @@ def _shown(call: OpCall) -> PaddedValue | None:
     factors = tuple(mask.factors[dim] if dim is not None else () for dim in dims)
     pads = {(dims.index(dim), at): not pad for (dim, at), pad in mask.padding if dim in dims and is_number(pad)}
     return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
+
+
+# --- infinities: entries of a result that a mask, or an operator, makes infinite
+
+_ALSO_MOVES = words(
+    "copy_ movedim tril triu take_along_dim unfold index_copy index_fill index_add slice_scatter select_scatter",
+    "zero_padding",
+)
+
+_HIDES = (attention, self_attention, multi_head_attention)
+"""Rules of operators that give no weight to what a mask of -inf hides."""
+
+
+def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
+    """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
+    held = [tensor.held for tensor in tensors_of(call.arguments.values())]
+    numbers = [number for number in call.arguments.values() if is_infinite(number)]
+    if call.asks_independence or value.dtype is None or not (numbers or any(not is_finite(pad) for pad in held)):
+        return None
+    if rule is entry_by_entry:
+        found = real_entries(call)
+    elif rule is softmax:
+        found = weight_of(call.name, *held)
+    elif call.name in MOVES or call.name in _ALSO_MOVES:
+        found = functools.reduce(by_data, (*held, *numbers))
+    else:
+        found = blurred(*(map(shown, held) if rule in _HIDES or call.name == "logsumexp" else held))
+    found = cast_pad(found, value.dtype)
+    return None if is_finite(found) else by_data(None, found)

@@ -1,24 +1,34 @@
-"""Relations of operators that read or write by index.
+"""Relations of operators that read or write by index, and what is known of indices: signs, bounds, positions.
 
 Along a padded dimension the indices must be known to be real, else the verdict is RUNTIME.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 
-from graphpass.regions.padding.calls import CHECK_IF_DECLARED, OpCall, PaddingReason, Returned
-from graphpass.regions.padding.pointwise import entry_by_entry
+from graphpass.regions.padding.calls import (
+    CHECK_IF_DECLARED,
+    MOVES,
+    OpCall,
+    PaddingReason,
+    PaddingRule,
+    Returned,
+    tensors_of,
+    words,
+)
+from graphpass.regions.padding.pointwise import cast, entry_by_entry
 from graphpass.regions.padding.sizes import as_size, product
 from graphpass.regions.padding.values import (
     COUNT_FROM_START,
     Factors,
-    Pad,
     PaddedValue,
-    Place,
+    PaddingFinding,
     Sign,
     Size,
     Verdict,
@@ -68,22 +78,26 @@ def check_order(call: OpCall, of_dim: Factors) -> None:
         raise call.refuse(why, inside, "index each size by itself: `x[i, j]` in place of `x.flatten(0, 1)[k]`")
 
 
-def _broadcast_factors(call: OpCall, indices: Sequence[PaddedValue]) -> tuple[Factors, ...]:
-    """The factors of several index tensors, broadcast together."""
-    factors: list[Factors] = [()] * max(index.rank for index in indices)
-    for index in indices:
-        factors = call.unify_into(factors, index)
-    return tuple(factors)
+def _picked(
+    call: OpCall, value: PaddedValue, hit: Mapping[int, PaddedValue]
+) -> tuple[Sequence[Factors], int, PaddedValue]:
+    """The factors of the indices ``hit``, broadcast together, where they stand in ``x[i, :, j]``, and the rest there.
 
-
-def _first_picked(dims: Sequence[int]) -> int:
-    """Where the indices' dimensions stand in ``x[i, :, j]``: in place of adjacent ones, else in front."""
-    return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
+    They stand in place of the indexed dimensions if these are adjacent, else in front.
+    """
+    picked: list[Factors] = [()] * max(index.rank for index in hit.values())
+    for index in hit.values():
+        picked = call.unify_into(picked, index)
+    dims = list(hit)
+    at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    rest = [dim for dim in range(value.rank) if dim not in hit]
+    to = {dim: position + (len(picked) if position >= at else 0) for position, dim in enumerate(rest)}
+    kept = [value.factors[dim] for dim in rest]
+    return picked, at, replace(value.moved((*kept[:at], *picked, *kept[at:]), to), index=None)
 
 
 def index(call: OpCall) -> PaddedValue:
     """``x[i, j]`` with index tensors; the broadcast indices replace the indexed dimensions."""
-    call.no_padded_numbers()
     value = call.tensor("self")
     indices: Sequence[PaddedValue | None] = call.argument("indices")
     hit = {dim: index for dim, index in enumerate(indices) if index is not None}
@@ -91,31 +105,20 @@ def index(call: OpCall) -> PaddedValue:
         return value
     if any(index.dtype in (torch.bool, torch.uint8) for index in hit.values()):
         raise call.refuse("a mask picks entries, as many as contents say")
-    picked = _broadcast_factors(call, list(hit.values()))
-    at = _first_picked(list(hit))
-    rest = [dim for dim in range(value.rank) if dim not in hit]
-    to = {dim: position + (len(picked) if position >= at else 0) for position, dim in enumerate(rest)}
-    rest_factors = [value.factors[dim] for dim in rest]
-    result = PaddedValue((*rest_factors[:at], *picked, *rest_factors[at:]))
-    pads: dict[Place, Pad | None] = {(to[dim], factor): pad for (dim, factor), pad in value.padding if dim in to}
-    reasons = []
+    picked, at, moved = _picked(call, value, hit)
+    result, pads, reasons = PaddedValue(moved.factors), moved.pads, []
     for dim, index in hit.items():
         check_order(call, value.factors[dim])
         if is_whole(index, value.factors[dim]) and index.index is not None:
-            along = at + len(picked) - index.rank + index.index.dim
-            if _stands_alone(hit, dim, len(picked) - index.rank + index.index.dim, len(picked)):
-                pads[along, index.index.factor] = value.pad_at((dim, 0))
+            along = len(picked) - index.rank + index.index.dim
+            others = (PaddedValue(((),) * (len(picked) - i.rank) + i.factors) for d, i in hit.items() if d != dim)
+            if not any(other.factors[along] for other in others):  # this index alone varies along that dimension
+                pads[at + along, index.index.factor] = value.pad_at((dim, 0))
         if call.sizes.any_padded(value.factors[dim]) and not stays_real(call, index, value.factors[dim]):
             size = call.sizes.first_padded(value.factors[dim])
             reasons.append(by_contents(f"data selects entries of the padded dimension {dim}", size, index))
     places = call.places(result)
     return call.reached(result.with_pads({at: pad for at, pad in pads.items() if at in places}), *reasons)
-
-
-def _stands_alone(hit: dict[int, PaddedValue], dim: int, along: int, rank: int) -> bool:
-    """Whether only the index of ``dim`` varies along dimension ``along`` of the broadcast indices."""
-    others = (index for other, index in hit.items() if other != dim)
-    return all(along - rank + index.rank < 0 or not index.factors[along - rank + index.rank] for index in others)
 
 
 def _along(call: OpCall, value: PaddedValue, index: PaddedValue, dim: int, result: PaddedValue) -> PaddedValue:
@@ -132,7 +135,6 @@ def index_select(call: OpCall) -> PaddedValue:
     """``index_select`` and ``embedding``: the index's dimensions take the place of one."""
     value = call.tensor("self", "weight")
     index = call.tensor("index", "indices")
-    call.no_padded_numbers("padding_idx")
     dim = call.dim(call.argument("dim", default=0), value.rank)
     pads = {place: pad for place, pad in value.padding if place[0] != dim} if call.name == "index_select" else {}
     result = PaddedValue((*value.factors[:dim], *index.factors, *value.factors[dim + 1 :])).with_pads(pads)
@@ -142,7 +144,6 @@ def index_select(call: OpCall) -> PaddedValue:
 def gather(call: OpCall) -> PaddedValue:
     """In all dimensions except the gathered one, entry i comes from entry i."""
     value, index = call.tensor("self"), call.tensor("index", "indices")
-    call.no_padded_numbers()
     dim = call.argument("dim")
     if dim is None:
         raise call.refuse("takes entries of the flattened tensor")
@@ -193,7 +194,6 @@ def bucketize(call: OpCall) -> PaddedValue:
     """Each entry is looked up in a table, which must be unpadded."""
     entries = call.argument("self", "input", "elements")
     table: Any = call.argument("boundaries", "test_elements")
-    call.no_padded_numbers()
     if isinstance(table, PaddedValue):
         call.unpadded(table, range(table.rank), "looks entries up in")
     if not isinstance(entries, PaddedValue):
@@ -211,7 +211,6 @@ def _written(call: OpCall, value: PaddedValue, *reasons: PaddingReason) -> Padde
 def scatter(call: OpCall) -> PaddedValue:
     """``scatter``: in all dimensions except the written one, entry i goes to entry i."""
     value, index = call.tensor("self"), call.tensor("index")
-    call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
     others = [at for at in range(value.rank) if at != dim]
     _check_aligned(call, value, index, others)
@@ -229,7 +228,6 @@ def scatter(call: OpCall) -> PaddedValue:
 def index_add(call: OpCall) -> PaddedValue:
     """``index_add``, ``index_copy``, ``index_fill``, ``index_reduce``: an index tensor selects the rows to write."""
     value, index = call.tensor("self"), call.tensor("index")
-    call.no_padded_numbers()
     dim = call.dim(call.argument("dim"), value.rank)
     source = call.argument("source", "src", "value")
     listed: Factors = index.factors[0] if index.rank else ()
@@ -252,18 +250,14 @@ def index_add(call: OpCall) -> PaddedValue:
 def index_put(call: OpCall) -> PaddedValue:
     """``x[i, j] = values``: aligned along factors whose index is 0, 1, 2, ...; RUNTIME along other padded factors."""
     value, values = call.tensor("self"), call.tensor("values")
-    call.no_padded_numbers()
     indices: Sequence[PaddedValue | None] = call.argument("indices")
     hit = {dim: index for dim, index in enumerate(indices) if index is not None}
-    if any(index.dtype is not None and not _is_index(index) for index in hit.values()):
+    if any(of is not None and (of.is_floating_point or of.itemsize == 1) for of in (i.dtype for i in hit.values())):
         return _masked_put(call, value, values, list(hit.values()))
-    picked = _broadcast_factors(call, list(hit.values()))
-    at = _first_picked(list(hit))
-    rest_factors = [value.factors[dim] for dim in range(value.rank) if dim not in hit]
-    target = (*rest_factors[:at], *picked, *rest_factors[at:])
-    for dim, of_dim in enumerate(values.factors, len(target) - values.rank):
-        if call.sizes.unified(target[dim], of_dim) != target[dim]:
-            why = f"values of factors {list(of_dim)} for entries {list(target[dim])}"
+    picked, _, target = _picked(call, value, hit)
+    for dim, of_dim in enumerate(values.factors, target.rank - values.rank):
+        if call.sizes.unified(target.factors[dim], of_dim) != target.factors[dim]:
+            why = f"values of factors {list(of_dim)} for entries {list(target.factors[dim])}"
             raise call.refuse(why, call.sizes.first_padded(of_dim))
     walked = {
         len(picked) - index.rank + index.index.dim
@@ -283,10 +277,6 @@ def index_put(call: OpCall) -> PaddedValue:
     return _written(call, value, by_contents("data selects the entries that are written", size, *counting))
 
 
-def _is_index(index: PaddedValue) -> bool:
-    return index.dtype is not None and not index.dtype.is_floating_point and index.dtype.itemsize > 1
-
-
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:
     """``x[mask] = number``, for a mask over the leading dimensions: entry by entry."""
     if len(masks) > 1 or call.argument("indices")[0] is None:
@@ -295,3 +285,216 @@ def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Se
         raise call.refuse("values are written one by one to the entries that a mask picks")
     leading = PaddedValue((*masks[0].factors, *[()] * (value.rank - masks[0].rank)))
     return PaddedValue(tuple(call.unify_into(value.factors, leading)))
+
+
+# --- signs: which tensors have no negative entry in the run at the real sizes, so that an index counts from the start
+
+_UNSIGNED = frozenset({torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64})
+
+_NEVER_NEGATIVE = words(
+    "abs square argmax argmin argsort nonzero bincount searchsorted bucketize count_nonzero zeros new_zeros zeros_like",
+    "zero ones new_ones ones_like",
+)
+
+_WITH_PLACES = words("sort topk kthvalue max min median nanmedian mode cummax cummin")
+"""Operators whose second result is the places of the first among the entries."""
+
+_FROM_VALUES = MOVES | words(
+    "add mul div true_divide floor_divide pow minimum maximum clamp_max where masked_fill cumsum cumprod sum prod mean",
+    "median nanmedian mode floor ceil round trunc bitwise_or bitwise_xor full new_full full_like scalar_tensor",
+    "repeat_interleave",
+)
+"""Operators without a negative result where none of their values is negative."""
+
+_VALUES = words("self a input x other b min max alpha src source value values tensors fill_value s weight exponent")
+"""Names of the arguments that are values, not indices, conditions, dimensions or sizes."""
+
+
+def sign_of(call: OpCall, value: PaddedValue, at: int) -> Sign:
+    """What is known of the signs in ``value``, the result at position ``at``."""
+    known = value.index.offset if value.index is not None else value.constant
+    if value.dtype in _UNSIGNED or _is_nonnegative(known) or _by_operator(call, at):
+        return Sign.NONNEGATIVE
+    return Sign.UNKNOWN
+
+
+def _by_operator(call: OpCall, at: int) -> bool:
+    if call.name == FROM_START:
+        return _known(call, "self") or call.tensor("length").sign is Sign.REAL_SIZE  # guard: proof_index_from_elsewhere
+    if not call.op.startswith(("aten.", "prims.")):
+        return False
+    if call.name in _NEVER_NEGATIVE or (call.name in _WITH_PLACES and at == 1):
+        return True
+    if call.name in ("clamp", "clamp_min", "maximum", "bitwise_and"):  # one side decides
+        return _known(call, "min", "other", "b") or (_known(call, "self", "a") and _known(call, "max", absent=True))
+    if call.name == "remainder":
+        return _known(call, "other", "b")
+    if call.name == "fmod":
+        return _known(call, "self", "a")
+    if call.name in ("arange", "iota"):
+        return _known(call, "start", absent=True) and _known(call, "step", absent=True)
+    values = [argument for name, argument in call.arguments.items() if name in _VALUES and argument is not None]
+    return call.name in _FROM_VALUES and all(map(_is_nonnegative, values))
+
+
+def _known(call: OpCall, *names: str, absent: bool = False) -> bool:
+    """Whether the first argument among ``names`` is known not to be negative; ``absent`` if there is none."""
+    value = call.argument(*names)
+    return absent if value is None else _is_nonnegative(value)
+
+
+def _is_nonnegative(value: Any) -> bool:
+    if isinstance(value, PaddedValue):
+        return value.sign is not Sign.UNKNOWN
+    if isinstance(value, tuple):
+        return all(map(_is_nonnegative, value))
+    if isinstance(value, sympy.Basic):
+        return value.is_nonnegative is True
+    return isinstance(value, (bool, int, float)) and value >= 0
+
+
+# --- bounds: index tensors stay in bounds in their padding, so that no kernel reads outside of its tensor
+# Note [Contents of padding] says which indices need a check.
+
+_COUNTS = words("arange iota linspace")
+_RUNNING = words("cumsum cumprod logcumsumexp cummax cummin")
+_BY_POSITION = words("index _unsafe_index index_put _unsafe_index_put _unsafe_masked_index")
+_ALONG_DIM = words(
+    "index_select gather take_along_dim scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce"
+)
+_PROBABILITIES = words("bernoulli binary_cross_entropy binomial multinomial poisson")
+
+_PLACES = _WITH_PLACES | words("argmax argmin argsort bucketize searchsorted")
+"""Operators that return integers for floats: places among the entries, which exist for all contents."""
+
+
+def needs_real_contents(call: OpCall, tensors: Sequence[PaddedValue]) -> bool:
+    """Whether an operator may fail for floats that no real entry has: it converts them to integers, or checks them.
+
+    A table's index may be among those integers, and an index beyond the table ends the process on a GPU.
+    """
+    if checks_numbers(call.name):
+        return True
+    from_floats = any(value.dtype is not None and value.dtype.is_floating_point for value in tensors)
+    not_integers = (torch.bool, torch.complex64, torch.complex128)
+    to_integers = any(not shape.dtype.is_floating_point and shape.dtype not in not_integers for shape in call.shapes)
+    return from_floats and to_integers and call.name not in _PLACES
+
+
+def checks_numbers(name: str) -> bool:
+    """Whether the operator with this base name fails for numbers that are no probabilities."""
+    return name in _PROBABILITIES
+
+
+def new_fields(call: OpCall, tensors: Sequence[PaddedValue], value: PaddedValue) -> frozenset[str]:
+    """The key fields along which the padding of a result may have values that no real entry has."""
+    sizes = call.sizes
+    present = frozenset(field for dim, at in sizes.places(value) for field in sizes.fields_of(value.factors[dim][at]))
+    if not present:
+        return present
+    if call.name in _COUNTS:
+        return present
+    inherited = frozenset[str]().union(*(tensor.new_fields for tensor in tensors))
+    if call.name in _RUNNING:
+        dim = call.dim(call.argument("dim"), value.rank)
+        inherited |= {field for size in value.factors[dim] for field in sizes.fields_of(size)}
+    return inherited & present
+
+
+def reads_outside(call: OpCall) -> PaddingReason | None:
+    """Why indices in padding may be out of bounds for an operator; None if all are in bounds."""
+    if call.asks_independence:
+        return None
+    for index, of_dim in index_operands(call):
+        if not index.new_fields or is_whole(index, of_dim) or stays_real(call, index, of_dim):
+            continue
+        for dim, at in call.sizes.places(index):
+            size = index.factors[dim][at]
+            is_new = not index.new_fields.isdisjoint(call.sizes.fields_of(size))
+            if is_new and not _exists(index.pad_at((dim, at)), of_dim):
+                why = f"its padding may index beyond the {product(of_dim)} entries"
+                return PaddingReason(why, size=size, remedy=CHECK_IF_DECLARED)
+    return None
+
+
+def _exists(pad: object, of_dim: Factors) -> bool:
+    """Whether a known index is in bounds of a dimension for all sizes."""
+    length = product(of_dim)
+    return type(pad) is int and (pad == 0 or (isinstance(length, int) and -length <= pad < length))
+
+
+def index_operands(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
+    """Each index tensor of an operator, with the factors of the dimension that it indexes."""
+    if call.name == "embedding":
+        yield call.tensor("indices"), call.tensor("weight").factors[0]
+    elif call.name in _BY_POSITION:
+        value = call.tensor("self")
+        for of_dim, index in zip(value.factors, call.argument("indices"), strict=False):
+            if isinstance(index, PaddedValue) and index.dtype is not torch.bool:
+                yield index, of_dim
+    elif call.name in _ALONG_DIM:
+        value, index = call.tensor("self"), call.tensor("index", "indices")
+        dim = call.argument("dim")
+        if isinstance(dim, int) and value.rank:
+            yield index, value.factors[call.dim(dim, value.rank)]
+        else:
+            yield index, tuple(size for of_dim in value.factors for size in of_dim)
+
+
+# --- positions: values that depend on the index of an entry in its batch, where its entries must be independent
+
+_UNIFORM = words(
+    "full new_full zeros new_zeros zero ones new_ones zeros_like ones_like full_like fill scalar_tensor copy copy_"
+    " empty new_empty empty_like empty_strided new_empty_strided empty_permuted"
+    " view reshape _unsafe_view _reshape_alias view_copy flatten unflatten squeeze unsqueeze split_dim collapse_view"
+    " permute transpose t movedim expand broadcast_in_dim repeat view_as_complex view_as_real select"
+    " mm bmm matmul mv dot vdot addmm baddbmm addmv linear outer ger"
+    " sum mean any all prod amax amin var layer_norm native_layer_norm rms_norm _fused_rms_norm"
+    " rand randn randint rand_like randn_like randint_like bernoulli normal normal_functional uniform exponential"
+    " inductor_random inductor_randint native_dropout dropout"
+)
+"""Operators that give all entries along a size the same value, or values drawn alike, if their arguments do."""
+
+_UNIFORM_BESIDE_DIM = words(
+    "slice narrow split split_with_sizes unbind chunk cat stack cumsum cumprod flip roll _softmax softmax"
+)
+"""Operators of which this holds along all dimensions except ``dim``."""
+
+_INDEX_ARGUMENTS = frozenset({"index", "indices"})
+
+
+def by_position(
+    call: OpCall, rule: PaddingRule | None, value: PaddedValue, *, depends: bool
+) -> frozenset[PaddingFinding]:
+    """Findings for the indices of entries that a result depends on, apart from those that pair an entry with itself.
+
+    ``depends`` says whether an argument depends on an input with a padded size.
+    """
+    if value.constant is not None:
+        return frozenset()
+    places = call.places(value)
+    if not depends and places and not _is_uniform(call, rule, value):
+        dim, at = places[0]
+        reason = PaddingReason("its entries depend on their index in the batch", size=value.factors[dim][at])
+        return call.findings_for(reason)
+    return frozenset[PaddingFinding]().union(*(tensor.by_position for tensor in _read(call)))
+
+
+def _is_uniform(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> bool:
+    if call.name in _UNIFORM or rule in (entry_by_entry, cast):
+        return True
+    dim = call.argument("dim", default=0)
+    if call.name not in _UNIFORM_BESIDE_DIM or not isinstance(dim, int):
+        return False
+    tensors = list(tensors_of(call.arguments.values()))
+    return not any(call.places(tensor, [dim % max(tensor.rank, 1)]) for tensor in (*tensors, value) if tensor.rank)
+
+
+def _read(call: OpCall) -> Iterator[PaddedValue]:
+    """The tensors whose contents the result depends on: not an index 0, 1, 2, ... over a whole padded dimension."""
+    yield from tensors_of(argument for name, argument in call.arguments.items() if name not in _INDEX_ARGUMENTS)
+    pairs = {
+        id(index) for index, of_dim in index_operands(call) if call.sizes.any_padded(of_dim) and is_whole(index, of_dim)
+    }
+    for name in _INDEX_ARGUMENTS & call.arguments.keys():
+        yield from (index for index in tensors_of([call.arguments[name]]) if id(index) not in pairs)

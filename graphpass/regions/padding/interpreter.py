@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +16,14 @@ from graphpass.regions.padding.calls import (
     PaddingReason,
     PaddingRule,
     Unknown,
-    padded_sizes_in,
     tensors_of,
 )
-from graphpass.regions.padding.contents import (
-    by_position,
-    infinities_of,
-    needs_real_contents,
-    new_fields,
-    reads_outside,
-    sign_of,
-)
+from graphpass.regions.padding.combining import infinities_of
+from graphpass.regions.padding.indexing import by_position, needs_real_contents, new_fields, reads_outside, sign_of
 from graphpass.regions.padding.program import CONSTANT, GETITEM, NUMBER, AtenGraph, AtenNode, Ref, references
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
-from graphpass.regions.padding.table import is_registered, rule_for
+from graphpass.regions.padding.table import applied, is_registered, rule_for
 from graphpass.regions.padding.values import (
-    IndexAlong,
     PaddedValue,
     PaddingFinding,
     Sign,
@@ -71,19 +63,21 @@ class Interpretation:
 
 
 def input_values(
-    graph: AtenGraph, sizes: Sizes, declared: Mapping[int, float | int | bool | None]
+    shapes: Iterable[TensorShape | Size | None],
+    sizes: Sizes,
+    declared: Mapping[int, float | int | bool | None] | None = None,
 ) -> tuple[PaddedValue | Size | None, ...]:
-    """Abstract inputs from the shapes of a graph's inputs, with one factor for each dimension.
+    """Abstract inputs of a graph, from their shapes, with one factor for each dimension.
 
     ``declared`` says what the padding of inputs holds: a constant, or None for contents that the caller chooses. Other
     inputs repeat real entries.
     """
     values: list[PaddedValue | Size | None] = []
-    for position, shape in enumerate(graph.inputs):
+    for position, shape in enumerate(shapes):
         if not isinstance(shape, TensorShape):
-            values.append(shape)
+            values.append(shape if shape is None else sizes.renamed(shape))
             continue
-        value = PaddedValue(sizes.one_each(shape.sizes), dtype=shape.dtype)
+        value, declared = PaddedValue(sizes.one_each(shape.sizes), dtype=shape.dtype), declared or {}
         places, pad = sizes.places(value), declared.get(position)  # guard: proof_declared_padding
         if position in declared:
             fields = {field for dim, at in places for field in sizes.fields_of(value.factors[dim][at])}
@@ -248,7 +242,7 @@ class _Run:
         if node.op.partition(".")[0] in self._trusted:
             return self._fresh(call, wanted)
         rule = rule_for(node.op)
-        touched = self._touched(call, tensors)
+        touched = any(map(self._sizes.padded, call.sizes_at_hand()))
         if not self._sizes.real_first and not self._depends[-1]:
             return tuple(self._shared(call, rule, shape) for shape in wanted)
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
@@ -257,7 +251,7 @@ class _Run:
             # guard: proof_operators_without_a_rule
             return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=REGISTER_RULE))
         try:
-            returned = rule(call)
+            returned = applied(rule, call)
         except Unknown as unknown:
             returned = unknown.reason
         except Exception as error:
@@ -280,21 +274,12 @@ class _Run:
         if not isinstance(shape, TensorShape):
             return None
         try:
-            returned = rule(call) if rule is not None else None
+            returned = applied(rule, call) if rule is not None else None
         except Exception:
             returned = None
         fitting = returned if isinstance(returned, PaddedValue) and self._fits(returned, shape) else None
         value = self._checked(call, fitting, shape) if fitting is not None else None
         return replace(value, findings=frozenset()) if value is not None else call.fresh(shape)
-
-    def _touched(self, call: OpCall, tensors: list[PaddedValue]) -> bool:
-        """Whether an argument or the result's shape has a padded size."""
-        padded = self._sizes.padded
-        if any(padded(size) for value in tensors for of_dim in value.factors for size in of_dim):
-            return True
-        if any(padded(size) for shape in call.shapes for size in shape.sizes):
-            return True
-        return any(True for argument in call.arguments.values() for _ in padded_sizes_in(argument, self._sizes))
 
     def _fresh(self, call: OpCall, wanted: tuple[Any, ...], *reasons: PaddingReason) -> tuple[PaddedValue | None, ...]:
         """Values of unknown contents, which depend on padding for each of ``reasons``."""
@@ -319,13 +304,10 @@ class _Run:
         known = value.padding if self._sizes.real_first else ()
         pads = {place: cast_pad(pad, shape.dtype) for place, pad in known if place in places}
         constant = cast_pad(value.constant, shape.dtype) if value.constant is not None else None
-        exact = shape.dtype in (torch.int64, torch.int32)
-        index = value.index if exact and value.index is not None and self._is_place(value, value.index) else None
+        index = value.index
+        exists = index and index.dim < value.rank and index.factor < len(value.factors[index.dim])
+        index = index if exists and shape.dtype in (torch.int64, torch.int32) else None
         return replace(value.with_pads(pads), constant=constant, index=index, dtype=shape.dtype)
-
-    @staticmethod
-    def _is_place(value: PaddedValue, index: IndexAlong) -> bool:
-        return index.dim < value.rank and index.factor < len(value.factors[index.dim])
 
     def _fits(self, value: PaddedValue, shape: TensorShape) -> bool:
         pairs = zip(value.factors, map(self._sizes.renamed, shape.sizes), strict=False)
@@ -343,7 +325,7 @@ class _Run:
     def _read_by_host(self, call: OpCall, own: tuple[Any, ...], tensors: list[PaddedValue]) -> None:
         """Add findings for an operator without tensor results: a host number, an assertion, an outside effect."""
         findings = {finding for value in tensors for finding in value.findings}
-        if self._touched(call, tensors):
+        if any(map(self._sizes.padded, call.sizes_at_hand())):
             findings |= call.findings_for(PaddingReason("it reads padded entries"))
         target = "a number that the host reads" if own else "an effect outside the graph"
         self._everywhere |= {finding.reaching(target) for finding in findings}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,6 @@ from graphpass.regions.padding.values import (
 
 def entry_by_entry(call: OpCall) -> Returned:
     """A pointwise operator: the operands' factors must agree; the padding of the result is computed from theirs."""
-    call.no_padded_numbers()  # guard: proof_size_as_number
     tensors = {name: value for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
     rank = len(call.shapes[0].sizes)
     factors = _common_factors(call, list(tensors.values()), rank)
@@ -84,7 +84,6 @@ def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> P
 
 def cast(call: OpCall) -> PaddedValue:
     """A copy, possibly with another dtype."""
-    call.no_padded_numbers()
     return call.tensor("self", "a", "input")
 
 
@@ -261,24 +260,14 @@ def _index_or_number(call: OpCall, values: Mapping[str, PaddedValue], names: Seq
     return value.index if value.index is not None else value.constant
 
 
-_COMPARISONS: dict[str, tuple[Callable[[int], bool], bool]] = {
-    "gt": (lambda least: least > 0, True),
-    "ge": (lambda least: least >= 0, True),
-    "ne": (lambda least: least > 0, True),
-    "lt": (lambda least: least >= 0, False),
-    "le": (lambda least: least > 0, False),
-    "eq": (lambda least: least > 0, False),
-}
-_MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
-
-
 def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[Place, Pad]:
     """The comparison of two indices along factors of the same size: an index in padding exceeds all real ones.
 
     If the first operand's index is in padding and the second's is real, first minus second is at least one plus the
     difference of the offsets; likewise with the operands exchanged.
     """
-    if call.name not in _COMPARISONS or len(values) != 2:
+    compare = getattr(operator, call.name) if call.name in ("gt", "ge", "ne", "lt", "le", "eq") else None
+    if compare is None or len(values) != 2:
         return {}
     first, second = (value for value in values.values())
     if first.index is None or second.index is None or first.index[:2] == second.index[:2]:
@@ -287,10 +276,11 @@ def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[P
     if first.factors[a.dim][a.factor] != second.factors[b.dim][b.factor]:  # guard: proof_index_sizes
         return {}
     pads: dict[Place, Pad] = {}
-    for larger, smaller, name in ((a, b, call.name), (b, a, _MIRRORED[call.name])):  # guard: proof_index_order
-        decided, answer = _COMPARISONS[name]
-        if decided(1 + larger.offset - smaller.offset):  # guard: proof_index_offsets
-            pads[larger.dim, larger.factor] = answer
+    for larger, smaller, sign in ((a, b, 1), (b, a, -1)):  # guard: proof_index_order
+        least = 1 + larger.offset - smaller.offset  # guard: proof_index_offsets
+        answers = {compare(sign * difference, 0) for difference in (least, -1, 0, 1) if difference >= least}
+        if len(answers | {compare(sign, 0)}) == 1:
+            pads[larger.dim, larger.factor] = answers.pop()
     return pads
 
 
@@ -310,11 +300,6 @@ def filled(call: OpCall) -> PaddedValue:
     value = call.fresh()
     factors = call.tensor("self", "a").factors if call.name == "fill" or "_like" in call.name else value.factors
     return replace(value, factors=factors, constant=constant)
-
-
-def unwritten(call: OpCall) -> PaddedValue:
-    """Memory that was never written: the contents are arbitrary in both runs."""
-    return call.fresh()
 
 
 def counted(call: OpCall) -> PaddedValue:

@@ -6,8 +6,9 @@ rule are recorded as the operators they consist of, and a few that a compiler de
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.compat.nnmodules import where_of
-from graphpass.regions.padding.contents import checks_numbers
-from graphpass.regions.padding.indexing import FROM_START
+from graphpass.regions.padding.indexing import FROM_START, checks_numbers
 from graphpass.regions.padding.sizes import as_size
 from graphpass.regions.padding.table import rule_for
 from graphpass.regions.padding.values import ResultShape, Size, TensorShape
@@ -104,13 +104,34 @@ class _Reader:
             elif node.op != "placeholder":
                 composed = self._decomposed(node) if isinstance(node.target, operators.OpOverload) else None
                 self._at[node] = self._added(self._node(node)) if composed is None else composed
-        shapes = tuple(_only_tensor_or_size(shape) for shape in self._inputs)
+        shapes = tuple(s if isinstance(s, (TensorShape, int, sympy.Basic)) else None for s in self._inputs)
         names = tuple(str(node.name) for node in placeholders)
-        return AtenGraph(shapes, names, tuple(self._nodes), outputs, _symbols_of(shapes))
+        sizes = [size for shape in shapes for size in (shape.sizes if isinstance(shape, TensorShape) else (shape,))]
+        known = [sorted(size.free_symbols, key=str) for size in sizes if isinstance(size, sympy.Basic)]
+        symbols: Any = tuple(dict.fromkeys(itertools.chain.from_iterable(known)))
+        return AtenGraph(shapes, names, tuple(self._nodes), outputs, symbols)
 
     def _added(self, node: AtenNode) -> Ref:
-        self._nodes.extend(_recognised(node, self._inputs, self._nodes))
-        return Ref(len(self._inputs) + len(self._nodes) - 1)
+        self._nodes.extend(_recognised(node, self))
+        return Ref(self.next.index - 1)
+
+    @property
+    def next(self) -> Ref:
+        """The value of the node that will be recorded next."""
+        return Ref(len(self._inputs) + len(self._nodes))
+
+    def arguments_of(self, value: Any, op: str) -> dict[str, Any] | None:
+        """The arguments of the node that computed ``value``; None if its operator is not ``op``."""
+        at = value.index - len(self._inputs) if isinstance(value, Ref) else -1
+        return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else None
+
+    def shape_at(self, value: Any) -> TensorShape | None:
+        """The shape of an earlier value; None if it is no tensor."""
+        if not isinstance(value, Ref):
+            return None
+        at = value.index - len(self._inputs)
+        shape = self._nodes[at].result if at >= 0 else self._inputs[value.index]
+        return shape if isinstance(shape, TensorShape) else None
 
     def _decomposed(self, node: fx.Node) -> Any | None:
         """The result of an operator without a padding rule, recorded as the operators that it consists of.
@@ -156,9 +177,10 @@ class _Reader:
         result = self._shape_of(node.meta.get("val"))
         target = node.target
         if node.op == "get_attr":
-            attribute = operator.attrgetter(str(target))(self._module)
-            sign = ("is_nonnegative", _is_nonnegative(attribute))
-            return AtenNode(CONSTANT, (sign,), self._shape_of(attribute), where)
+            value = operator.attrgetter(str(target))(self._module)
+            has_sign = isinstance(value, torch.Tensor) and not value.is_complex()
+            sign = ("is_nonnegative", has_sign and not symbolic.has_negative(value))
+            return AtenNode(CONSTANT, (sign,), self._shape_of(value), where)
         if target is operator.getitem:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
         if target is torch.ops.aten.as_strided.default and _only_ones_change(node):
@@ -235,24 +257,23 @@ class _Reader:
         return AtenNode(node_of_op.op, node_of_op.arguments, result, where, node_of_op.writes, bases=tuple(bases))
 
 
-def _is_nonnegative(constant: Any) -> bool:
-    return isinstance(constant, torch.Tensor) and not constant.is_complex() and not symbolic.has_negative(constant)
-
-
 def _only_ones_change(node: fx.Node) -> bool:
     """Whether an ``as_strided`` moves no entry: it only adds, drops or restrides dimensions of size 1."""
-    before, after = (one.meta.get("val") for one in (node.args[0], node) if isinstance(one, fx.Node))
-    if before is None or after is None:
+    tensors: list[Any] = [one.meta.get("val") for one in (node.args[0], node) if isinstance(one, fx.Node)]
+    if any(tensor is None for tensor in tensors):
         return False
-    return symbolic.expression_of(before.storage_offset()) == symbolic.expression_of(
-        after.storage_offset()
-    ) and _wide_dims(before) == _wide_dims(after)
-
-
-def _wide_dims(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    sized = [(symbolic.expression_of(size), symbolic.expression_of(stride)) for size, stride in pairs]
-    return [(size, stride) for size, stride in sized if size != 1]
+    before, after = (
+        (
+            symbolic.expression_of(tensor.storage_offset()),
+            [
+                (symbolic.expression_of(size), symbolic.expression_of(stride))
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                if symbolic.expression_of(size) != 1
+            ],
+        )
+        for tensor in tensors
+    )
+    return before == after
 
 
 def _written_by(schema: Any) -> tuple[str, ...]:
@@ -270,26 +291,12 @@ def _by_length(fact: sympy.Basic) -> tuple[Any, Any]:
     return first, second
 
 
-def _only_tensor_or_size(shape: Any) -> TensorShape | Size | None:
-    return shape if isinstance(shape, (TensorShape, int, sympy.Basic)) else None
-
-
-def _symbols_of(inputs: tuple[TensorShape | Size | None, ...]) -> tuple[sympy.Symbol, ...]:
-    symbols: dict[sympy.Symbol, None] = {}
-    for shape in inputs:
-        for size in shape.sizes if isinstance(shape, TensorShape) else (shape,):
-            if isinstance(size, sympy.Basic):
-                symbols.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
-    return tuple(symbols)
-
-
 # --- operators that a compiler decomposed, where padding can be proved for the whole operator only
 
 
-def _recognised(node: AtenNode, inputs: Sequence[Any], nodes: Sequence[AtenNode]) -> tuple[AtenNode, ...]:
-    """The nodes to record for ``node``, which follows ``nodes``: itself, or the operator that it completes."""
-    earlier = _Earlier(inputs, nodes)
-    for pattern in (_softmax, _log_softmax, _cut_padding, _from_start):
+def _recognised(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """The nodes to record for ``node``, which follows ``earlier`` ones: itself, or the operator that it completes."""
+    for pattern in (_softmax, _cut_padding, _from_start):
         match = pattern(node, earlier)
         if match is not None:
             op, arguments = match
@@ -297,41 +304,15 @@ def _recognised(node: AtenNode, inputs: Sequence[Any], nodes: Sequence[AtenNode]
     return _comparison(node, earlier) or (node,)
 
 
-class _Earlier:
-    """The values that exist before a node."""
-
-    def __init__(self, inputs: Sequence[Any], nodes: Sequence[AtenNode]) -> None:
-        self._inputs = inputs
-        self._nodes = nodes
-
-    def node(self, argument: Any, op: str) -> dict[str, Any] | None:
-        """The arguments of the node that computed ``argument``; None if its operator is not ``op``."""
-        at = argument.index - len(self._inputs) if isinstance(argument, Ref) else -1
-        return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else None
-
-    @property
-    def count(self) -> int:
-        """The number of earlier values."""
-        return len(self._inputs) + len(self._nodes)
-
-    def shape(self, argument: Any) -> TensorShape | None:
-        """The shape of an earlier value; None if it is no tensor."""
-        if not isinstance(argument, Ref):
-            return None
-        at = argument.index - len(self._inputs)
-        shape = self._nodes[at].result if at >= 0 else self._inputs[argument.index]
-        return shape if isinstance(shape, TensorShape) else None
-
-
 _Match = tuple[str, tuple[tuple[str, Any], ...]] | None
 
 
-def _exponentials(total: Any, earlier: _Earlier) -> tuple[Any, Any, Any] | None:
+def _exponentials(total: Any, earlier: _Reader) -> tuple[Any, Any, Any] | None:
     """(scores, dim, scores - maximum) if ``total`` is ``exp(scores - scores.amax(dim)).sum(dim)``, else None."""
-    summed = earlier.node(total, "aten::sum.dim_IntList")
-    powers = earlier.node(summed["self"], "aten::exp") if summed is not None else None
-    shifted = earlier.node(powers["self"], "aten::sub.Tensor") if powers is not None else None
-    greatest = earlier.node(shifted["other"], "aten::amax") if shifted is not None else None
+    summed = earlier.arguments_of(total, "aten::sum.dim_IntList")
+    powers = earlier.arguments_of(summed["self"], "aten::exp") if summed is not None else None
+    shifted = earlier.arguments_of(powers["self"], "aten::sub.Tensor") if powers is not None else None
+    greatest = earlier.arguments_of(shifted["other"], "aten::amax") if shifted is not None else None
     if summed is None or powers is None or shifted is None or greatest is None:
         return None
     same = greatest["self"] == shifted["self"] and shifted["alpha"] == 1 and greatest["dim"] == summed["dim"]
@@ -340,35 +321,28 @@ def _exponentials(total: Any, earlier: _Earlier) -> tuple[Any, Any, Any] | None:
     return shifted["self"], summed["dim"][0], powers["self"]
 
 
-def _softmax(node: AtenNode, earlier: _Earlier) -> _Match:
-    arguments = dict(node.arguments)
-    if node.op != "aten::div.Tensor":
+def _softmax(node: AtenNode, earlier: _Reader) -> _Match:
+    if node.op not in ("aten::div.Tensor", "aten::sub.Tensor"):
         return None
-    summed = earlier.node(arguments["other"], "aten::sum.dim_IntList")
-    parts = _exponentials(arguments["other"], earlier)
-    if summed is None or parts is None or summed["self"] != arguments["self"]:
+    arguments, is_log = dict(node.arguments), node.op == "aten::sub.Tensor"
+    total = arguments["other"]
+    if is_log:
+        logarithm = earlier.arguments_of(total, "aten::log") if arguments["alpha"] == 1 else None
+        total = logarithm and logarithm["self"]
+    summed, parts = earlier.arguments_of(total, "aten::sum.dim_IntList"), _exponentials(total, earlier)
+    if summed is None or parts is None or arguments["self"] != (parts[2] if is_log else summed["self"]):
         return None
-    return "aten::_softmax", (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
+    op = "aten::_log_softmax" if is_log else "aten::_softmax"
+    return op, (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
 
 
-def _log_softmax(node: AtenNode, earlier: _Earlier) -> _Match:
-    arguments = dict(node.arguments)
-    if node.op != "aten::sub.Tensor" or arguments["alpha"] != 1:
-        return None
-    logarithm = earlier.node(arguments["other"], "aten::log")
-    parts = _exponentials(logarithm["self"], earlier) if logarithm is not None else None
-    if parts is None or parts[2] != arguments["self"]:
-        return None
-    return "aten::_log_softmax", (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
-
-
-def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Match:
+def _cut_padding(node: AtenNode, earlier: _Reader) -> _Match:
     """A tensor extended at its end and cut to its old size, as for the alignment of an attention mask, is unchanged."""
     if node.op != "aten::slice.Tensor" or not isinstance(node.result, TensorShape):
         return None
     arguments = dict(node.arguments)
-    extended = earlier.node(arguments["self"], "aten::constant_pad_nd")
-    before = earlier.shape(extended["self"]) if extended is not None else None
+    extended = earlier.arguments_of(arguments["self"], "aten::constant_pad_nd")
+    before = earlier.shape_at(extended["self"]) if extended is not None else None
     if extended is None or before is None or arguments["start"] not in (0, None) or arguments["step"] != 1:
         return None
     at_front = extended["pad"][::2]
@@ -379,36 +353,36 @@ def _cut_padding(node: AtenNode, earlier: _Earlier) -> _Match:
     return ("aten::alias", (("self", extended["self"]),)) if all(right == 0 for right in others) else None
 
 
-def _from_start(node: AtenNode, earlier: _Earlier) -> _Match:
+def _from_start(node: AtenNode, earlier: _Reader) -> _Match:
     """``where(i < 0, i + n, i)`` counts a negative index from the start of a dimension of size n."""
     if node.op != "aten::where.self":
         return None
     arguments = dict(node.arguments)
     index = arguments["other"]
-    negative = earlier.node(arguments["condition"], "aten::lt.Scalar")
-    counted = earlier.node(arguments["self"], "aten::add.Tensor")
+    negative = earlier.arguments_of(arguments["condition"], "aten::lt.Scalar")
+    counted = earlier.arguments_of(arguments["self"], "aten::add.Tensor")
     if negative is None or counted is None or negative["self"] != index or negative["other"] != 0:
         return None
-    if counted["self"] != index or counted["alpha"] != 1 or earlier.shape(counted["other"]) is None:
+    if counted["self"] != index or counted["alpha"] != 1 or earlier.shape_at(counted["other"]) is None:
         return None
     return f"graphpass::{FROM_START}", (("self", index), ("length", counted["other"]))
 
 
-def _comparison(node: AtenNode, earlier: _Earlier) -> tuple[AtenNode, ...] | None:
+def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...] | None:
     """``i - j <= k`` over integers becomes ``i <= j + k``: a comparison of indices, as in a decomposed triangle."""
     if node.op not in _COMPARISONS:
         return None
     arguments = dict(node.arguments)
-    difference, number = earlier.node(arguments["self"], "aten::sub.Tensor"), arguments["other"]
+    difference, number = earlier.arguments_of(arguments["self"], "aten::sub.Tensor"), arguments["other"]
     if difference is None or difference["alpha"] != 1 or type(number) is not int:
         return None
-    sides = earlier.shape(difference["self"]), earlier.shape(difference["other"])
+    sides = earlier.shape_at(difference["self"]), earlier.shape_at(difference["other"])
     if any(side is None or side.dtype not in (torch.int32, torch.int64) for side in sides):
         return None
     raised = AtenNode(
         "aten::add.Tensor", (("self", difference["other"]), ("other", number), ("alpha", 1)), sides[1], node.where
     )
-    compared = (("self", difference["self"]), ("other", Ref(earlier.count)))
+    compared = (("self", difference["self"]), ("other", earlier.next))
     return raised, replace(node, op=node.op.replace("Scalar", "Tensor"), arguments=compared)
 
 

@@ -1,18 +1,31 @@
-"""The verdict for each padded size, from the abstract results of a graph."""
+"""The verdict for each padded size of an aten graph or of a partition, and whether its entries are independent.
+
+The walk through a partition follows the stitched code region by region and maps value names to abstract values. Regions
+of one structure share an aten graph, so 240 equal layers are interpreted once and looked up 239 times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 
 import sympy
+import torch
 from torch import fx
 
+from graphpass.compat import symbolic
+from graphpass.compat.nnmodules import where_of
+from graphpass.regions.assign import Region
+from graphpass.regions.execute import storages_of, value_of
+from graphpass.regions.names import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
 from graphpass.regions.padding.program import AtenGraph
-from graphpass.regions.padding.sizes import Sizes
-from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Size, Verdict
+from graphpass.regions.padding.sizes import Question, Sizes, as_size
+from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size, TensorShape, Verdict
+from graphpass.regions.split import Partition
 
 ResultFactors = tuple[tuple[sympy.Expr, ...], ...]
 
@@ -53,7 +66,7 @@ def padding_of(
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
-        inputs = input_values(record, sizes, declared or {})
+        inputs = input_values(record.inputs, sizes, declared)
         run = interpret(record, inputs, sizes)
         targets = {position: f"written input '{names[position]}'" for position in run.written}
         return run, findings_of_results(run, sizes, inputs, targets)
@@ -125,7 +138,7 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
         for verdict in (Verdict.PROVED, Verdict.RUNTIME):
             for field in (field for field in order if field not in accepted):
                 _, findings_of_attempt = attempt(padded([*accepted, field]))  # guard: proof_fields_alone
-                if _worst(findings_of_attempt) in (Verdict.PROVED, verdict):
+                if {finding.verdict for finding in findings_of_attempt} <= {verdict}:
                     accepted.append(field)
                     verdicts[field] = verdict
                 if verdict is Verdict.RUNTIME or field in accepted:
@@ -134,17 +147,288 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
     for field in order:
         verdicts.setdefault(field, Verdict.PROVED if field in accepted else Verdict.UNPROVED)
     ordered = {field: verdicts[field] for field in order}
-    factors = tuple(_factors_of(output) for output in run.outputs)
+    factors = tuple(
+        tuple(tuple(map(sympy.sympify, of_dim)) for of_dim in output.factors)
+        if isinstance(output, PaddedValue)
+        else None
+        for output in run.outputs
+    )
     assumptions = tuple(sorted(run.assumptions))
     return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), assumptions, needs_real_contents)
 
 
-def _worst(findings: Collection[PaddingFinding]) -> Verdict:
-    verdicts = {finding.verdict for finding in findings}
-    return next((v for v in (Verdict.UNPROVED, Verdict.RUNTIME) if v in verdicts), Verdict.PROVED)
+# --- a whole partition, region by region
+
+Abstract: TypeAlias = PaddedValue | Size | None
+
+_NAMED_OPS = 3
+_RANDOM = "random numbers"
 
 
-def _factors_of(output: PaddedValue | Size | None) -> ResultFactors | None:
-    if not isinstance(output, PaddedValue):
-        return None
-    return tuple(tuple(sympy.sympify(size) for size in of_dim) for of_dim in output.factors)
+class RegionGraph(Protocol):
+    """The aten graph of a region."""
+
+    @property
+    def result(self) -> Any:
+        """The :class:`AtenGraph`, shared by regions of one structure; None if there is none."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no graph, or None."""
+
+    @property
+    def symbols(self) -> tuple[tuple[sympy.Expr, sympy.Symbol], ...]:
+        """Pairs (symbol of the aten graph, symbol of the region)."""
+
+
+def prove_partition(
+    parts: Partition,
+    graphs: Mapping[str, RegionGraph],
+    symbols: Mapping[sympy.Symbol, str],
+    declared: Mapping[int, float | int | bool | None] | None = None,
+) -> PaddingProof:
+    """Prove which sizes of a partitioned graph may be padded."""
+    run = _PartitionRun(parts, graphs, declared or {})
+    return decided(symbols, lambda candidates: run.with_findings(Sizes(candidates)))
+
+
+def mixing_of(
+    parts: Partition,
+    graphs: Mapping[str, RegionGraph],
+    symbols: Mapping[sympy.Symbol, str],
+    trusted: Collection[str] = (),
+) -> tuple[PaddingFinding, ...]:
+    """The operators through which an entry along a size depends on other entries along it, or on their number.
+
+    Stricter than a proof of padding: any entries may be the real ones, not only the first, so causal order, masks,
+    windows and zero padding do not help. An output without that size may contain entries selected by data, such as the
+    logits of each request's last token. The index of an entry depends on the entries before it, so it may only select
+    that same entry. Random numbers depend on how many are drawn, but do not count as dependence.
+    """
+    run = _PartitionRun(parts, graphs, {}, frozenset(trusted))
+    independence = Sizes(symbols, Question.INDEPENDENCE)  # guard: manager_mixing_causal
+    # Uses of the size as a number mix no entries, but depend on the number of entries.
+    counted = (finding for finding in run.with_findings(Sizes(symbols))[1] if finding.target != _RANDOM)
+    # guard: manager_mixing_counts
+    findings = [*_mixed(run, independence), *(finding for finding in counted if not finding.is_by_contents)]
+    first: dict[tuple[str, str], PaddingFinding] = {}
+    for finding in findings:
+        first.setdefault((finding.op, finding.where), finding)
+    return tuple(first.values())
+
+
+def _mixed(run: _PartitionRun, sizes: Sizes) -> list[PaddingFinding]:
+    """Findings for entries that depend on other indices along the size."""
+    interpreted = run.interpretation(sizes)
+    findings = [finding for finding in interpreted.findings if finding.target != _RANDOM]
+    results = [(f"output {at}", value) for at, value in enumerate(interpreted.outputs)]
+    results += [(run.targets[at], value) for at, value in interpreted.written.items()]
+    for target, value in results:
+        if not isinstance(value, PaddedValue):
+            continue
+        places = sizes.places(value)
+        by_data = not places and not target.startswith("written")
+        findings += [f.reaching(target) for f in value.findings if not (by_data and f.is_by_contents)]
+        findings += [f.reaching(target) for f in value.by_position]  # guard: manager_mixing_positions
+        if len(places) > 1:
+            why = f"its entries stand along {[value.factors[dim][at] for dim, at in places]}"
+            fields = dict.fromkeys(sizes.fields.values())
+            findings += [PaddingFinding(field, "result", why, target=target) for field in fields]
+    return sorted(set(findings), key=str)
+
+
+class _PartitionRun:
+    """Interprets a partition for several sets of padded sizes; caches the results of each region by its inputs."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        graphs: Mapping[str, RegionGraph],
+        declared: Mapping[int, float | int | bool | None],
+        trusted: frozenset[str] = frozenset(),
+    ) -> None:
+        self._parts, self._graphs, self._declared, self._trusted = parts, graphs, declared, trusted
+        self._interpreted: dict[Any, Interpretation] = {}  # in the symbols of an aten graph
+        self._passed: dict[Any, Interpretation] = {}  # in the symbols of the whole graph
+        self.targets = {at: f"written input '{given.shown}'" for at, given in enumerate(parts.inputs)}
+
+    @functools.cached_property
+    def _storages(self) -> dict[str, frozenset[int]]:
+        """Name of a value -> its storages."""
+        found = {given.name: storages_of(given.value) for given in self._parts.inputs}
+        for region in self._parts.regions:
+            results: Any = region.graph_module.graph.output_node().args[0]
+            found |= {name: storages_of(value_of(node)) for name, node in zip(region.outputs, results, strict=True)}
+        return found
+
+    def with_findings(self, sizes: Sizes) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        """The interpretation of the whole graph, and the findings of its results."""
+        run = self.interpretation(sizes)
+        return run, findings_of_results(run, sizes, self._inputs(sizes), self.targets)
+
+    def interpretation(self, sizes: Sizes) -> Interpretation:
+        """The interpretation of the whole graph; its outputs are the output leaves of the partition."""
+        inputs = self._parts.inputs
+        values = {given.name: value for given, value in zip(inputs, self._inputs(sizes), strict=True)}
+        passed = [self._through(region, values, sizes) for region in self._parts.regions]
+        outputs = tuple(values.get(name) for name, _ in self._parts.output_values())
+        written = {position: values[inputs[position].name] for position in self._parts.mutated_inputs}
+        return Interpretation(
+            outputs,
+            {position: value for position, value in written.items() if isinstance(value, PaddedValue)},
+            frozenset[PaddingFinding]().union(*(of_region.findings for of_region in passed)),
+            frozenset[str]().union(*(of_region.assumptions for of_region in passed)),
+            any(of_region.needs_real_contents for of_region in passed),
+        )
+
+    def _inputs(self, sizes: Sizes) -> tuple[Abstract, ...]:
+        """The abstract inputs of the partition before the first region runs."""
+        values = input_values([_shape_of(given.value) for given in self._parts.inputs], sizes, self._declared)
+        return tuple(
+            replace(value, sign=Sign.REAL_SIZE) if given.is_real_size and isinstance(value, PaddedValue) else value
+            for given, value in zip(self._parts.inputs, values, strict=True)
+        )
+
+    def _through(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> Interpretation:
+        """Interpret one region: ``values`` has its inputs, and gets its outputs and what it wrote."""
+        inputs = tuple(values.get(name) for name in region.inputs)
+        graph = self._graphs.get(region.name)
+        problem = "it was not traced" if graph is None else graph.problem
+        passed = None
+        if graph is not None and problem is None:
+            passed = self._traced(graph, inputs, sizes)
+            problem = "its inputs have sizes that its aten graph lacks"
+        if passed is None:
+            passed = _opaque(region, inputs, problem or "", sizes)
+        values.update((region.inputs[position], value) for position, value in passed.written.items())
+        if region.mutated_inputs:
+            self._follow_writes(region, values, sizes)
+        values.update(zip(region.outputs, passed.outputs, strict=True))
+        return passed
+
+    def _traced(self, graph: RegionGraph, inputs: tuple[Abstract, ...], sizes: Sizes) -> Interpretation | None:
+        """The results of a region that has an aten graph; None if that graph lacks a symbol of ``inputs``."""
+        key = (id(graph.result), graph.symbols, inputs, frozenset(sizes.fields.items()), sizes.question)
+        if key in self._passed:
+            return self._passed[key]
+        names = _Renaming(graph.symbols, sizes)
+        renamed = tuple(names.inside(value) for value in inputs)
+        if _lacks(inputs, renamed):
+            return None
+        inner_key = (id(graph.result), renamed, tuple(names.fields.items()), sizes.question)
+        run = self._interpreted.get(inner_key)
+        if run is None:
+            within = Sizes(names.fields, sizes.question)
+            run = self._interpreted[inner_key] = interpret(graph.result, renamed, within, self._trusted)
+        written = {position: names.outside(value) for position, value in run.written.items()}
+        outputs = tuple(names.outside(value) for value in run.outputs)
+        tensors = [value if isinstance(value, PaddedValue) else None for value in run.outputs]
+        if _lacks(tensors, outputs) or _lacks(run.written.values(), written.values()):
+            return None
+        self._passed[key] = replace(run, outputs=outputs, written=written)
+        return self._passed[key]
+
+    def _follow_writes(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> None:
+        """Add findings to the values that share memory with an input that the region wrote to."""
+        names = [region.inputs[position] for position in region.mutated_inputs]
+        written = [values.get(name) for name in names]
+        findings = {f for v in written if isinstance(v, PaddedValue) for f in v.findings | v.by_position}
+        storages = frozenset[int]().union(*(self._storages.get(name, frozenset()) for name in names))
+        for name in {name for name, own in self._storages.items() if own & storages} - set(region.inputs):
+            value = values.get(name)
+            if isinstance(value, PaddedValue):
+                fields = {field for one in (value, *written) for field in _fields_of(one, sizes)}
+                why = "it writes to memory that other values share"
+                findings |= {PaddingFinding(f, _ops_of(region), why, _place_of(region)) for f in sorted(fields)}
+                values[name] = _unknown(value, findings)
+
+
+def _lacks(values: Iterable[Abstract], renamed: Iterable[Abstract]) -> bool:
+    """Whether a value has no name on the other side."""
+    return any(other is None for value, other in zip(values, renamed, strict=True) if value is not None)
+
+
+class _Renaming:
+    """Translates between the symbols of the whole graph (one for each key field) and those of one aten graph."""
+
+    def __init__(self, symbols: Sequence[tuple[sympy.Expr, sympy.Symbol]], sizes: Sizes) -> None:
+        self.fields: dict[sympy.Symbol, str] = {}
+        self._inside: dict[sympy.Basic, sympy.Basic] = {}
+        self._outside: dict[sympy.Basic, sympy.Basic] = {}
+        for of_graph, own in symbols:
+            shared: Any = sizes.renamed(own)
+            self._inside.setdefault(shared, of_graph)
+            self._inside.setdefault(own, self._inside[shared])  # number inputs have the region's own symbol
+            if isinstance(of_graph, sympy.Symbol):
+                self._outside[of_graph] = shared
+                if own in sizes.fields:
+                    self.fields[of_graph] = sizes.fields[own]
+        # A symbol that tracing replaced by a number cannot be padded.
+        self._fixed = any(own in sizes.fields and not isinstance(of_graph, sympy.Symbol) for of_graph, own in symbols)
+
+    def inside(self, value: Abstract) -> Abstract:
+        """``value`` in the symbols of the aten graph; None if the graph lacks one of them."""
+        return None if self._fixed else _renamed(value, self._inside)
+
+    def outside(self, value: Abstract) -> Any:
+        """``value`` in the symbols of the whole graph; None if one of them has no name there."""
+        return _renamed(value, self._outside)
+
+
+def _renamed(value: Abstract, names: Mapping[sympy.Basic, sympy.Basic]) -> Abstract:
+    if isinstance(value, PaddedValue):
+        factors = tuple(tuple(_renamed(size, names) for size in of_dim) for of_dim in value.factors)
+        missing = any(size is None for of_dim in factors for size in of_dim)
+        return None if missing else replace(value, factors=factors)
+    if value is None or isinstance(value, int):
+        return value
+    return as_size(value.xreplace(dict(names))) if value.free_symbols <= names.keys() else None
+
+
+def _opaque(region: Region, inputs: Sequence[Abstract], problem: str, sizes: Sizes) -> Interpretation:
+    """The results of a region without an aten graph: all of them depend on the padding of its inputs."""
+    results: Any = region.graph_module.graph.output_node().args[0]
+    fresh = input_values([_shape_of(value_of(node)) for node in results], sizes)
+    fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, sizes)}
+    findings = {f for value in inputs if isinstance(value, PaddedValue) for f in value.findings | value.by_position}
+    findings |= {PaddingFinding(name, _ops_of(region), problem, _place_of(region)) for name in sorted(fields)}
+    outputs = tuple(v.with_findings(findings) if isinstance(v, PaddedValue) else v for v in fresh)
+    written = {
+        position: _unknown(value, findings)
+        for position in region.mutated_inputs
+        if isinstance(value := inputs[position], PaddedValue)
+    }
+    effects = frozenset(finding.reaching(f"what region {region.name} does") for finding in findings)
+    return Interpretation(outputs, written, effects, frozenset(), needs_real_contents=True)
+
+
+def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedValue:
+    """``value`` after a write of unknown contents: same sizes, more findings, nothing known of padding."""
+    return replace(value.with_findings(findings), padding=(), index=None, constant=None, real=None, sign=Sign.UNKNOWN)
+
+
+def _shape_of(value: Any) -> TensorShape | Size | None:
+    if isinstance(value, torch.Tensor):
+        return TensorShape(tuple(as_size(symbolic.expression_of(size)) for size in value.shape), value.dtype)
+    expression = symbolic.expression_of(value)
+    return None if expression is None else as_size(expression)
+
+
+def _fields_of(value: Abstract, sizes: Sizes) -> Iterator[str]:
+    """The key fields that are padded in ``value``."""
+    for of_dim in value.factors if isinstance(value, PaddedValue) else ((value,),):
+        for size in of_dim:
+            yield from sizes.fields_of(size)
+
+
+def _ops_of(region: Region) -> str:
+    """The names of the first ops of a region, as text."""
+    calls = [node for node in region.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
+    names = list(dict.fromkeys(display_name(node) for node in calls))
+    return ", ".join(names[:_NAMED_OPS]) + ("..." if len(names) > _NAMED_OPS else "") or f"region {region.name}"
+
+
+def _place_of(region: Region) -> str:
+    """The line of the user's code from the first node that has one."""
+    places = (where_of(node.meta.get("stack_trace")) for node in region.graph_module.graph.nodes)
+    return next(filter(None, places), "")

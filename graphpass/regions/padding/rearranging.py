@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import sympy
+import torch
 
 from graphpass.regions.padding.calls import OpCall, Returned, Unknown
 from graphpass.regions.padding.combining import without_dims
@@ -22,6 +23,7 @@ from graphpass.regions.padding.values import (
     Size,
     either,
     is_number,
+    operator_named,
 )
 
 
@@ -46,7 +48,7 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
             else:
                 merged.append(factor)
         factors.append(tuple(merged))
-    if not walk.finished():
+    if walk.left:
         raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
     result = PaddedValue(tuple(factors))
     index = value.index
@@ -73,30 +75,11 @@ def view(call: OpCall) -> PaddedValue:
 
 def permute(call: OpCall) -> PaddedValue:
     """``permute``, ``transpose`` and ``movedim``: the dimensions in another order."""
-    value = call.tensor("self", "a")
-    dims = call.argument("dims", "permutation")
-    if dims is None:
-        dims = _exchanged(call, value) if "source" not in call.arguments else _shifted(call, value)
-    order = [call.dim(dim, value.rank) for dim in dims]
+    value, operator = call.tensor("self", "a"), operator_named(call.op.replace(".", "::", 1))
+    assert operator is not None, "a call is of an operator"
+    numbered = torch.empty(tuple(range(value.rank)), device="meta")  # its size names each dimension
+    order = operator(numbered, *list(call.arguments.values())[1:]).shape
     return value.moved(tuple(value.factors[dim] for dim in order), {dim: at for at, dim in enumerate(order)})
-
-
-def _exchanged(call: OpCall, value: PaddedValue) -> list[int]:
-    order = list(range(value.rank))
-    first, second = (call.dim(call.argument(name, default=at), value.rank) for at, name in ((0, "dim0"), (1, "dim1")))
-    if value.rank > 1:
-        order[first], order[second] = order[second], order[first]
-    return order
-
-
-def _shifted(call: OpCall, value: PaddedValue) -> list[int]:
-    sources, targets = (
-        [call.dim(dim, value.rank) for dim in (dims if isinstance(dims, tuple) else (dims,))]
-        for dims in (call.argument("source"), call.argument("destination"))
-    )
-    at = dict(zip(targets, sources, strict=True))
-    left = iter(dim for dim in range(value.rank) if dim not in sources)
-    return [at[target] if target in at else next(left) for target in range(value.rank)]
 
 
 def expand(call: OpCall) -> PaddedValue:
@@ -154,32 +137,17 @@ def triangle(call: OpCall) -> PaddedValue:
         if not call.sizes.is_prefix(value.factors[dim]):
             raise call.refuse(f"a triangle over the factors {list(value.factors[dim])}", value.factors[dim][-1])
     square = len(value.factors[row]) == 1 and value.factors[row] == value.factors[col]
+    turn = 1 if call.name == "tril" else -1  # triu is tril with rows and columns exchanged
     pads: dict[Place, Pad | None] = {}
     for place in call.places(value):
         pad = value.pad_at(place)
-        beyond = {row: -1, col: 1}.get(place[0]) if square else None  # guard: proof_triangle_side
-        if beyond is not None and _drops(call.name, diagonal, beyond):
+        # What is in padding along columns only has a column minus row of at least 1, along rows of at most -1.
+        beyond = turn * {row: -1, col: 1}.get(place[0], 0) if square else 0  # guard: proof_triangle_side
+        if beyond == 1 and turn * diagonal <= 0:  # guard: proof_triangle_diagonal
             pads[place] = 0
-        elif beyond is not None and _keeps(call.name, diagonal, beyond):
-            pads[place] = pad
         else:
-            pads[place] = either(pad, 0.0)
+            pads[place] = pad if beyond == -1 and turn * diagonal >= -1 else either(pad, 0.0)
     return PaddedValue(value.factors).with_pads(pads)
-
-
-def _drops(name: str, diagonal: int, beyond: int) -> bool:
-    """Whether a triangle drops every entry whose column minus row is at least 1, or at most -1."""
-    return (
-        # guard: proof_triangle_diagonal
-        diagonal <= 0 if (name, beyond) == ("tril", 1) else diagonal >= 0 if (name, beyond) == ("triu", -1) else False
-    )
-
-
-def _keeps(name: str, diagonal: int, beyond: int) -> bool:
-    """Whether a triangle keeps every entry whose column minus row is at least 1, or at most -1."""
-    return (
-        diagonal >= -1 if (name, beyond) == ("tril", -1) else diagonal <= 1 if (name, beyond) == ("triu", 1) else False
-    )
 
 
 # --- cuts and joins

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,37 +84,26 @@ class Sizes:
         for symbol, field in self.fields.items():
             first.setdefault(field, symbol)
         self._same = {symbol: first[field] for symbol, field in self.fields.items() if first[field] != symbol}
-        self._named: dict[Size, tuple[str, ...]] = {}
-        self._renamed: dict[sympy.Basic, Size] = {}
-        self._grows: dict[Size, bool] = {}
+        self._fields_of = functools.cache(self._fields_of_expression)
+        self._replaced = functools.cache(lambda size: as_size(size.xreplace(self._same)))
+        self.grows = functools.cache(self._grows)
 
     def fields_of(self, size: object) -> tuple[str, ...]:
         """The key fields whose padding changes ``size``."""
-        if not isinstance(size, sympy.Basic):
-            return ()
-        known = self._named.get(size)
-        if known is None:
-            names = (self.fields[symbol] for symbol in size.free_symbols if symbol in self.fields)
-            known = self._named[size] = tuple(sorted(set(names)))
-        return known
+        return self._fields_of(size) if isinstance(size, sympy.Basic) else ()
+
+    def _fields_of_expression(self, size: sympy.Basic) -> tuple[str, ...]:
+        return tuple(sorted({self.fields[symbol] for symbol in size.free_symbols if symbol in self.fields}))
 
     def padded(self, size: object) -> bool:
         """Whether ``size`` differs between the run at the real sizes and the padded run."""
         return bool(self.fields_of(size))
 
-    def grows(self, size: Size) -> bool:
+    def _grows(self, size: Any) -> bool:
         """Whether ``size`` is at least as large in the padded run as in the run at the real sizes, for all sizes."""
-        if not self.padded(size):
+        if not self.padded(size) or size.is_Symbol:
             return True
-        known = self._grows.get(size)
-        if known is None:
-            known = self._grows[size] = self._grows_by_parts(size)
-        return known
-
-    def _grows_by_parts(self, size: Any) -> bool:
         kind = type(size).__name__
-        if size.is_Symbol:
-            return True
         if kind in ("Add", "Max", "Min"):
             return all(self.grows(part) for part in size.args)
         if kind == "Mul":
@@ -125,12 +115,7 @@ class Sizes:
 
     def renamed(self, size: Size) -> Size:
         """``size`` with all symbols of a key field replaced by the first of them."""
-        if isinstance(size, int) or not self._same:
-            return size
-        known = self._renamed.get(size)
-        if known is None:
-            known = self._renamed[size] = as_size(size.xreplace(self._same))
-        return known
+        return size if isinstance(size, int) or not self._same else self._replaced(size)
 
     def one_each(self, shape: Iterable[Size]) -> tuple[Factors, ...]:
         """The factors of a shape, with one factor for each dimension."""
@@ -192,18 +177,16 @@ class Regrouping:
 
     def __init__(self, sizes: Sizes, factors: Sequence[Factors]) -> None:
         self._sizes = sizes
-        self._left: list[tuple[Size, Place | None]] = []
+        #: The factors that no dimension of the view has yet; unpadded ones are merged.
+        self.left: deque[tuple[Size, Place | None]] = deque()
+        self._unlike = False
         for dim, of_dim in enumerate(factors):
             for at, size in enumerate(of_dim):
-                self._push(size, (dim, at) if sizes.padded(size) else None)
-        self._next = 0
-        self._unlike = False
-
-    def _push(self, size: Size, place: Place | None) -> None:
-        if place is None and self._left and self._left[-1][1] is None:
-            self._left[-1] = (product((self._left[-1][0], size)), None)
-        else:
-            self._left.append((size, place))
+                if sizes.padded(size):
+                    self.left.append((size, (dim, at)))
+                else:
+                    before = self.left.pop()[0] if self.left and self.left[-1][1] is None else 1
+                    self.left.append((product((before, size)), None))
 
     def take(self, size: Size) -> list[tuple[Size, Place | None]] | None:
         """The factors of the view's next dimension, each with its place in the tensor if it is padded, else None.
@@ -211,26 +194,27 @@ class Regrouping:
         Returns None if a dimension of this size would cut through a padded factor.
         """
         of_dim: list[tuple[Size, Place | None]] = []
+        padded = self._sizes.padded
         while size != 1:
-            if self._next == len(self._left):
+            if not self.left:
                 return None
-            factor, place = self._left[self._next]
+            factor, place = self.left[0]
             rest = quotient(size, factor)
             if rest is not None:
-                of_dim.append((factor, place))
-                self._next, size = self._next + 1, rest
+                of_dim.append(self.left.popleft())
+                size = rest
                 continue
             inner = quotient(factor, size)
-            if inner is None and place is None and self._is_only_unlike(size, factor):
-                of_dim.append((size, None))
-                self._next, size = self._next + 1, 1
-                continue
-            if inner is None or (place is not None and not self._splits(size, inner)):
+            if inner is None and not (place is None and self._is_only_unlike(size, factor)):
                 return None
-            of_dim.append((size, place))
-            self._left[self._next] = (inner, None)
-            self._merge_following()
-            size = 1
+            # guard: proof_split_size
+            if place is not None and not (self._sizes.real_first and padded(size) and not padded(inner)):
+                return None
+            self.left.popleft()
+            if inner is not None:
+                after = self.left.popleft()[0] if self.left and self.left[0][1] is None else 1
+                self.left.appendleft((product((inner, after)), None))
+            return [*of_dim, (size, place)]
         return of_dim
 
     def _is_only_unlike(self, size: Size, factor: Size) -> bool:
@@ -242,16 +226,3 @@ class Regrouping:
             return False
         self._unlike = True
         return True
-
-    def _splits(self, outer: Size, inner: Size) -> bool:
-        # guard: proof_split_size
-        return self._sizes.real_first and self._sizes.padded(outer) and not self._sizes.padded(inner)
-
-    def _merge_following(self) -> None:
-        at = self._next
-        if at + 1 < len(self._left) and self._left[at][1] is None and self._left[at + 1][1] is None:
-            self._left[at : at + 2] = [(product((self._left[at][0], self._left[at + 1][0])), None)]
-
-    def finished(self) -> bool:
-        """Whether the dimensions of the view have used up all factors."""
-        return self._next == len(self._left)

@@ -25,7 +25,7 @@ import torch
 from graphpass.compat import operators
 from graphpass.errors import OptionError, did_you_mean
 from graphpass.regions.padding import combining, indexing, pointwise, rearranging
-from graphpass.regions.padding.calls import OpCall, PaddingRule
+from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Returned
 from graphpass.regions.padding.combining import contracts, extremes, mixes, reduces
 from graphpass.regions.padding.values import PaddedValue, is_low, is_zero, operator_named
 
@@ -75,10 +75,7 @@ _MAKES: list[tuple[PaddingRule, str]] = [
         "full new_full zeros new_zeros zero ones new_ones zeros_like ones_like full_like fill scalar_tensor"
         " | full full_like scalar_tensor",
     ),
-    (
-        pointwise.unwritten,
-        "empty new_empty empty_like empty_strided new_empty_strided empty_permuted | empty_strided",
-    ),
+    (OpCall.fresh, "empty new_empty empty_like empty_strided new_empty_strided empty_permuted | empty_strided"),
     (pointwise.counted, "arange | iota"),
     (pointwise.identity_matrix, "eye"),
     (
@@ -95,7 +92,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         mixes(combining.features, "normalises over", combining.WEIGHTS),
         "layer_norm native_layer_norm rms_norm _fused_rms_norm",
     ),
-    (mixes(combining.after_rows, "normalises over", combining.WEIGHTS, ["N"]), "native_group_norm group_norm"),
+    (mixes(combining.after_rows, "normalises over", combining.WEIGHTS), "native_group_norm group_norm"),
     (
         combining.batch_norm,
         "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit"
@@ -117,15 +114,13 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         " replication_pad2d replication_pad3d | _low_memory_max_pool_with_offsets"
         " _low_memory_max_pool2d_with_offsets",
     ),
-    (
-        mixes(combining.within_rows, "moves the entries of"),
-        "im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle",
-    ),
+    (mixes(combining.last(3), "moves the entries of"), "im2col pixel_shuffle pixel_unshuffle"),
+    (mixes(combining.last(2), "moves the entries of"), "col2im"),
+    (mixes(combining.after_rows, "moves the entries of"), "channel_shuffle"),
     (combining.grid_sample, "grid_sampler_2d grid_sampler_3d"),
-    (mixes(combining.named_dims), "flip roll unfold _fft_r2c _fft_c2c _fft_c2r | rev"),
-    (mixes(combining.dim_or_last), "glu sort argsort topk"),
-    (mixes(combining.last_dim, "makes complex numbers of"), "view_as_complex"),
-    (mixes(combining.no_dims), "view_as_real"),
+    (mixes(combining.named_dims), "flip roll unfold _fft_r2c _fft_c2c _fft_c2r glu sort argsort topk | rev"),
+    (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
+    (mixes(combining.last(0)), "view_as_real"),
     (combining.softmax, "_softmax _log_softmax _safe_softmax softmax log_softmax"),
     (combining.scan, "cumsum cumprod logcumsumexp cummax cummin"),
     (
@@ -211,6 +206,14 @@ BUILT_IN: dict[str, PaddingRule] = {
 }
 """Qualified name without overload -> rule. A row names operators of ``aten``, and behind a bar those of ``prims``."""
 
+_WITHOUT_SIZES = {
+    pointwise.entry_by_entry,
+    pointwise.cast,
+    *(rule for rows in (_MIXES, _REDUCES, _CONTRACTS, _INDEXES) for rule, _ in rows),
+}
+_COUNTS = ("N", "padding_idx")
+"""Arguments that only repeat a size of a tensor, or name a row of a table."""
+
 _REGISTERED: dict[str, PaddingRule] = {}
 
 
@@ -224,6 +227,13 @@ def rule_for(name: str) -> PaddingRule | None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         return pointwise.random_numbers
     return pointwise.entry_by_entry if torch.Tag.pointwise in op.tags else None
+
+
+def applied(rule: PaddingRule, call: OpCall) -> Returned | PaddingReason:
+    """What a rule returns; in most relations a padded size must not be a number among the arguments."""
+    if rule in _WITHOUT_SIZES:
+        call.no_padded_numbers(*_COUNTS)  # guard: proof_size_as_number
+    return rule(call)
 
 
 def is_registered(name: str) -> bool:

@@ -252,6 +252,8 @@ PRODUCTS = [
     s("replication_pad2d", lambda n: (t(n, 2, 4, 4), [1, 1, 1, 1])),
     s("grid_sampler_2d", lambda n: (t(n, 2, 4, 4), t(n, 3, 3, 2), 0, 0, False)),
     s("im2col", lambda n: (t(n, 2, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1])),
+    s("col2im", lambda n: (t(n, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])),
+    s("channel_shuffle", lambda n: (t(n, 4, 3), 2)),
     s("pixel_shuffle", lambda n: (t(n, 4, 2, 2), 2)),
     s("pixel_unshuffle", lambda n: (t(n, 1, 4, 4), 2)),
 ]

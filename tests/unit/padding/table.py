@@ -13,21 +13,13 @@ _VERDICTS = {"+": Verdict.PROVED, "-": Verdict.UNPROVED, "~": Verdict.UNPROVED, 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A small program with its verdicts by hand.
+    """A small program with its verdicts by hand."""
 
-    Attributes:
-        name: what it shows.
-        verdicts: of each key field that it has.
-        cautious: the fields that are UNPROVED although no contents of the padding change anything.
-        function: the names of its parameters say what its inputs are.
-        scales: magnitudes of the padding that are tried; large ones overflow where a program takes an exponential.
-    """
-
-    name: str
-    verdicts: dict[str, Verdict]
-    cautious: frozenset[str]
-    function: Callable[..., Any]
-    scales: tuple[float, ...]
+    name: str  #: what it shows
+    verdicts: dict[str, Verdict]  #: of each key field that it has
+    cautious: frozenset[str]  #: the fields that are UNPROVED although no contents of the padding change anything
+    function: Callable[..., Any]  #: the names of its parameters say what its inputs are
+    scales: tuple[float, ...]  #: magnitudes of the padding; large ones overflow where it takes an exponential
 
 
 def program(name: str, verdicts: str, function: Callable[..., Any], scales: tuple[float, ...] = (1.0, 1e4)) -> Program:

@@ -35,62 +35,52 @@ def positions_gathered(x: torch.Tensor) -> torch.Tensor:
     return x + TABLE[None].expand(x.shape[0], -1, -1).gather(1, rows)
 
 
-def run(model: Callable[..., Any], *sizes: int) -> gp.GraphRuntime:
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "aot_eager"})
+def features(size: int) -> torch.Tensor:
+    return torch.randn(3, size, 4)
+
+
+def indices(size: int) -> torch.Tensor:
+    return torch.randint(10, (3, size))
+
+
+def run(
+    model: Callable[..., Any], draw: Callable[[int], torch.Tensor], *sizes: int, **options: Any
+) -> tuple[dict[str, str], gp.GraphRuntime]:
+    """The verdicts after three calls at each size, and the runtime."""
+    options |= {"compiler": "aot_eager", "on_fallback": "silent"}
+    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
     with torch.no_grad():
-        for _ in range(3):
-            for size in sizes:
-                x = torch.randn(3, size, 4)
-                torch.testing.assert_close(compiled(x), model(x))
-    return gp.runtime_of(compiled)
-
-
-def verdicts(runtime: gp.GraphRuntime) -> dict[str, str]:
-    return {size.field: str(size.verdict) for record in runtime.callables() for size in record.sizes}
+        for size in sizes * 3:
+            x = draw(size)
+            torch.testing.assert_close(compiled(x), model(x))
+    runtime = gp.runtime_of(compiled)
+    return {size.field: str(size.verdict) for record in runtime.callables() for size in record.sizes}, runtime
 
 
 @pytest.mark.parametrize(
     "model", [positions_of_rows, positions_by_index, positions_picked, positions_counted, positions_gathered]
 )
 def test_positions_beyond_a_table_are_never_read(model: Callable[..., Any]) -> None:
-    runtime = run(model, 5, 9, 7)
-    assert verdicts(runtime)["x[1]"] == "unproved"
+    verdicts, runtime = run(model, features, 5, 9, 7)
+    assert verdicts["x[1]"] == "unproved"
     assert runtime.stats().replayed >= 3, "sizes that recur are captured as they are"
 
 
-def test_indices_that_repeat_real_ones_are_valid() -> None:
+@pytest.mark.parametrize(
+    ("padding", "verdict"),
+    [({}, "proved"), ({"ids": 0}, "proved"), ({"ids": -100}, "unproved"), ({"ids": 10**6}, "unproved")],
+    ids=["repeated", "first", "negative", "large"],
+)
+def test_an_index_in_padding_has_to_exist(padding: dict[str, int], verdict: str) -> None:
     def model(ids: torch.Tensor) -> torch.Tensor:
         return embedding(ids, TABLE) * 2
 
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "aot_eager"})
-    with torch.no_grad():
-        for size in (5, 7, 5, 7, 5, 7):
-            ids = torch.randint(10, (3, size))
-            torch.testing.assert_close(compiled(ids), model(ids))
-    assert verdicts(gp.runtime_of(compiled))["ids[1]"] == "proved"
-
-
-@pytest.mark.parametrize(("pad", "verdict"), [(0, "proved"), (-100, "unproved"), (10**6, "unproved")])
-def test_a_declared_index_has_to_exist(pad: int, verdict: str) -> None:
-    def model(ids: torch.Tensor) -> torch.Tensor:
-        return embedding(ids, TABLE)
-
-    options = {"compiler": "aot_eager", "padding": {"ids": pad}, "on_fallback": "silent"}
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
-    with torch.no_grad():
-        for size in (5, 7, 5, 7, 5, 7):
-            ids = torch.randint(10, (3, size))
-            torch.testing.assert_close(compiled(ids), model(ids))
-    assert verdicts(gp.runtime_of(compiled))["ids[1]"] == verdict
+    options = {"padding": padding} if padding else {}
+    assert run(model, indices, 5, 7, **options)[0]["ids[1]"] == verdict
 
 
 def test_positions_within_the_padded_tensor_itself_are_whole() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return x[torch.arange(x.shape[0])] + 1
 
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "aot_eager"})
-    with torch.no_grad():
-        for size in (5, 7, 5, 7, 5, 7):
-            x = torch.randn(size, 4)
-            torch.testing.assert_close(compiled(x), model(x))
-    assert verdicts(gp.runtime_of(compiled))["x[0]"] == "proved"
+    assert run(model, lambda size: torch.randn(size, 4), 5, 7)[0]["x[0]"] == "proved"

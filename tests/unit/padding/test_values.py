@@ -141,9 +141,9 @@ def test_a_view_regroups_factors_or_is_refused(
     walk = Regrouping(SIZES, factors)
     taken = [walk.take(size) for size in shape]
     if expected is None:
-        assert None in taken or not walk.finished()
+        assert None in taken or walk.left
     else:
-        assert walk.finished()
+        assert not walk.left
         assert [SIZES.merged([size for size, _ in dim or ()]) for dim in taken] == expected
 
 
@@ -155,7 +155,7 @@ def test_a_view_back_restores_the_factors(flat: list[Size], data: st.DataObject)
     walk = Regrouping(SIZES, factors)
     whole = walk.take(product(tuple(flat)))
     assert whole is not None
-    assert walk.finished()
+    assert not walk.left
     back = Regrouping(SIZES, (SIZES.merged([size for size, _ in whole]),))
     taken = [back.take(product(of_dim)) for of_dim in factors]
     assert [SIZES.merged([size for size, _ in dim or ()]) for dim in taken] == list(factors)

@@ -25,17 +25,11 @@ NUM_IDS, NUM_SLOTS = 11, 32
 
 @dataclass(frozen=True, slots=True)
 class InputKind:
-    """How one input of a program looks.
+    """How one input of a program looks."""
 
-    Attributes:
-        shape: a size, or the key field that names it, per dimension.
-        make: draws the real contents for these sizes.
-        declared: the constant that stands in the padding; None where anything finite may stand there.
-    """
-
-    shape: tuple[str | int, ...]
-    make: Callable[[tuple[int, ...], Sizes, torch.Generator], Tensor]
-    declared: float | int | bool | None = None
+    shape: tuple[str | int, ...]  #: a size, or the key field that names it, per dimension
+    make: Callable[[tuple[int, ...], Sizes, torch.Generator], Tensor]  #: draws the real contents for these sizes
+    declared: float | int | bool | None = None  #: the constant in the padding; None where it may be anything finite
 
     def sizes(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
@@ -155,19 +149,12 @@ INPUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One program's aten graph.
+    """One program's aten graph."""
 
-    Attributes:
-        graph: runs at any sizes that the guards admit.
-        names: the inputs, in the graph's order.
-        symbols: each symbolic size and its key field.
-        guards: what the sizes must satisfy.
-    """
-
-    graph: fx.GraphModule
-    names: tuple[str, ...]
-    symbols: dict[sympy.Symbol, str]
-    guards: tuple[sympy.Basic, ...]
+    graph: fx.GraphModule  #: runs at any sizes that the guards admit
+    names: tuple[str, ...]  #: the inputs, in the graph's order
+    symbols: dict[sympy.Symbol, str]  #: each symbolic size and its key field
+    guards: tuple[sympy.Basic, ...]  #: what the sizes must satisfy
 
     @property
     def declared(self) -> dict[int, float | int | bool]:
